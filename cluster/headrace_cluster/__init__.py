@@ -1,0 +1,1 @@
+"""The control plane on Ray, and the command line."""

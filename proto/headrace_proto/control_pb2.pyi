@@ -1,0 +1,62 @@
+from headrace_proto import replica_pb2 as _replica_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WatchRequest(_message.Message):
+    __slots__ = ("router",)
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    router: RouterInfo
+    def __init__(self, router: _Optional[_Union[RouterInfo, _Mapping]] = ...) -> None: ...
+
+class RouterInfo(_message.Message):
+    __slots__ = ("id", "pid", "node", "http", "grpc", "metrics")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    pid: int
+    node: str
+    http: str
+    grpc: str
+    metrics: str
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., http: _Optional[str] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ...) -> None: ...
+
+class MemberList(_message.Message):
+    __slots__ = ("epoch", "version", "members", "models")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    epoch: bytes
+    version: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    models: _containers.RepeatedCompositeFieldContainer[ModelEntry]
+    def __init__(self, epoch: _Optional[bytes] = ..., version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelEntry, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("identity", "address", "state")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    identity: _replica_pb2.ReplicaIdentity
+    address: str
+    state: _replica_pb2.ReplicaState
+    def __init__(self, identity: _Optional[_Union[_replica_pb2.ReplicaIdentity, _Mapping]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[_replica_pb2.ReplicaState, str]] = ...) -> None: ...
+
+class ModelEntry(_message.Message):
+    __slots__ = ("name", "aliases", "created")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    created: int
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., created: _Optional[int] = ...) -> None: ...

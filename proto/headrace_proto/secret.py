@@ -1,0 +1,62 @@
+"""The cluster's secret on internal gRPC calls (RELIABILITY R2)."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+SECRET_KEY = "headrace-secret"
+
+
+def secret_metadata(secret: bytes) -> tuple[tuple[str, str], ...]:
+    """The metadata that a caller sends with every internal call."""
+    return ((SECRET_KEY, secret.hex()),)
+
+
+def secret_matches(metadata: Any, secret: bytes) -> bool:
+    """Whether invocation metadata (pairs of key and value) carries the secret; compared in constant time."""
+    expected = secret.hex().encode()
+    given = b""
+    for key, value in metadata or ():
+        if key == SECRET_KEY:
+            given = value if isinstance(value, bytes) else value.encode()
+    return hmac.compare_digest(given, expected)
+
+
+class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses every call without the secret as UNAUTHENTICATED, before the method is looked at."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if secret_matches(handler_call_details.invocation_metadata, self._secret):
+            return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return _refusal(handler)
+
+
+def _refusal(handler: Any) -> Any:
+    """A handler of the same kind as `handler` that only says no."""
+
+    async def refuse_unary(_request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
+
+    async def refuse_stream(_request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
+        yield None
+
+    if handler is not None and handler.response_streaming:
+        make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        return make(refuse_stream)
+    make = (
+        grpc.stream_unary_rpc_method_handler
+        if handler is not None and handler.request_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(refuse_unary)

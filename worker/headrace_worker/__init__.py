@@ -1,0 +1,1 @@
+"""The inference engine of one replica."""
