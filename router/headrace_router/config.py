@@ -1,0 +1,42 @@
+"""How a router is told what to be. Built by the cluster room from the spec."""
+
+import secrets
+import socket
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretBytes
+
+from headrace_router.auth import AuthConfig
+from headrace_router.limits import Limits
+
+
+class StaticMember(BaseModel):
+    """A replica that is always a member: for a router without a controller."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str = Field(description="host:port of the replica's gRPC server")
+    replica_id: str = ""
+
+
+class RouterConfig(BaseModel):
+    """One router process. Port 0 means any free one; the real ones are told to the controller."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int | None = Field(8001, ge=0, le=65535, description="none = no gRPC API")
+    controller: str | None = Field(None, description="host:port of headrace.v1.Control; none = only `members`")
+    members: tuple[StaticMember, ...] = ()
+    secret: SecretBytes = Field(description="the cluster's secret")
+    router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
+    node: str = Field(default_factory=socket.gethostname)
+    auth: AuthConfig = AuthConfig()
+    limits: Limits = Limits()
+    policy: Literal["least-load", "round-robin"] = "least-load"
+    max_attempts: int = Field(3, ge=1, description="replicas tried for one choice")
+    stall_seconds: float = Field(30.0, gt=0, description="without heartbeat until a stalled replica counts as lost")
+    keep_alive_seconds: float = Field(15.0, gt=0, description="of silence on a stream before a comment is sent")
+    shutdown_seconds: float = Field(5.0, ge=0, description="for requests in flight after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
