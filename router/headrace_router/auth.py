@@ -26,7 +26,7 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    name: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
     key: SecretStr
 
     @model_validator(mode="before")
@@ -48,8 +48,8 @@ class AuthConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     keys: tuple[ApiKey, ...] = ()
-    keys_file: Path | None = Field(None, description="one key a line, or name:key; # starts a comment")
-    allow_no_auth: bool = Field(False, description="listen beyond loopback without keys")
+    keys_file: Path | None = Field(default=None, description="one key a line, or name:key; # starts a comment")
+    allow_no_auth: bool = Field(default=False, description="listen beyond loopback without keys")
 
     @property
     def has_keys(self) -> bool:
@@ -137,7 +137,7 @@ def _read_keys(path: Path) -> tuple[ApiKey, ...]:
             continue
         name, colon, key = text.partition(":")
         try:
-            keys.append(ApiKey(name=name, key=SecretStr(key)) if colon else ApiKey(key=SecretStr(text)))
+            keys.append(ApiKey(name=name, key=SecretStr(key)) if colon else ApiKey(name="", key=SecretStr(text)))
         except ValueError as error:
             raise KeysFileError(
                 f"line {number} of {path} is no API key: write KEY or NAME:KEY, with 8 to 512 printable characters"

@@ -25,9 +25,9 @@ class RouterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
-    grpc_port: int | None = Field(8001, ge=0, le=65535, description="none = no gRPC API")
-    controller: str | None = Field(None, description="host:port of headrace.v1.Control; none = only `members`")
+    port: int = Field(default=8000, ge=0, le=65535)
+    grpc_port: int | None = Field(default=8001, ge=0, le=65535, description="none = no gRPC API")
+    controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
     secret: SecretBytes = Field(description="the cluster's secret")
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
@@ -35,8 +35,10 @@ class RouterConfig(BaseModel):
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
     policy: Literal["least-load", "round-robin"] = "least-load"
-    max_attempts: int = Field(3, ge=1, description="replicas tried for one choice")
-    stall_seconds: float = Field(30.0, gt=0, description="without heartbeat until a stalled replica counts as lost")
-    keep_alive_seconds: float = Field(15.0, gt=0, description="of silence on a stream before a comment is sent")
-    shutdown_seconds: float = Field(5.0, ge=0, description="for requests in flight after SIGTERM")
+    max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
+    stall_seconds: float = Field(
+        default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
+    )
+    keep_alive_seconds: float = Field(default=15.0, gt=0, description="of silence on a stream before a comment is sent")
+    shutdown_seconds: float = Field(default=5.0, ge=0, description="for requests in flight after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
