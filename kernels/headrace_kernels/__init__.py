@@ -1,1 +1,33 @@
 """Tensor operations of Headrace: each op has a torch reference, and faster backends where they pay."""
+
+from headrace_kernels.linear import PackedLinear
+from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.ops import (
+    add_rms_norm,
+    apply_rope,
+    describe,
+    gumbel_argmax,
+    gumbel_noise,
+    gumbel_noise_at,
+    paged_attention,
+    rms_norm,
+    silu_mul,
+    silu_mul_pair,
+    write_kv,
+)
+
+__all__ = [
+    "AttentionMeta",
+    "PackedLinear",
+    "add_rms_norm",
+    "apply_rope",
+    "describe",
+    "gumbel_argmax",
+    "gumbel_noise",
+    "gumbel_noise_at",
+    "paged_attention",
+    "rms_norm",
+    "silu_mul",
+    "silu_mul_pair",
+    "write_kv",
+]

@@ -1,0 +1,26 @@
+"""What one step's attention needs to know about its sequences.
+
+Legend of shape letters in this package: T tokens of the step, S sequences, H query heads, K key/value heads, D head
+size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionMeta:
+    """One per cache group and step, shared by all layers of the group.
+
+    The queries of sequence s are the tokens ``query_starts[s] : query_starts[s + 1]``; its i-th query stands at
+    position ``seq_lens[s] - query_len + i``. Position p of s lives in block ``block_tables[s, p // P]`` at offset
+    ``p % P``. Table entries that lie wholly before the span of every query may be stale: no backend reads them.
+    """
+
+    query_starts: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
+    block_tables: Tensor  # [S, M] int32
+    slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
+    max_query_len: int
+    max_seq_len: int

@@ -1,0 +1,63 @@
+"""Which backend runs an op: every op has an ordered list of backends, and the best one that is available is picked.
+
+A backend is available or not on this machine (a compiler, a GPU, a switched-off environment variable); beyond that it
+may accept only some calls (dtype, device, head size). The last backend of every op is the torch reference, which is
+always available and accepts everything.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from headrace_proto.errors import HeadraceError
+
+Run = TypeVar("Run", bound=Callable[..., object])
+
+
+class KernelBackendError(HeadraceError):
+    """A backend was asked for by name that does not exist or is not available here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend(Generic[Run]):
+    """One implementation of an op. ``missing`` says, in a sentence, why it cannot run here (None = it can)."""
+
+    name: str
+    load: Callable[[], Run]
+    missing: Callable[[], str | None] = lambda: None
+
+
+class Op(Generic[Run]):
+    """An op and its backends, best first. Backends are loaded when they are first used."""
+
+    def __init__(self, name: str, *backends: Backend[Run]) -> None:
+        self.name = name
+        self._backends = backends
+        self._loaded: dict[str, Run] = {}
+        self._best: Run | None = None
+
+    def best(self) -> Run:
+        """The best available backend's function."""
+        if self._best is None:
+            self._best = self.named(self.chosen())
+        return self._best
+
+    def chosen(self) -> str:
+        """Name of the best available backend."""
+        return next(backend.name for backend in self._backends if backend.missing() is None)
+
+    def available(self) -> list[str]:
+        """Names of all backends that can run here."""
+        return [backend.name for backend in self._backends if backend.missing() is None]
+
+    def named(self, name: str) -> Run:
+        """The function of one backend by name; raises KernelBackendError if it is unknown or cannot run here."""
+        if name in self._loaded:
+            return self._loaded[name]
+        for backend in self._backends:
+            if backend.name == name:
+                if reason := backend.missing():
+                    raise KernelBackendError(f"The {name} backend of {self.name} cannot run here: {reason}")
+                return self._loaded.setdefault(name, backend.load())
+        known = ", ".join(backend.name for backend in self._backends)
+        raise KernelBackendError(f"{self.name} has no backend named {name}; it has {known}.")

@@ -1,0 +1,100 @@
+"""Every attention backend against the definition, over memory that is NaN wherever nothing valid was written."""
+
+import pytest
+import torch
+
+from headrace_kernels import ops, write_kv
+
+BACKENDS = ops.PAGED_ATTENTION.available()
+
+MIXES = {
+    "one token": [(1, 1)],
+    "decode": [(1, 5), (1, 16), (1, 17), (1, 33)],
+    "prefill": [(16, 16), (17, 17), (1, 1), (40, 40)],
+    "mixed": [(1, 31), (20, 20), (7, 39), (1, 1), (16, 48), (3, 130)],
+    "long": [(1, 1100), (2, 513), (66, 600)],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixes(make_case, backend, mix):
+    case = make_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
+    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)
+    torch.testing.assert_close(out, case.naive(0.2).float(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_head_sizes(make_case, backend, head_dim, group):
+    case = make_case([(1, 20), (9, 25), (1, 3)], heads=2 * group, kv_heads=2, head_dim=head_dim, seed=head_dim)
+    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=head_dim**-0.5)
+    torch.testing.assert_close(out, case.naive(head_dim**-0.5).float(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 5, 16, 64])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_window_reads_no_freed_block(make_case, backend, window, block_size):
+    case = make_case([(1, 100), (30, 90), (1, 3), (16, 16)], block_size=block_size, window=window)
+    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.25, window=window)
+    torch.testing.assert_close(out, case.naive(0.25, window).float(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_softcap_and_sinks(make_case, backend, softcap, with_sinks):
+    case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=1)
+    sinks = torch.tensor([3.0, -2.0, 0.0, 50.0]) if with_sinks else None
+    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(out, case.naive(1.0, 0, softcap, sinks).float(), atol=5e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_scores_do_not_overflow(make_case, backend):
+    case = make_case([(1, 40), (12, 12)])
+    case.query *= 1e3
+    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0)
+    torch.testing.assert_close(out, case.naive(1.0).float(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_query(make_case, backend):
+    case = make_case([(1, 40), (12, 12)], heads=4)
+    merged = torch.randn(13, 4 + 2 + 2, 16)
+    merged[:, :4] = case.query
+    out = ops.PAGED_ATTENTION.named(backend)(merged[:, :4], case.pool, case.meta, scale=0.3)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ops.WRITE_KV.available())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_kv(backend, dtype):
+    pool = torch.full((2, 5, 3, 8, 16), float("nan"), dtype=dtype)
+    merged = torch.randn(4, 8, 16, dtype=dtype)
+    key, value = merged[:, 1:4], merged[:, 4:7]
+    slots = torch.tensor([7, 8, 39, -1])
+    ops.WRITE_KV.named(backend)(key, value, pool, slots)
+    assert torch.equal(pool[0, 0, :, 7], key[0])
+    assert torch.equal(pool[1, 1, :, 0], value[1])
+    assert torch.equal(pool[1, 4, :, 7], value[2])
+    assert int(pool.isfinite().all(-1).sum()) == 3 * 2 * 3  # nothing else was touched
+
+
+def test_low_precision_pool(make_case):
+    case = make_case([(1, 40), (12, 12)])
+    out = ops.paged_attention(case.query.bfloat16(), case.pool.bfloat16(), case.meta, scale=0.3)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), case.naive(0.3).float(), atol=0.03, rtol=0.03)
+
+
+def test_written_tokens_are_attended(make_case):
+    case = make_case([(3, 10)])
+    fresh = torch.randn(2, 3, 2, 16)
+    write_kv(fresh[0], fresh[1], case.pool, case.meta.slots)
+    case.keys[0][7:], case.values[0][7:] = fresh[0], fresh[1]
+    out = ops.paged_attention(case.query, case.pool, case.meta, scale=0.3)
+    torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
