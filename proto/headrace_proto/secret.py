@@ -51,12 +51,11 @@ def _refusal(handler: Any) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
         yield None
 
+    request_streams = handler is not None and handler.request_streaming
     if handler is not None and handler.response_streaming:
-        make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        return make(refuse_stream)
-    make = (
-        grpc.stream_unary_rpc_method_handler
-        if handler is not None and handler.request_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
-    return make(refuse_unary)
+        if request_streams:
+            return grpc.stream_stream_rpc_method_handler(refuse_stream)
+        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+    if request_streams:
+        return grpc.stream_unary_rpc_method_handler(refuse_unary)
+    return grpc.unary_unary_rpc_method_handler(refuse_unary)

@@ -21,7 +21,10 @@ class CacheGroupSpec(Struct, frozen=True):
 
 
 class CacheLayout(Struct, frozen=True):
-    """All groups of a model on one rank. Per layer slot the pool is a tensor [2, blocks, kv_heads, block_size, head_dim]."""
+    """All groups of a model on one rank.
+
+    Per layer slot the pool is a tensor [2, blocks, kv_heads, block_size, head_dim]: keys, then values.
+    """
 
     block_size: int
     groups: tuple[CacheGroupSpec, ...]

@@ -1,0 +1,183 @@
+"""Shared pieces of the engine's tests: a fake runner whose tokens depend only on a row's own tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.engine import Engine
+from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.request import Request
+from headrace_worker.scheduler import Scheduler, SchedulerLimits
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model draws after `tokens`: any function of all of them that is cheap and not constant."""
+    value = len(tokens)
+    for token in tokens:
+        value = (value * 31 + token) % 50021
+    return value % 1000 + 10
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """The undisturbed outputs of the fake model."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRunner:
+    """Checks every plan against a shadow of rows, tables and written KV slots, and fails loudly on a lie.
+
+    A slot remembers the whole prefix that it was computed from, so that reading a block that was reused, never
+    written, or written after another prefix is seen.
+    """
+
+    layout: CacheLayout
+    on_launch: Callable[[StepPlan], None] = lambda plan: None
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    tables: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    steps: int = 0
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.on_launch(plan)
+        self.steps += 1
+        for row in plan.frees:
+            self.rows.pop(row, None)
+        for init in plan.inits:
+            self.rows[init.row] = list(init.token_ids)
+            for group in range(len(self.layout.groups)):
+                self.tables[group, init.row] = {}
+        for update in plan.tables:
+            for offset, block in enumerate(update.block_ids):
+                self.tables[update.group, update.row][update.first + offset] = block
+        assert len({work.row for work in plan.work}) == len(plan.work)
+        for work in plan.work:
+            self._write(work.row, work.start, work.count)
+        tokens = [self._draw(work.row, work.start + work.count) for work in plan.work if work.sample]
+        return StepResult(plan.step, tokens, {}, {})
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def _write(self, row: int, start: int, count: int) -> None:
+        size = self.layout.block_size
+        tokens = self.rows[row]
+        assert start + count <= len(tokens), "a plan computes positions whose tokens do not exist"
+        for group in self.layout.groups:
+            table = self.tables[group.index, row]
+            for position in range(start, start + count):
+                block = table[position // size]
+                assert block != 0, "a plan writes into the null block"
+                self.slots[group.index, block, position % size] = hash(tuple(tokens[: position + 1]))
+
+    def _draw(self, row: int, position: int) -> int:
+        size = self.layout.block_size
+        tokens = self.rows[row]
+        assert position == len(tokens), "a token is drawn before its predecessors are computed"
+        for group in self.layout.groups:
+            table = self.tables[group.index, row]
+            first = max(0, position - group.window) if group.window else 0
+            for seen in range(first, position):
+                slot = (group.index, table[seen // size], seen % size)
+                assert self.slots.get(slot) == hash(tuple(tokens[: seen + 1])), "attention would read foreign KV"
+        token = next_token(tokens)
+        tokens.append(token)
+        return token
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """An engine over the fake runner, with everything reachable."""
+
+    engine: Engine
+    runner: FakeRunner
+    scheduler: Scheduler
+    kv: KVManager
+    clock: Clock
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def request(self, prompt: list[int], max_tokens: int = 8, salt: bytes = b"", **options: object) -> Request:
+        """A request with a fresh id."""
+        return Request(
+            attempt_id=self.random.randbytes(16),
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            max_len=len(prompt) + max_tokens,
+            sampling=RowSampling(temperature=0.0),
+            stop_ids=frozenset(),
+            chain=self.kv.start_chain(salt, ""),
+            arrival=self.clock(),
+            **options,  # type: ignore[arg-type]
+        )
+
+    def run(self, requests: list[Request], steps: int = 10_000) -> dict[bytes, list[int]]:
+        """Submits all and steps until quiet, checking integrity at every step. Returns the emitted tokens."""
+        emitted: dict[bytes, list[int]] = {request.attempt_id: [] for request in requests}
+        for request in requests:
+            assert self.engine.submit(request) is None
+        self.step_until_quiet(emitted, steps)
+        return emitted
+
+    def step_until_quiet(self, emitted: dict[bytes, list[int]], steps: int = 10_000) -> None:
+        for _ in range(steps):
+            if not self.engine.has_work:
+                return
+            for output in self.engine.step():
+                tokens = emitted.setdefault(output.attempt_id, [])
+                assert output.first_index == len(tokens) or not output.token_ids
+                tokens.extend(output.token_ids)
+            self.scheduler.check()
+            self.clock.now += 0.01
+        raise AssertionError("the engine does not come to rest")
+
+
+def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLayout:
+    groups = tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows))
+    return CacheLayout(block_size, groups, 4)
+
+
+@pytest.fixture
+def make_bench() -> Callable[..., Bench]:
+    """Builds a bench: windows per cache group, blocks, limits, depth of the loop."""
+
+    def make(
+        windows: tuple[int, ...] = (0,),
+        num_blocks: int = 128,
+        max_num_seqs: int = 8,
+        budget: int = 32,
+        block_size: int = 4,
+        depth: int = 0,
+        max_waiting: int = 1000,
+    ) -> Bench:
+        layout = make_layout(windows, block_size)
+        clock = Clock()
+        kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), ModelScope("m", "r", "float32", "float32"))
+        scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting), kv, clock)
+        runner = FakeRunner(layout)
+        return Bench(Engine(scheduler, runner, clock, depth), runner, scheduler, kv, clock)
+
+    return make
+
+
+@pytest.fixture
+def undisturbed() -> Callable[[list[int], int], list[int]]:
+    """The fake model's outputs for a prompt."""
+    return expected

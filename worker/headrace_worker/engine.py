@@ -1,0 +1,154 @@
+"""The engine: requests in, outputs out, one step at a time. No thread, no socket, no tensor of its own."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from headrace_worker.kv.blocks import CacheChange
+from headrace_worker.latency import StepCost, StepLatency
+from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.request import Finish, Output, Request
+from headrace_worker.scheduler import ScheduledStep, Scheduler, SchedulerCounters
+
+log = structlog.get_logger(__name__)
+
+MAX_FAILED_STEPS = 8
+"""Steps in a row that may raise, each failing or isolating a request, before the device is given up."""
+
+
+class StepRunner(Protocol):
+    """What executes plans. `launch` does not wait for the device; handles are collected in the order of launches."""
+
+    def launch(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, handle: Any) -> StepResult: ...
+
+
+class RunnerBrokenError(Exception):
+    """Raised by a runner that cannot go on: another rank is gone, or the device is in error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """The engine's state as a router or the controller wants it."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    available_blocks: int
+    missing_tokens: int
+    predicted_step: float  # seconds
+    cost: StepCost
+    counters: SchedulerCounters
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: ScheduledStep
+    handle: Any
+    at: float
+
+
+class Engine:
+    """Keeps up to `depth` launched steps that are not collected when the next one is scheduled.
+
+    Depth 0 is the synchronous loop: a step's tokens are known before the next step is planned.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0) -> None:
+        self.scheduler = scheduler
+        self.latency = StepLatency()
+        self._runner = runner
+        self._clock = clock
+        self._depth = depth
+        self._launched: deque[_Launched] = deque()
+        self._requests: dict[bytes, Request] = {}
+        self._failed_steps = 0
+        self._last_collect = clock()
+        self._predicted = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._launched) or self.scheduler.has_work
+
+    def submit(self, request: Request) -> Output | None:
+        """Takes a request in; returns its refusal when the queue is full or the id is taken."""
+        if self.scheduler.is_full or request.attempt_id in self._requests:
+            reason = "the replica's queue is full" if self.scheduler.is_full else "this attempt id is in use"
+            return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
+        self._requests[request.attempt_id] = request
+        self.scheduler.add(request)
+        return None
+
+    def cancel(self, attempt_id: bytes) -> Output | None:
+        """Ends an attempt in any phase; None when it is not here (any more)."""
+        request = self._requests.pop(attempt_id, None)
+        return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
+
+    def step(self) -> list[Output]:
+        """Schedules and launches a step, and collects what is due. Raises RunnerBrokenError when the runner is gone."""
+        outputs = self.scheduler.expire()
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            start = self._clock()
+            try:
+                handle = self._runner.launch(scheduled.plan)
+            except RunnerBrokenError:
+                raise
+            except Exception as error:
+                outputs += self._step_failed(scheduled, error)
+            else:
+                self._launched.append(_Launched(scheduled, handle, start))
+                self._predicted = self.latency.cost.predict(
+                    scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
+                )
+        if len(self._launched) > self._depth or (scheduled is None and self._launched):
+            outputs += self._collect(self._launched.popleft())
+        for output in outputs:
+            if output.finish is not None:
+                self._requests.pop(output.attempt_id, None)
+        return outputs
+
+    def load(self) -> LoadSnapshot:
+        """The load as of the last step."""
+        scheduler = self.scheduler
+        pool = scheduler.kv.pool
+        return LoadSnapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_usage=pool.used / pool.total,
+            available_blocks=pool.available,
+            missing_tokens=scheduler.missing_tokens,
+            predicted_step=self._predicted,
+            cost=self.latency.cost,
+            counters=scheduler.counters,
+        )
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        return self.scheduler.kv.pool.take_changes()
+
+    def _collect(self, launched: _Launched) -> list[Output]:
+        try:
+            result = self._runner.collect(launched.handle)
+        except RunnerBrokenError:
+            raise
+        except Exception as error:
+            return self._step_failed(launched.step, error)
+        self._failed_steps = 0
+        now = self._clock()
+        # With steps in flight the device time of this one starts where the last one ended.
+        seconds = now - max(launched.at, self._last_collect)
+        self._last_collect = now
+        step = launched.step
+        self.latency.observe(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
+        return self.scheduler.process(step, result)
+
+    def _step_failed(self, step: ScheduledStep, error: Exception) -> list[Output]:
+        self._failed_steps += 1
+        log.error("step_failed", step=step.plan.step, requests=len(step.requests), error=type(error).__name__)
+        if self._failed_steps > MAX_FAILED_STEPS:
+            raise RunnerBrokenError(f"{self._failed_steps} steps in a row failed") from error
+        return self.scheduler.fail(step, "the model failed on this request; the replica goes on serving others")

@@ -1,0 +1,1 @@
+"""Bookkeeping of the paged KV cache: pure Python over integers."""

@@ -1,0 +1,136 @@
+"""The step loop: one thread that owns the engine. Everyone else leaves commands and receives reports."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from headrace_worker.engine import Engine, LoadSnapshot
+from headrace_worker.kv.blocks import CacheChange
+from headrace_worker.request import Finish, Output, Request
+
+log = structlog.get_logger(__name__)
+
+IDLE_TICK = 0.25
+"""Seconds between heartbeats of an idle loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one turn of the loop brought; `step` counts turns, idle ticks included, and is the heartbeat."""
+
+    step: int
+    outputs: list[Output]
+    load: LoadSnapshot
+    cache_changes: list[CacheChange]
+    draining: bool
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own.
+
+    `sink` is called on that thread once per turn and must only hand the report over. When the loop dies, every
+    request that it held gets an error output in a last report, and `failure` says why.
+    """
+
+    def __init__(self, engine: Engine, sink: Callable[[StepReport], None], clock: Callable[[], float] = time.monotonic):
+        self.failure: BaseException | None = None
+        self.ended = threading.Event()
+        self._engine = engine
+        self._sink = sink
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], Output | None]] = deque()
+        self._stopping = False
+        self._draining = False
+        self._step = 0
+        self._held: set[bytes] = set()
+        self._thread = threading.Thread(target=self._run, name="headrace-steps", daemon=True)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock on which request deadlines are read."""
+        return self._clock
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Hands a request over; its outputs, a refusal included, come through the sink."""
+        self._command(lambda: self._accept(request))
+
+    def cancel(self, attempt_id: bytes) -> None:
+        """Ends an attempt; unknown ids are ignored, as the attempt may just have ended."""
+        self._command(lambda: self._engine.cancel(attempt_id))
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those that are here go on."""
+        self._draining = True
+        self._command(lambda: None)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Ends the loop after the step that runs; requests that are left get a cancelled output."""
+        self._stopping = True
+        self._command(lambda: None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _command(self, command: Callable[[], Output | None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _accept(self, request: Request) -> Output | None:
+        if self._draining:
+            return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="the replica is draining")
+        refusal = self._engine.submit(request)
+        if refusal is None:
+            self._held.add(request.attempt_id)
+        return refusal
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._end_all(Finish.CANCELLED, "the replica is stopping")
+        except BaseException as error:
+            self.failure = error
+            log.error("step_loop_died", error=type(error).__name__)
+            self._end_all(Finish.ERROR, "the replica failed")
+        finally:
+            self.ended.set()
+
+    def _turn(self) -> None:
+        self._wait_for_work()
+        outputs = [output for command in self._take_commands() if (output := command()) is not None]
+        if self._engine.has_work:
+            outputs += self._engine.step()
+        for output in outputs:
+            if output.finish is not None:
+                self._held.discard(output.attempt_id)
+        self._report(outputs)
+
+    def _wait_for_work(self) -> None:
+        with self._wake:
+            if not self._commands and not self._engine.has_work:
+                self._wake.wait(IDLE_TICK)
+
+    def _take_commands(self) -> list[Callable[[], Output | None]]:
+        with self._wake:
+            commands = list(self._commands)
+            self._commands.clear()
+        return commands
+
+    def _report(self, outputs: list[Output]) -> None:
+        self._step += 1
+        self._sink(
+            StepReport(self._step, outputs, self._engine.load(), self._engine.take_cache_changes(), self._draining)
+        )
+
+    def _end_all(self, finish: Finish, error: str) -> None:
+        outputs = [Output(attempt_id, 0, [], finish=finish, error=error) for attempt_id in self._held]
+        self._held.clear()
+        self._report(outputs)

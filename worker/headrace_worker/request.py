@@ -1,0 +1,74 @@
+"""One attempt to generate one choice, as the engine sees it: tokens, targets and what it holds."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace_worker.kv.manager import BlockTable, PrefixChain
+from headrace_worker.plan import RowSampling, SampledLogprobs
+
+
+class Finish(Enum):
+    """Why an attempt ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Scheduling state of one attempt. Positions count from 0 over prompt and output tokens alike.
+
+    `computed` is the number of leading positions whose computation is scheduled or done; `in_flight` counts sampled
+    tokens that are not read back yet. The request wants to reach ``len(tokens) + in_flight`` computed positions.
+    """
+
+    attempt_id: bytes
+    tokens: list[int]  # prompt, outputs of earlier attempts, outputs of this one
+    prompt_len: int
+    max_len: int  # tokens at which generation ends for length
+    sampling: RowSampling
+    stop_ids: frozenset[int]
+    chain: PrefixChain
+    arrival: float
+    priority: int = 0
+    deadline: float | None = None  # on the engine's clock
+    label: str = ""
+
+    row: int = -1
+    table: BlockTable | None = None
+    computed: int = 0
+    in_flight: int = 0
+    finish: Finish | None = None
+    suspect: bool = False  # was part of a step that failed: computed alone until a step succeeds
+    started: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    emitted: int = field(init=False)  # tokens delivered, prompt included
+    announced: bool = False  # the first output, with cached_tokens and queue time, was made
+
+    def __post_init__(self) -> None:
+        self.emitted = len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        """Positions to compute before the next token can be drawn."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+
+@dataclass(slots=True)
+class Output:
+    """What a step brought to one attempt."""
+
+    attempt_id: bytes
+    first_index: int  # index of the first token among all outputs of the choice
+    token_ids: list[int]
+    logprobs: list[SampledLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    error: str = ""
+    cached_tokens: int | None = None  # set in the first output of an attempt
+    queue_seconds: float | None = None
+    preemptions: int = 0
