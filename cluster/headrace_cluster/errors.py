@@ -1,0 +1,35 @@
+"""Errors of the control plane that a user can do something about."""
+
+from headrace_proto.errors import HeadraceError
+
+
+class SpecError(HeadraceError):
+    """The cluster spec, a flag or an environment variable cannot be used."""
+
+
+class PlacementError(HeadraceError):
+    """The Ray cluster cannot hold what the spec asks for."""
+
+
+class RayStartError(HeadraceError):
+    """Ray did not start, or the one to join does not answer."""
+
+
+class ClusterExistsError(HeadraceError):
+    """A cluster of this name runs already."""
+
+
+class ReplicaFailedError(HeadraceError):
+    """A replica could not start; the sentence is its own."""
+
+
+class RouterFailedError(HeadraceError):
+    """The router process ended."""
+
+
+class NotRunningError(HeadraceError):
+    """No server answers where a client command looks for one."""
+
+
+class StateError(HeadraceError):
+    """The folder that keeps keys and process ids cannot be used."""
