@@ -24,7 +24,7 @@ def secret_matches(metadata: Any, secret: bytes) -> bool:
     return hmac.compare_digest(given, expected)
 
 
-class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class SecretInterceptor(grpc.aio.ServerInterceptor):
     """Refuses every call without the secret as UNAUTHENTICATED, before the method is looked at."""
 
     def __init__(self, secret: bytes) -> None:

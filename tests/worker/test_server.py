@@ -1,0 +1,265 @@
+"""The replica's gRPC face over a real engine loop with a fake runner."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace_proto import CONTRACT_VERSION
+from headrace_proto import replica_pb2 as pb
+from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_proto.secret import secret_metadata
+from headrace_worker.loop import EngineLoop
+from headrace_worker.server.description import Description
+from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.servicer import Servicer
+
+SECRET = b"s" * 32
+Make = Callable[..., Any]
+Undisturbed = Callable[[list[int], int], list[int]]
+
+
+class Rig:
+    """A served engine and a router's side of the conversation."""
+
+    def __init__(self, bench: Any) -> None:
+        self.bench = bench
+        self.server = ReplicaServer("127.0.0.1", 0, SECRET)
+        identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
+        facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
+        self.loop = EngineLoop(bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report))
+        self.servicer = Servicer(Description(facts, b"t" * (3 << 19)), self.loop, bench.kv.start_chain, b"b" * 16)
+        self.address = self.server.start(self.servicer)
+        self.loop.start()
+
+    def stub(self, channel: grpc.aio.Channel) -> ReplicaStub:
+        return ReplicaStub(channel)
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.server.stop()
+
+
+@pytest.fixture
+def make_rig(make_bench: Make) -> Any:
+    rigs: list[Rig] = []
+
+    def make(**options: Any) -> Rig:
+        rigs.append(Rig(make_bench(**options)))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: Any) -> pb.Submit:
+    sampling = pb.Sampling(max_tokens=max_tokens, top_p=1, repetition_penalty=1)
+    return pb.Submit(attempt_id=attempt, model="m", revision="r", prompt_token_ids=prompt, sampling=sampling, **options)
+
+
+HELLO = pb.RouterHello(router_id="test", contract_version=CONTRACT_VERSION)
+
+
+async def talk(rig: Rig, submits: list[pb.Submit], done: Callable[[dict[bytes, pb.Delta]], bool]) -> dict[bytes, Any]:
+    """Sends submits, merges deltas per attempt until `done`."""
+    stop = asyncio.Event()
+
+    async def frames() -> AsyncIterator[pb.RouterFrame]:
+        yield pb.RouterFrame(hello=HELLO, submits=submits)
+        await stop.wait()
+
+    merged: dict[bytes, pb.Delta] = {}
+    async with grpc.aio.insecure_channel(rig.address) as channel:
+        async for frame in rig.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
+            for delta in frame.deltas:
+                known = merged.setdefault(delta.attempt_id, pb.Delta())
+                assert delta.first_index == len(known.token_ids) or not delta.token_ids
+                known.token_ids.extend(delta.token_ids)
+                if delta.finish:
+                    known.finish, known.error = delta.finish, delta.error
+                if delta.HasField("cached_tokens"):
+                    known.cached_tokens = delta.cached_tokens
+            if done(merged):
+                break
+        stop.set()
+    return merged
+
+
+def all_finished(count: int) -> Callable[[dict[bytes, pb.Delta]], bool]:
+    return lambda merged: sum(1 for delta in merged.values() if delta.finish) == count
+
+
+def test_tokens_of_many_attempts_arrive_once_and_in_order(make_rig: Make, undisturbed: Undisturbed) -> None:
+    rig = make_rig(num_blocks=512)
+    random = Random(1)
+    prompts = {bytes([i]) * 16: [random.randrange(10, 900) for _ in range(1 + i)] for i in range(20)}
+    submits = [submit(attempt, prompt) for attempt, prompt in prompts.items()]
+    merged = asyncio.run(talk(rig, submits, all_finished(20)))
+    for attempt, prompt in prompts.items():
+        assert list(merged[attempt].token_ids) == undisturbed(prompt, 8)
+        assert merged[attempt].finish == pb.FINISH_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("change", "finish", "word"),
+    [
+        ({"model": "other"}, pb.FINISH_REFUSED, "another model"),
+        ({"revision": "other"}, pb.FINISH_REFUSED, "another model"),
+        ({"adapter": "other"}, pb.FINISH_REFUSED, "another model"),
+        ({"prompt_token_ids": []}, pb.FINISH_ERROR, "empty"),
+        ({"prompt_token_ids": [2000]}, pb.FINISH_ERROR, "vocabulary"),
+        ({"prompt_token_ids": [1] * 200}, pb.FINISH_ERROR, "context"),
+        ({"attempt_id": b"short"}, pb.FINISH_ERROR, "16 bytes"),
+        ({"sampling": pb.Sampling(stop_token_ids=[4_000_000_000])}, pb.FINISH_ERROR, "vocabulary"),
+    ],
+)
+def test_a_bad_submit_is_answered_and_the_next_one_works(
+    make_rig: Make, change: dict[str, Any], finish: int, word: str
+) -> None:
+    rig = make_rig()
+    bad = submit(b"x" * 16, [1, 2])
+    bad.MergeFrom(pb.Submit())
+    for name, value in change.items():
+        bad.ClearField(name)
+        bad.MergeFrom(pb.Submit(**{name: value}))
+    merged = asyncio.run(talk(rig, [bad, submit(b"y" * 16, [1, 2])], all_finished(2)))
+    assert merged[bad.attempt_id].finish == finish
+    assert word in merged[bad.attempt_id].error
+    assert merged[b"y" * 16].finish == pb.FINISH_LENGTH
+
+
+def test_closing_the_stream_frees_everything(make_rig: Make) -> None:
+    rig = make_rig(num_blocks=512)
+    submits = [submit(bytes([i]) * 16, [10 + i] * 20, 150) for i in range(12)]
+    asyncio.run(talk(rig, submits, lambda merged: len(merged) >= 4))
+    end = time.monotonic() + 2
+    while rig.bench.engine.has_work and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not rig.bench.engine.has_work
+    assert rig.bench.kv.pool.used == 0
+
+
+def test_nothing_is_answered_without_the_secret(make_rig: Make) -> None:
+    rig = make_rig()
+
+    async def call(metadata: Any) -> list[grpc.StatusCode]:
+        codes = []
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            stub = rig.stub(channel)
+
+            async def hello() -> AsyncIterator[pb.RouterFrame]:
+                yield pb.RouterFrame(hello=HELLO)
+
+            calls = [
+                lambda: stub.Describe(pb.DescribeRequest(), metadata=metadata),
+                lambda: stub.WatchCache(pb.CacheWatchRequest(), metadata=metadata),
+                lambda: stub.WatchHealth(pb.HealthRequest(), metadata=metadata),
+                lambda: stub.Serve(hello(), metadata=metadata),
+            ]
+            for start in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in start():
+                        break
+                codes.append(caught.value.code())
+        return codes
+
+    wrong = secret_metadata(b"t" * 32)
+    assert asyncio.run(call(None)) == [grpc.StatusCode.UNAUTHENTICATED] * 4
+    assert asyncio.run(call(wrong)) == [grpc.StatusCode.UNAUTHENTICATED] * 4
+
+
+def test_describe_sends_the_tokenizer_unless_it_is_known(make_rig: Make) -> None:
+    rig = make_rig()
+
+    async def describe(digest: bytes) -> tuple[pb.ModelFacts, bytes]:
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            call = rig.stub(channel).Describe(pb.DescribeRequest(known_digest=digest), metadata=secret_metadata(SECRET))
+            chunks = [chunk async for chunk in call]
+        return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
+
+    facts, tokenizer = asyncio.run(describe(b""))
+    assert (facts.max_model_len, len(tokenizer)) == (200, 3 << 19)
+    assert asyncio.run(describe(b"d"))[1] == b""
+
+
+def test_cache_events_rebuild_what_is_findable(make_rig: Make) -> None:
+    rig = make_rig(num_blocks=24)
+
+    async def watch() -> set[bytes]:
+        known: set[bytes] = set()
+        sequence = None
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            call = rig.stub(channel).WatchCache(pb.CacheWatchRequest(), metadata=secret_metadata(SECRET))
+            work = asyncio.create_task(
+                talk(rig, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
+            )
+            async for frame in call:
+                if frame.snapshot:
+                    sequence = frame.sequence
+                else:
+                    assert sequence is not None
+                    sequence += 1
+                    assert frame.sequence == sequence
+                for event in frame.events:
+                    if event.cleared:
+                        known.clear()
+                    known |= set(event.stored)
+                    known -= set(event.removed)
+                if work.done() and known == {content.digest for content in rig.bench.kv.pool.contents()}:
+                    return known
+        raise AssertionError("the stream ended")
+
+    async def bounded() -> set[bytes]:
+        await talk(rig, [submit(b"z" * 16, [9] * 30)], all_finished(1))
+        return await asyncio.wait_for(watch(), 10)
+
+    assert asyncio.run(bounded())
+
+
+def test_health_tells_a_stall_from_an_idle_loop(make_rig: Make) -> None:
+    rig = make_rig()
+    release = threading.Event()
+
+    async def states(count: int) -> list[int]:
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            call = rig.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100), metadata=secret_metadata(SECRET))
+            seen = []
+            async for health in call:
+                seen.append(health.state)
+                if len(seen) == count:
+                    return seen
+        return seen
+
+    time.sleep(0.4)
+    assert asyncio.run(states(3))[-1] == pb.REPLICA_STATE_READY
+    rig.bench.runner.on_launch = lambda plan: release.wait(10)
+    try:
+        rig.loop.submit(rig.bench.request([1, 2, 3]))
+        assert asyncio.run(states(28))[-1] == pb.REPLICA_STATE_UNHEALTHY
+    finally:
+        release.set()
+    time.sleep(0.3)
+    assert asyncio.run(states(2))[-1] == pb.REPLICA_STATE_READY
+    rig.loop.drain()
+    time.sleep(0.3)
+    assert asyncio.run(states(2))[-1] == pb.REPLICA_STATE_DRAINING
+
+
+def test_a_dead_loop_ends_its_requests_and_says_so(make_rig: Make) -> None:
+    rig = make_rig()
+
+    def die(plan: Any) -> None:
+        raise SystemError("the device is gone")
+
+    rig.bench.runner.on_launch = die
+    rig.bench.engine._failed_steps = 100
+    merged = asyncio.run(talk(rig, [submit(b"q" * 16, [5, 6])], all_finished(1)))
+    assert merged[b"q" * 16].finish == pb.FINISH_ERROR
+    assert rig.loop.ended.wait(5)
+    assert rig.loop.failure is not None

@@ -1,0 +1,148 @@
+"""Between the wire's messages and the engine's objects."""
+
+from collections.abc import Callable, Sequence
+
+from headrace_proto import replica_pb2 as pb
+from headrace_worker.engine import LoadSnapshot
+from headrace_worker.kv.manager import PrefixChain
+from headrace_worker.plan import RowSampling, SampledLogprobs
+from headrace_worker.request import Finish, Output, Request
+
+_FINISH = {
+    Finish.STOP: pb.FINISH_STOP,
+    Finish.LENGTH: pb.FINISH_LENGTH,
+    Finish.CANCELLED: pb.FINISH_CANCELLED,
+    Finish.DEADLINE: pb.FINISH_DEADLINE,
+    Finish.ERROR: pb.FINISH_ERROR,
+    Finish.REFUSED: pb.FINISH_REFUSED,
+}
+
+
+class InvalidSubmitError(Exception):
+    """A Submit that this replica cannot take; the sentence is for the client."""
+
+
+def to_request(
+    submit: pb.Submit,
+    *,
+    now: float,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    start_chain: Callable[[bytes, str], PrefixChain],
+) -> Request:
+    """Checks a Submit and makes the engine's request of it. Raises InvalidSubmitError.
+
+    The router has validated already; a replica still trusts no lengths or ids, because they index memory here.
+    """
+    prompt = list(submit.prompt_token_ids)
+    tokens = prompt + list(submit.output_token_ids)
+    options = submit.sampling
+    if len(submit.attempt_id) != 16:
+        raise InvalidSubmitError("an attempt id has 16 bytes")
+    if not prompt:
+        raise InvalidSubmitError("the prompt is empty")
+    if len(tokens) >= max_model_len:
+        raise InvalidSubmitError(
+            f"the prompt has {len(tokens)} tokens, but the context is {max_model_len}, with at least one to generate"
+        )
+    stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else set(eos_token_ids))
+    largest = max(max(tokens), max(stop_ids, default=0), max(options.logit_bias, default=0))
+    if largest >= vocab_size:
+        raise InvalidSubmitError(f"token id {largest} is outside the vocabulary of {vocab_size}")
+    max_tokens = options.max_tokens or max_model_len
+    if max_tokens <= len(submit.output_token_ids):
+        raise InvalidSubmitError("max_tokens leaves nothing to generate")
+    return Request(
+        attempt_id=submit.attempt_id,
+        tokens=tokens,
+        prompt_len=len(prompt),
+        max_len=min(len(prompt) + max_tokens, max_model_len),
+        sampling=to_sampling(options, tuple(sorted(stop_ids)), vocab_size),
+        stop_ids=frozenset(stop_ids),
+        chain=start_chain(submit.tenant_salt, submit.adapter),
+        arrival=now,
+        priority=submit.priority,
+        deadline=now + submit.deadline_ms / 1000 if submit.deadline_ms else None,
+        label=submit.request_label,
+    )
+
+
+def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int) -> RowSampling:
+    """Sampling options as the sampler reads them; a filter that lets everything through becomes its neutral value."""
+    return RowSampling(
+        temperature=options.temperature,
+        top_p=options.top_p if 0 < options.top_p < 1 else 1.0,
+        top_k=options.top_k if options.top_k < vocab_size else 0,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty or 1.0,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
+        choice_index=options.choice_index,
+        min_tokens=options.min_tokens,
+        stop_token_ids=stop_ids,
+        logit_bias=tuple(sorted(options.logit_bias.items())),
+        logprobs=options.logprobs if options.HasField("logprobs") else None,
+    )
+
+
+def to_delta(output: Output) -> pb.Delta:
+    """One engine output as the start of a delta; later ones of the same attempt are merged by `merge_output`."""
+    delta = pb.Delta(
+        attempt_id=output.attempt_id,
+        first_index=output.first_index,
+        token_ids=output.token_ids,
+        logprobs=[to_logprobs(entry) for entry in output.logprobs],
+        finish=_FINISH[output.finish] if output.finish is not None else pb.FINISH_NONE,
+        error=output.error,
+        preemptions=output.preemptions,
+    )
+    if output.cached_tokens is not None:
+        delta.cached_tokens = output.cached_tokens
+    if output.queue_seconds is not None:
+        delta.queue_us = max(0, int(output.queue_seconds * 1e6))
+    return delta
+
+
+def merge_output(delta: pb.Delta, output: Output) -> None:
+    """Adds an attempt's next output to a delta that was not sent yet."""
+    delta.token_ids.extend(output.token_ids)
+    delta.logprobs.extend(to_logprobs(entry) for entry in output.logprobs)
+    delta.preemptions = output.preemptions
+    if output.finish is not None:
+        delta.finish = _FINISH[output.finish]
+        delta.error = output.error
+
+
+def to_logprobs(entry: SampledLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+
+
+def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
+    """The load part of a frame."""
+    cost, counters = load.cost, load.counters
+    return pb.Load(
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=load.kv_usage,
+        free_blocks=load.available_blocks,
+        waiting_tokens=load.missing_tokens,
+        predicted_step_ms=load.predicted_step * 1e3,
+        step_model=pb.StepModel(
+            base_ms=cost.base * 1e3,
+            per_prefill_token_ms=cost.per_prefill_token * 1e3,
+            per_decode_sequence_ms=cost.per_decode_sequence * 1e3,
+            per_kv_token_ms=cost.per_kv_token * 1e3,
+            error_ms=cost.error * 1e3,
+        ),
+        draining=draining,
+        counters=pb.Counters(
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_queries,
+            prefix_cache_hits=counters.prefix_hits,
+            preemptions=counters.preemptions,
+            steps=step,
+        ),
+    )

@@ -1,0 +1,28 @@
+"""What a replica tells routers about itself and its model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace_proto import replica_pb2 as pb
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The replica's facts as messages, and its tokenizer as the bytes of a tokenizer.json."""
+
+    facts: pb.ModelFacts
+    tokenizer_json: bytes
+
+    @property
+    def identity(self) -> pb.ReplicaIdentity:
+        return self.facts.identity
+
+    def chunks(self, known_digest: bytes) -> Iterator[pb.DescribeChunk]:
+        """The answer to Describe: facts, then the tokenizer unless the caller has it."""
+        yield pb.DescribeChunk(facts=self.facts)
+        if known_digest == self.facts.tokenizer_digest:
+            return
+        for start in range(0, len(self.tokenizer_json), CHUNK_BYTES):
+            yield pb.DescribeChunk(tokenizer_json=self.tokenizer_json[start : start + CHUNK_BYTES])

@@ -1,0 +1,44 @@
+"""What waits to be sent to one router."""
+
+import asyncio
+
+from headrace_proto import replica_pb2 as pb
+from headrace_worker.request import Output
+from headrace_worker.server.convert import merge_output, to_delta
+
+
+class Outbox:
+    """Coalesces deltas until the stream can take a frame.
+
+    Its size is bounded by the attempts that the router has here and their max_tokens, however slow the stream is: a
+    slow router gets fewer, larger frames, and the step loop never waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[bytes, pb.Delta] = {}
+        self._step = 0
+        self._load = pb.Load()
+        self._ready = asyncio.Event()
+
+    def put(self, outputs: list[Output]) -> None:
+        """Adds outputs of one step."""
+        for output in outputs:
+            delta = self._pending.get(output.attempt_id)
+            if delta is None:
+                self._pending[output.attempt_id] = to_delta(output)
+            else:
+                merge_output(delta, output)
+
+    def beat(self, step: int, load: pb.Load) -> None:
+        """Notes the newest heartbeat and lets the next frame go."""
+        self._step = step
+        self._load = load
+        self._ready.set()
+
+    async def take(self) -> pb.ReplicaFrame:
+        """The next frame: all that came since the last one. Waits until there is a heartbeat."""
+        await self._ready.wait()
+        self._ready.clear()
+        deltas = list(self._pending.values())
+        self._pending.clear()
+        return pb.ReplicaFrame(step=self._step, deltas=deltas, load=self._load)

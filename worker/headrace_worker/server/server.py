@@ -1,0 +1,81 @@
+"""The replica's gRPC server on a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import grpc
+
+from headrace_proto.errors import ListenError
+from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from headrace_proto.secret import SecretInterceptor
+
+OPTIONS = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+STOP_GRACE = 2.0
+
+
+class ReplicaServer:
+    """Binds, serves until stopped. `call_soon` hands work to its event loop from any thread."""
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        self._host = host
+        self._port = port
+        self._secret = secret
+        self._loop = asyncio.new_event_loop()
+        self._server: grpc.aio.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-grpc", daemon=True)
+        self._thread.start()
+
+    def start(self, servicer: ReplicaServicer) -> str:
+        """Starts serving; returns the bound "host:port". Raises ListenError."""
+        return asyncio.run_coroutine_threadsafe(self._start(servicer), self._loop).result()
+
+    def call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Runs a function on the event loop; does nothing once the server is stopped."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def stop(self) -> None:
+        """Ends all calls (after a short grace for the last frames) and the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(STOP_GRACE + 5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _start(self, servicer: ReplicaServicer) -> str:
+        server = grpc.aio.server(interceptors=[SecretInterceptor(self._secret)], options=OPTIONS)
+        add_ReplicaServicer_to_server(servicer, server)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            port = server.add_insecure_port(f"{host}:{self._port}")
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ListenError(
+                f"the replica cannot listen on {host}:{self._port}: the port is in use or the address is not this "
+                "machine's; choose another"
+            )
+        await server.start()
+        self._server = server
+        return f"{host}:{port}"
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE)

@@ -1,0 +1,204 @@
+"""headrace.v1.Replica: one stream per router, fed once per step."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+
+from headrace_proto import CONTRACT_VERSION
+from headrace_proto import replica_pb2 as pb
+from headrace_proto.replica_pb2_grpc import ReplicaServicer
+from headrace_worker.kv.manager import PrefixChain
+from headrace_worker.loop import EngineLoop, StepReport
+from headrace_worker.request import Finish, Output
+from headrace_worker.server.cache_events import CacheEventHub
+from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request
+from headrace_worker.server.description import Description
+from headrace_worker.server.outbox import Outbox
+
+log = structlog.get_logger(__name__)
+
+STALL_SECONDS = 2.0
+STALL_FACTOR = 4.0
+
+
+class _RouterStream:
+    """One router's stream: which attempts it owns here, and what waits for it."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.attempts: set[bytes] = set()
+
+
+class Servicer(ReplicaServicer):
+    """Runs on the server's event loop; the step loop hands its reports over with one call per step."""
+
+    def __init__(
+        self,
+        description: Description,
+        loop: EngineLoop,
+        start_chain: Callable[[bytes, str], PrefixChain],
+        boot_id: bytes,
+    ) -> None:
+        self._description = description
+        self._loop = loop
+        self._start_chain = start_chain
+        self._cache = CacheEventHub(boot_id)
+        self._owners: dict[bytes, _RouterStream] = {}
+        self._streams: set[_RouterStream] = set()
+        self._last: StepReport | None = None
+        self._last_at = loop.clock()
+
+    def deliver(self, report: StepReport) -> None:
+        """Takes in one turn of the step loop. Called on the event loop."""
+        self._last, self._last_at = report, self._loop.clock()
+        for stream, outputs in self._by_stream(report.outputs).items():
+            stream.outbox.put(outputs)
+        load = to_load(report.load, report.step, report.draining)
+        for stream in self._streams:
+            stream.outbox.beat(report.step, load)
+        self._cache.publish(report.cache_changes)
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: "grpc.aio.ServicerContext[object, object]"
+    ) -> AsyncIterator[pb.DescribeChunk]:
+        for chunk in self._description.chunks(request.known_digest):
+            yield chunk
+
+    async def WatchCache(
+        self, request: pb.CacheWatchRequest, context: "grpc.aio.ServicerContext[object, object]"
+    ) -> AsyncIterator[pb.CacheFrame]:
+        async for frame in self._cache.watch():
+            yield frame
+
+    async def WatchHealth(
+        self, request: pb.HealthRequest, context: "grpc.aio.ServicerContext[object, object]"
+    ) -> AsyncIterator[pb.ReplicaHealth]:
+        interval = min(max(request.interval_ms, 50), 10_000) / 1000
+        while True:
+            yield self._health()
+            await asyncio.sleep(interval)
+
+    async def Serve(
+        self,
+        request_iterator: AsyncIterator[pb.RouterFrame],
+        context: "grpc.aio.ServicerContext[object, object]",
+    ) -> AsyncIterator[pb.ReplicaFrame]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first frame must say hello")
+            return
+        if first.hello.contract_version != CONTRACT_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this replica speaks contract {CONTRACT_VERSION}: update router and replica to the same release",
+            )
+            return
+        stream = _RouterStream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(stream, first, request_iterator))
+        try:
+            yield pb.ReplicaFrame(hello=self._description.identity, load=self._load())
+            while not reader.done():
+                frame = asyncio.create_task(stream.outbox.take())
+                await asyncio.wait({frame, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if not frame.done():
+                    frame.cancel()
+                    break
+                yield frame.result()
+        finally:
+            reader.cancel()
+            self._close(stream)
+
+    async def _read(self, stream: _RouterStream, first: pb.RouterFrame, frames: AsyncIterator[pb.RouterFrame]) -> None:
+        self._take_in(stream, first)
+        async for frame in frames:
+            self._take_in(stream, frame)
+
+    def _take_in(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
+        for cancel in frame.cancels:
+            if cancel.attempt_id in stream.attempts:
+                self._loop.cancel(cancel.attempt_id)
+        for submit in frame.submits:
+            refusal = self._submit(stream, submit)
+            if refusal is not None:
+                stream.outbox.put([refusal])
+                if self._last is not None:
+                    stream.outbox.beat(self._last.step, self._load())
+
+    def _submit(self, stream: _RouterStream, submit: pb.Submit) -> Output | None:
+        """Hands a request to the step loop, or returns why not."""
+        facts = self._description.facts
+        identity = facts.identity
+        wrong = (
+            (submit.model and submit.model != identity.model)
+            or (submit.revision and submit.revision != identity.revision)
+            or (submit.adapter and submit.adapter not in identity.adapters)
+        )
+        if wrong:
+            return _refusal(submit, Finish.REFUSED, "this replica serves another model, revision or adapter")
+        if submit.attempt_id in self._owners:
+            return _refusal(submit, Finish.REFUSED, "this attempt id is in use")
+        try:
+            request = to_request(
+                submit,
+                now=self._loop.clock(),
+                max_model_len=facts.max_model_len,
+                vocab_size=facts.vocab_size,
+                eos_token_ids=facts.eos_token_ids,
+                start_chain=self._start_chain,
+            )
+        except InvalidSubmitError as error:
+            return _refusal(submit, Finish.ERROR, str(error))
+        self._owners[submit.attempt_id] = stream
+        stream.attempts.add(submit.attempt_id)
+        self._loop.submit(request)
+        return None
+
+    def _by_stream(self, outputs: list[Output]) -> dict[_RouterStream, list[Output]]:
+        """Outputs by the stream that owns the attempt; those of closed streams are dropped."""
+        batches: dict[_RouterStream, list[Output]] = {}
+        for output in outputs:
+            stream = self._owners.get(output.attempt_id)
+            if stream is None:
+                continue
+            batches.setdefault(stream, []).append(output)
+            if output.finish is not None:
+                del self._owners[output.attempt_id]
+                stream.attempts.discard(output.attempt_id)
+        return batches
+
+    def _close(self, stream: _RouterStream) -> None:
+        """The router is gone or said goodbye: nobody waits for its attempts any more."""
+        self._streams.discard(stream)
+        for attempt_id in stream.attempts:
+            self._owners.pop(attempt_id, None)
+            self._loop.cancel(attempt_id)
+        stream.attempts.clear()
+
+    def _load(self) -> pb.Load:
+        report = self._last
+        return to_load(report.load, report.step, report.draining) if report is not None else pb.Load()
+
+    def _health(self) -> pb.ReplicaHealth:
+        """State as the step loop's heartbeat tells it, not as this server's being alive would suggest."""
+        report = self._last
+        state = pb.REPLICA_STATE_STARTING
+        if self._loop.ended.is_set():
+            state = pb.REPLICA_STATE_DEAD
+        elif report is not None:
+            silence = self._loop.clock() - self._last_at
+            stalled = silence > max(STALL_SECONDS, STALL_FACTOR * report.load.predicted_step)
+            ready = pb.REPLICA_STATE_DRAINING if report.draining else pb.REPLICA_STATE_READY
+            state = pb.REPLICA_STATE_UNHEALTHY if stalled else ready
+        return pb.ReplicaHealth(
+            identity=self._description.identity,
+            state=state,
+            step=report.step if report is not None else 0,
+            load=self._load(),
+        )
+
+
+def _refusal(submit: pb.Submit, finish: Finish, sentence: str) -> Output:
+    return Output(submit.attempt_id, len(submit.output_token_ids), [], finish=finish, error=sentence)
