@@ -1,0 +1,125 @@
+"""Attention over the paged cache, as transformers' attention interface calls it.
+
+Shape letters: T tokens of the step, H query heads, K key/value heads, D head size, B blocks, P positions per block.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import headrace_kernels.ops as ops
+from headrace_kernels.meta import AttentionMeta
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headrace_proto.errors import HeadraceError
+
+IMPLEMENTATION = "headrace"
+
+
+class StepContextError(HeadraceError):
+    """Attention was called outside a step, or for a layer that the cache does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Where one layer's keys and values live."""
+
+    group: int
+    pool: Tensor  # [2, B, K, P, D]
+    window: int  # 0 = all
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the layers of one forward pass need besides the hidden states."""
+
+    layers: Sequence[LayerCache]  # by model layer index
+    metas: Sequence[AttentionMeta]  # by cache group
+
+
+class _Current(threading.local):
+    step: StepContext | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def step_context(step: StepContext) -> Iterator[None]:
+    """Make `step` the one that attention of this thread reads. Never nested."""
+    if _current.step is not None:
+        raise StepContextError("A step began inside another step of the same thread: this is a bug, please report it.")
+    _current.step = step
+    try:
+        yield
+    finally:
+        _current.step = None
+
+
+def attend(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
+
+    `window` is what the model's code says (None = it says nothing) and must be the cache group's.
+    """
+    step = _current.step
+    if step is None:
+        raise StepContextError("The model ran outside a step: load it through the runner.")
+    cache = step.layers[layer]
+    if window is not None and window != cache.window:
+        raise StepContextError(
+            f"Layer {layer} attends to {window} tokens, but its cache group holds {cache.window}: this model's config "
+            "is not understood, please report it."
+        )
+    if key.shape[1] != cache.pool.shape[2] or key.shape[2] != cache.pool.shape[4]:
+        raise StepContextError(
+            f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache was made for "
+            f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
+        )
+    meta = step.metas[cache.group]
+    ops.write_kv(key, value, cache.pool, meta.slots)
+    return ops.paged_attention(query, cache.pool, meta, scale=scale, window=cache.window, softcap=softcap, sinks=sinks)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered function: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    out = attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make the implementation known to transformers; no mask function, so the models build no masks."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)

@@ -1,0 +1,68 @@
+"""Non-persistent buffers (rotary frequencies, embedding scales): in no checkpoint, so computed from the config.
+
+transformers models compute them in `_init_weights`. Each buffer is computed twice over different garbage: one that
+differs between the runs was not written, and the model is refused instead of served with chance values.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Fill every non-persistent buffer of a model whose parameters are still on meta."""
+    for prefix, module, initializer in _modules_with_initializer(model):
+        names = [
+            name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        ]
+        if not names:
+            continue
+        runs = []
+        for garbage in (0, 1):
+            for name in names:
+                like = module._buffers[name]
+                assert like is not None
+                module._buffers[name] = torch.full_like(like, garbage, device="cpu")
+            try:
+                initializer._init_weights(module)
+            except Exception as error:
+                raise ModelUnsupportedError(
+                    f"The buffers of {prefix or type(model).__name__} cannot be computed from the config "
+                    f"({type(error).__name__}): this model is not supported."
+                ) from error
+            runs.append({name: module._buffers[name] for name in names})
+        for name in names:
+            first, second = runs[0][name], runs[1][name]
+            assert first is not None and second is not None
+            if not torch.equal(first, second):
+                raise ModelLoadError(f"Buffer {prefix}.{name} is not computed from the config: unsupported model.")
+            module._buffers[name] = second.to(device)
+    for module in model.modules():
+        # Attributes outside the buffer tables that follow the buffers.
+        inv_freq = module._buffers.get("inv_freq")
+        if inv_freq is not None and isinstance(getattr(module, "original_inv_freq", None), torch.Tensor):
+            module.original_inv_freq = inv_freq.clone()
+
+
+def scale_rotary(model: nn.Module, factors: torch.Tensor) -> None:
+    """Divide rotary inverse frequencies by `factors` [head_dim / 2], as GGUF files state llama3 scaling."""
+    for module in model.modules():
+        inv_freq = module._buffers.get("inv_freq")
+        if inv_freq is not None:
+            module._buffers["inv_freq"] = inv_freq / factors.to(inv_freq)
+
+
+def _modules_with_initializer(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
+    """Every module with the innermost PreTrainedModel around it, whose `_init_weights` knows it."""
+    owners: dict[str, PreTrainedModel] = {}
+    found = []
+    for name, module in model.named_modules():
+        parent = owners.get(name.rpartition(".")[0], model)
+        owners[name] = module if isinstance(module, PreTrainedModel) else parent
+        found.append((name, module, owners[name]))
+    return found

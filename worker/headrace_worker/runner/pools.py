@@ -1,0 +1,35 @@
+"""The KV pools: one tensor per layer slot, shared by the cache groups."""
+
+import torch
+from torch import Tensor
+
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
+from headrace_worker.layout import CacheLayout
+from headrace_worker.model.attention import LayerCache
+
+
+def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Zeroed pools [2, blocks, kv_heads, block_size, head_dim], one per layer slot.
+
+    On a CPU the pages of a pool are taken from the system when first written.
+    """
+    group = layout.groups[0]
+    if any((other.num_kv_heads, other.head_dim) != (group.num_kv_heads, group.head_dim) for other in layout.groups):
+        raise ModelUnsupportedError("Layers with different KV shapes cannot share one pool: this model is not supported.")
+    shape = (2, num_blocks, group.num_kv_heads, layout.block_size, group.head_dim)
+    try:
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+        needed = num_blocks * layout.block_bytes
+        raise MemoryTooSmallError(
+            f"The KV cache of {needed / 2**30:.2f} GiB cannot be allocated: give a smaller --kv-cache-memory."
+        ) from error
+
+
+def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> list[LayerCache]:
+    """For every model layer its group and pool, by layer index."""
+    bound: dict[int, LayerCache] = {}
+    for group in layout.groups:
+        for slot, layer in enumerate(group.layers):
+            bound[layer] = LayerCache(group.index, pools[slot], group.window)
+    return [bound[layer] for layer in range(len(bound))]

@@ -1,0 +1,55 @@
+"""Stable rows: each running request's tokens, on the device, and its block tables, mirrored on the host.
+
+Only the sampled tokens are unknown to the host when a step is launched; everything else of a step's inputs is plain
+integers, gathered here with numpy and copied over in one go.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_worker.layout import CacheLayout
+from headrace_worker.plan import RowInit, TableUpdate
+
+
+class RowState:
+    """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] int32 on the host.
+
+    A row's tokens past what is known, and its table entries past what was granted, are zero (null block) from its
+    initialisation on.
+    """
+
+    def __init__(self, layout: CacheLayout, max_rows: int, max_len: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.device = device
+        # One more column: the token after the last position may be drawn, though never computed.
+        self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device)
+        entries = -(-max_len // layout.block_size)
+        self.tables: list[NDArray[np.int32]] = [np.zeros((max_rows, entries), np.int32) for _ in layout.groups]
+        self.generations = np.full(max_rows, -1, np.int64)
+
+    def initialise(self, init: RowInit) -> None:
+        """Hand a row over: all that is per row is reset."""
+        row, count = init.row, len(init.token_ids)
+        known = torch.zeros(self.max_len + 1, dtype=torch.int32)
+        known[:count] = torch.tensor(init.token_ids, dtype=torch.int32)
+        self.tokens[row].copy_(known, non_blocking=True)
+        for table in self.tables:
+            table[row] = 0
+        self.generations[row] = init.generation
+
+    def free(self, row: int) -> None:
+        self.generations[row] = -1
+
+    def update_table(self, update: TableUpdate) -> None:
+        self.tables[update.group][update.row, update.first : update.first + len(update.block_ids)] = update.block_ids
+
+    def gather_tokens(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Token ids [T] int32 at (row, position) pairs."""
+        return self.tokens[rows, positions]
+
+    def store_tokens(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Write sampled tokens [R] to their positions."""
+        self.tokens[rows, positions] = tokens.to(torch.int32)

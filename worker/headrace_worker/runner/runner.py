@@ -1,0 +1,89 @@
+"""One rank's step execution: `launch` a plan, `collect` its samples.
+
+    plan ──▶ rows (tokens, tables) ──gather──▶ batch ──▶ model + paged cache ──▶ logits ──▶ sampler ──▶ rows
+                                                                                              └──▶ collect
+
+`launch` never waits for the device: sampled tokens go back into the rows there, and the next plan may be launched
+before this one is collected.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace_worker.layout import CacheLayout
+from headrace_worker.model.attention import StepContext, step_context
+from headrace_worker.model.forward import LogitsModel
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.runner.batch import gather
+from headrace_worker.runner.pools import bind_layers, make_pools
+from headrace_worker.runner.rows import RowState
+from headrace_worker.sampler import SampleOutput, Sampler
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step, whose samples may still be on their way."""
+
+    step: int
+    samples: SampleOutput | None  # None: the plan drew nothing
+
+
+class Runner:
+    """Runs steps of one model on one device. Owns the KV pools, the rows and the sampler's per-row state.
+
+    Block 0 of the pools is the null block. Pools are zeroed once; after that every slot that a query can see has
+    been written by the row that sees it, or belongs to an equal prefix.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        max_rows: int,
+        max_len: int,
+        layout: CacheLayout | None = None,
+    ) -> None:
+        self.layout = layout or model.layout
+        self.device = model.device
+        self.num_blocks = num_blocks
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.pools = make_pools(self.layout, num_blocks, model.dtype, model.device)
+        self._caches = bind_layers(self.layout, self.pools)
+        self._model = LogitsModel(model.module)
+        self.rows = RowState(self.layout, max_rows, max_len, model.device)
+        self.sampler = Sampler(model.vocab_size, max_rows, model.device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Apply the plan's frees, inits and tables, and start its work."""
+        for row in plan.frees:
+            self.rows.free(row)
+            self.sampler.free(row)
+        for init in plan.inits:
+            self.rows.initialise(init)
+            self.sampler.init(init)
+        for update in plan.tables:
+            self.rows.update_table(update)
+        if not plan.work:
+            return StepHandle(plan.step, None)
+        batch = gather(plan.work, self.rows, self.layout.block_size)
+        ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
+        with step_context(StepContext(self._caches, batch.metas)):
+            logits = self._model(ids, batch.positions, batch.sample_index)
+        if logits is None:
+            return StepHandle(plan.step, None)
+        samples = self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens)
+        self.rows.store_tokens(
+            batch.token_rows[batch.sample_index], batch.positions[batch.sample_index] + 1, samples.tokens
+        )
+        return StepHandle(plan.step, samples)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a launched step and bring its samples to the host."""
+        if handle.samples is None:
+            return StepResult(handle.step, [], {}, {})
+        return handle.samples.to_result(handle.step)

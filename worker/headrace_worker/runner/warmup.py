@@ -1,0 +1,69 @@
+"""Warm-up: a real prefill and real decode steps before the replica is ready, timed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_worker.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
+from headrace_worker.runner.runner import Runner
+
+Report = Callable[[str, float], None]
+
+STEP_LIMIT = 0.5  # seconds: heartbeats and cancels are handled between steps
+_MARGIN = 0.8  # of the limit: the machine may slow down, and long contexts cost more
+_PROBE_TOKENS = 128
+_GPU_BUDGET = 8192
+_SMALLEST, _LARGEST = 32, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """Measured step times and the token budget that follows from them."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float  # one sequence
+    max_num_batched_tokens: int
+
+
+def warm_up(runner: Runner, report: Report = lambda phase, fraction: None) -> WarmupResult:
+    """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
+
+    Leaves rows and pools as new.
+    """
+    block_size = runner.layout.block_size
+    groups = len(runner.layout.groups)
+    fitting = (runner.num_blocks - 1) // groups * block_size
+    tokens = max(1, min(_PROBE_TOKENS, fitting - 4, runner.max_len - 4))
+    entries = -(-(tokens + 4) // block_size)
+    tables = [TableUpdate(group, 0, 0, _blocks(group, entries)) for group in range(groups)]
+    init = RowInit(0, 0, [0] * tokens, tokens, RowSampling(temperature=0.0))
+    report("warming up", 0.0)
+    prefill = []
+    for attempt in range(2):  # the first run pays for lazy set-up
+        prefill.append(_timed(runner, StepPlan(attempt, [], [init], tables, [Work(0, 0, tokens, True)])))
+        report("warming up", 0.3 * (attempt + 1))
+    decode = [_timed(runner, StepPlan(2 + n, [], [], [], [Work(0, tokens + n, 1, True)])) for n in range(3)]
+    runner.launch(StepPlan(5, [0], [], [], []))
+    for pool in runner.pools:
+        pool[:, : 1 + groups * entries].zero_()
+    runner.rows.tokens[0].zero_()
+    report("warming up", 1.0)
+    fixed = min(decode)
+    per_token = max(prefill[-1] - fixed, 1e-6) / tokens
+    if runner.device.type == "cuda":
+        budget = _GPU_BUDGET
+    else:
+        room = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
+        budget = max(_SMALLEST, min(_LARGEST, room // block_size * block_size))
+    return WarmupResult(tokens / prefill[-1], fixed, budget)
+
+
+def _blocks(group: int, entries: int) -> list[int]:
+    first = 1 + group * entries
+    return list(range(first, first + entries))
+
+
+def _timed(runner: Runner, plan: StepPlan) -> float:
+    started = time.perf_counter()
+    runner.collect(runner.launch(plan))
+    return time.perf_counter() - started
