@@ -1,11 +1,11 @@
 """Tensor operations of Headrace: each op has a torch reference, and faster backends where they pay."""
 
+from headrace_kernels.catalog import describe
 from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
     add_rms_norm,
     apply_rope,
-    describe,
     gumbel_argmax,
     gumbel_noise,
     gumbel_noise_at,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from headrace_kernels import ops, write_kv
+from headrace_kernels import AttentionMeta, catalog, ops, write_kv
 
-BACKENDS = ops.PAGED_ATTENTION.available()
+BACKENDS = catalog.PAGED_ATTENTION.available()
 
 MIXES = {
     "one token": [(1, 1)],
@@ -20,7 +20,7 @@ MIXES = {
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixes(make_case, backend, mix):
     case = make_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
-    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)
+    out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)
     torch.testing.assert_close(out, case.naive(0.2).float(), atol=2e-6, rtol=1e-5)
 
 
@@ -29,7 +29,7 @@ def test_mixes(make_case, backend, mix):
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_head_sizes(make_case, backend, head_dim, group):
     case = make_case([(1, 20), (9, 25), (1, 3)], heads=2 * group, kv_heads=2, head_dim=head_dim, seed=head_dim)
-    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=head_dim**-0.5)
+    out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=head_dim**-0.5)
     torch.testing.assert_close(out, case.naive(head_dim**-0.5).float(), atol=2e-6, rtol=1e-5)
 
 
@@ -38,7 +38,7 @@ def test_head_sizes(make_case, backend, head_dim, group):
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_window_reads_no_freed_block(make_case, backend, window, block_size):
     case = make_case([(1, 100), (30, 90), (1, 3), (16, 16)], block_size=block_size, window=window)
-    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.25, window=window)
+    out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.25, window=window)
     torch.testing.assert_close(out, case.naive(0.25, window).float(), atol=2e-6, rtol=1e-5)
 
 
@@ -48,7 +48,9 @@ def test_window_reads_no_freed_block(make_case, backend, window, block_size):
 def test_softcap_and_sinks(make_case, backend, softcap, with_sinks):
     case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=1)
     sinks = torch.tensor([3.0, -2.0, 0.0, 50.0]) if with_sinks else None
-    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0, softcap=softcap, sinks=sinks)
+    out = catalog.PAGED_ATTENTION.named(backend)(
+        case.query, case.pool, case.meta, scale=1.0, softcap=softcap, sinks=sinks
+    )
     torch.testing.assert_close(out, case.naive(1.0, 0, softcap, sinks).float(), atol=5e-6, rtol=2e-5)
 
 
@@ -56,7 +58,7 @@ def test_softcap_and_sinks(make_case, backend, softcap, with_sinks):
 def test_large_scores_do_not_overflow(make_case, backend):
     case = make_case([(1, 40), (12, 12)])
     case.query *= 1e3
-    out = ops.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0)
+    out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0)
     torch.testing.assert_close(out, case.naive(1.0).float(), atol=1e-3, rtol=1e-3)
 
 
@@ -65,19 +67,19 @@ def test_strided_query(make_case, backend):
     case = make_case([(1, 40), (12, 12)], heads=4)
     merged = torch.randn(13, 4 + 2 + 2, 16)
     merged[:, :4] = case.query
-    out = ops.PAGED_ATTENTION.named(backend)(merged[:, :4], case.pool, case.meta, scale=0.3)
+    out = catalog.PAGED_ATTENTION.named(backend)(merged[:, :4], case.pool, case.meta, scale=0.3)
     assert out.is_contiguous()
     torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ops.WRITE_KV.available())
+@pytest.mark.parametrize("backend", catalog.WRITE_KV.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_kv(backend, dtype):
     pool = torch.full((2, 5, 3, 8, 16), float("nan"), dtype=dtype)
     merged = torch.randn(4, 8, 16, dtype=dtype)
     key, value = merged[:, 1:4], merged[:, 4:7]
     slots = torch.tensor([7, 8, 39, -1])
-    ops.WRITE_KV.named(backend)(key, value, pool, slots)
+    catalog.WRITE_KV.named(backend)(key, value, pool, slots)
     assert torch.equal(pool[0, 0, :, 7], key[0])
     assert torch.equal(pool[1, 1, :, 0], value[1])
     assert torch.equal(pool[1, 4, :, 7], value[2])
@@ -98,3 +100,47 @@ def test_written_tokens_are_attended(make_case):
     case.keys[0][7:], case.values[0][7:] = fresh[0], fresh[1]
     out = ops.paged_attention(case.query, case.pool, case.meta, scale=0.3)
     torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
+
+
+def test_bits_do_not_depend_on_neighbours_or_on_the_way(make_case):
+    """A row alone, in a batch, as the tail of a prefill or as a decode: the same bits (C++ backend)."""
+    if "cpu" not in BACKENDS:
+        pytest.skip("no C++ compiler: apt-get install g++")
+    run = catalog.PAGED_ATTENTION.named("cpu")
+    case = make_case([(1, 700), (90, 700), (40, 40), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
+    whole = run(case.query, case.pool, case.meta, scale=0.2)
+    for s, (query_len, seq_len) in enumerate(case.lens):
+        start = int(case.meta.query_starts[s])
+        for first, count in ((0, query_len), (query_len - 1, 1), (query_len // 2, query_len - query_len // 2)):
+            meta = AttentionMeta(
+                query_starts=torch.tensor([0, count], dtype=torch.int32),
+                seq_lens=torch.tensor([seq_len - query_len + first + count], dtype=torch.int32),
+                block_tables=case.meta.block_tables[s : s + 1].contiguous(),
+                slots=case.meta.slots,
+                max_query_len=count,
+                max_seq_len=seq_len,
+            )
+            rows = slice(start + first, start + first + count)
+            assert torch.equal(run(case.query[rows], case.pool, meta, scale=0.2), whole[rows])
+
+
+def test_bits_do_not_depend_on_threads(make_case):
+    case = make_case([(1, 1700), (90, 700), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = ops.paged_attention(case.query, case.pool, case.meta, scale=0.2, window=600)
+        torch.set_num_threads(3)
+        assert torch.equal(ops.paged_attention(case.query, case.pool, case.meta, scale=0.2, window=600), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_broken_sequence_harms_no_other(make_case):
+    case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=2)
+    expected = case.naive(0.3).float()
+    case.query[1:13] = float("nan")
+    out = ops.paged_attention(case.query, case.pool, case.meta, scale=0.3)
+    assert out[1:13].isnan().all()
+    torch.testing.assert_close(out[13:], expected[13:], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(out[:1], expected[:1], atol=2e-6, rtol=1e-5)

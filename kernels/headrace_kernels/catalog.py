@@ -1,0 +1,73 @@
+"""Every op with its backends, best first. A new backend (Triton, say) is one more line per op here."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headrace_kernels.cpu import library
+from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.registry import Backend, Op
+
+
+class AttentionRun(Protocol):
+    """Signature of paged attention in every backend."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        pool: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+def _backends(module: str, name: str) -> tuple[Backend[Any], ...]:
+    """The C++ and the torch implementation of an op, by the module and function name that both folders share."""
+
+    def loader(folder: str) -> Callable[[], Any]:
+        return lambda: getattr(importlib.import_module(f"headrace_kernels.{folder}.{module}"), name)
+
+    return Backend("cpu", loader("cpu"), library.missing), Backend("torch", loader("reference"))
+
+
+WRITE_KV: Op[Callable[[Tensor, Tensor, Tensor, Tensor], None]] = Op("write_kv", *_backends("attention", "write_kv"))
+PAGED_ATTENTION: Op[AttentionRun] = Op("paged_attention", *_backends("attention", "paged_attention"))
+RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = Op("rms_norm", *_backends("elementwise", "rms_norm"))
+ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Op(
+    "add_rms_norm", *_backends("elementwise", "add_rms_norm")
+)
+SILU_MUL: Op[Callable[[Tensor], Tensor]] = Op("silu_mul", *_backends("elementwise", "silu_mul"))
+SILU_MUL_PAIR: Op[Callable[[Tensor, Tensor], Tensor]] = Op("silu_mul_pair", *_backends("elementwise", "silu_mul_pair"))
+APPLY_ROPE: Op[Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = Op(
+    "apply_rope", *_backends("elementwise", "apply_rope")
+)
+GUMBEL_NOISE: Op[Callable[[Tensor, int], Tensor]] = Op("gumbel_noise", *_backends("noise", "gumbel_noise"))
+GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_noise_at", *_backends("noise", "gumbel_noise_at"))
+GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_argmax", *_backends("noise", "gumbel_argmax"))
+
+ALL: tuple[Op[Any], ...] = (
+    WRITE_KV,
+    PAGED_ATTENTION,
+    RMS_NORM,
+    ADD_RMS_NORM,
+    SILU_MUL,
+    SILU_MUL_PAIR,
+    APPLY_ROPE,
+    GUMBEL_NOISE,
+    GUMBEL_NOISE_AT,
+    GUMBEL_ARGMAX,
+)
+
+
+def describe() -> list[str]:
+    """Sentences for the start-up notes: which backends run, and what would make them faster."""
+    reason = library.missing()
+    if reason is None:
+        return ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
+    return [f"CPU kernels: torch only, slower, since {reason}."]

@@ -1,0 +1,94 @@
+"""The C++ norms, activation and rotary embedding: float32 on a CPU; the rest goes to torch."""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.cpu.library import load
+from headrace_kernels.reference import elementwise as reference
+
+_rms_norm = load().headrace_rms_norm
+_add_rms_norm = load().headrace_add_rms_norm
+_silu_mul = load().headrace_silu_mul
+_rope = load().headrace_rope
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [rows, N] with contiguous rows: a view where the strides allow it."""
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _fits(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_cpu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``headrace_kernels.ops.rms_norm``."""
+    if not (_fits(x) and weight.dtype is torch.float32):
+        return reference.rms_norm(x, weight, eps)
+    rows = _rows(x)
+    count, size = rows.shape
+    out = torch.empty(x.shape)
+    weight = weight.contiguous()
+    _rms_norm(
+        out.data_ptr(), rows.data_ptr(), rows.stride(0), weight.data_ptr(), count, size, eps, torch.get_num_threads()
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.add_rms_norm``."""
+    if not (_fits(x) and _fits(residual) and weight.dtype is torch.float32 and x.shape == residual.shape):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    rows, others = _rows(x), _rows(residual)
+    count, size = rows.shape
+    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    weight = weight.contiguous()
+    _add_rms_norm(
+        out.data_ptr(), total.data_ptr(), rows.data_ptr(), rows.stride(0), others.data_ptr(), others.stride(0),
+        weight.data_ptr(), count, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.silu_mul``."""
+    if not _fits(gate_up):
+        return reference.silu_mul(gate_up)
+    rows = _rows(gate_up)
+    count, size = rows.shape[0], rows.shape[1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size)
+    stride, start = rows.stride(0), rows.data_ptr()
+    _silu_mul(out.data_ptr(), start, stride, start + 4 * size, stride, count, size, torch.get_num_threads())
+    return out
+
+
+def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.silu_mul_pair``."""
+    if not (_fits(gate) and _fits(up)):
+        return reference.silu_mul_pair(gate, up)
+    gates, ups = _rows(gate), _rows(up)
+    count, size = gates.shape
+    out = torch.empty(gate.shape)
+    _silu_mul(
+        out.data_ptr(), gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), count, size,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.apply_rope``; in place."""
+    if not (_fits(query) and _fits(key) and _fits(cos)):
+        return reference.apply_rope(query, key, cos, sin)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    key = key if key.stride(2) == 1 else key.contiguous()
+    cos, sin = _rows(cos), _rows(sin)
+    tokens, heads, _ = query.shape
+    query_token, query_head, _ = query.stride()
+    key_token, key_head, _ = key.stride()
+    _rope(
+        query.data_ptr(), query_token, query_head, heads, key.data_ptr(), key_token, key_head, key.shape[1],
+        cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), tokens, cos.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+    return query, key

@@ -1,0 +1,80 @@
+"""The compiled library, bound to Python.
+
+OpenMP: the library is linked without a runtime of its own and resolves its OpenMP calls in the runtime that torch has
+loaded, so both share one pool of threads. Two pools would spin against each other for the same cores.
+"""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+from headrace_kernels.cpu.build import KernelBuildError, library_path
+
+SWITCH = "HEADRACE_CPU_KERNELS"
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_CODES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
+
+# Argument types by function: p pointer, i int64, f float. None of them returns anything.
+_SIGNATURES = {
+    "headrace_attention": "ppiipipppiiiiiififpi",
+    "headrace_write_kv": "piipiipipiiiii",
+    "headrace_rms_norm": "ppipiifi",
+    "headrace_add_rms_norm": "pppipipiifi",
+    "headrace_silu_mul": "ppipiiii",
+    "headrace_rope": "piiipiiipipiiii",
+    "headrace_gumbel_noise": "ppiii",
+    "headrace_gumbel_noise_at": "pppii",
+    "headrace_gumbel_argmax": "ppipiii",
+}
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the C++ kernels cannot run here, as a sentence; None if they can. Compiles them if need be."""
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch not in ("on", "off"):
+        return f"{SWITCH}={switch} is neither on nor off"
+    if switch == "off":
+        return f"{SWITCH}=off"
+    try:
+        load()
+    except KernelBuildError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library with argument types set; calls release the GIL. Raises KernelBuildError."""
+    path = library_path()
+    torch.get_num_threads()  # torch starts its OpenMP runtime before ours looks for it
+    runtime = _openmp_runtime()
+    if runtime is None:
+        raise KernelBuildError("this build of torch brings no GNU-compatible OpenMP runtime to share")
+    try:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
+        for name, codes in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [_CODES[code] for code in codes]
+            function.restype = None
+    except (OSError, AttributeError) as error:
+        raise KernelBuildError(f"the compiled kernels do not load ({type(error).__name__})") from error
+    return library
+
+
+def _openmp_runtime() -> str | None:
+    """Path of the OpenMP runtime in this process: torch's own, where several are mapped."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6}
+    runtimes = [path for path in sorted(mapped) if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    torch_home = str(Path(torch.__file__).parent.parent)
+    runtimes.sort(key=lambda path: not path.startswith(torch_home))
+    return runtimes[0] if runtimes else None

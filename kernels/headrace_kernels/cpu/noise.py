@@ -1,0 +1,45 @@
+"""The C++ Gumbel noise: bit for bit the reference's, on a CPU; other devices go to torch."""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.cpu.library import load
+from headrace_kernels.reference import noise as reference
+
+_gumbel_noise = load().headrace_gumbel_noise
+_gumbel_noise_at = load().headrace_gumbel_noise_at
+_gumbel_argmax = load().headrace_gumbel_argmax
+
+
+def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
+    """See ``headrace_kernels.ops.gumbel_noise``."""
+    if not keys.is_cpu:
+        return reference.gumbel_noise(keys, vocab)
+    keys = keys.contiguous()
+    out = torch.empty(keys.shape[0], vocab)
+    _gumbel_noise(out.data_ptr(), keys.data_ptr(), keys.shape[0], vocab, torch.get_num_threads())
+    return out
+
+
+def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.gumbel_noise_at``."""
+    if not keys.is_cpu:
+        return reference.gumbel_noise_at(keys, ids)
+    keys, ids = keys.contiguous(), ids.contiguous()
+    out = torch.empty(ids.shape)
+    _gumbel_noise_at(out.data_ptr(), keys.data_ptr(), ids.data_ptr(), *ids.shape)
+    return out
+
+
+def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.gumbel_argmax``; noise is only made where it could matter."""
+    if not scores.is_cpu or scores.dtype is not torch.float32:
+        return reference.gumbel_argmax(scores, keys)
+    keys = keys.contiguous()
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    rows, vocab = scores.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    _gumbel_argmax(
+        out.data_ptr(), scores.data_ptr(), scores.stride(0), keys.data_ptr(), rows, vocab, torch.get_num_threads()
+    )
+    return out

@@ -1,0 +1,356 @@
+// Paged attention in float32, read straight from the cache's pool, and the store into it.
+//
+// A work item is (sequence, KV head, tile of query rows[, chunk of keys]); a row is one query token of one of the query
+// heads that share the KV head. Keys go by tiles of 64 and chunks of 512, both at absolute positions: within a chunk the
+// softmax is online, chunks are merged in order. Whether the chunks of a row are computed by one item or by many, alone
+// or among neighbours, as prefill or as decode, the same operations run in the same order, so the bits are the same.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int TILE = 64;     // keys per softmax step
+constexpr int CHUNK = 512;   // keys per mergeable partial result
+constexpr int MAX_ROWS = 64; // query rows per item
+constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
+
+#ifdef __AVX512F__
+constexpr int ROW_BLOCK = 8, VECTOR_BLOCK = 2;  // 16 accumulators of the 32 registers
+#else
+constexpr int ROW_BLOCK = 4, VECTOR_BLOCK = 1;
+#endif
+
+struct Batch {
+    float* out;
+    const float *query;
+    int64_t query_token_stride, query_head_stride;
+    const float *keys, *values;
+    const int32_t *query_starts, *seq_lens, *tables;
+    int64_t table_stride;
+    int heads, kv_heads, head_dim, block_size;
+    float scale, softcap;
+    int64_t window;
+    const float* sinks;
+
+    int group() const { return heads / kv_heads; }
+    int64_t query_len(int s) const { return query_starts[s + 1] - query_starts[s]; }
+    int64_t first_position(int s) const { return seq_lens[s] - query_len(s); }
+    int64_t oldest_seen(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+    int64_t key_offset(int s, int kv_head, int64_t position) const {
+        int64_t block = tables[s * table_stride + position / block_size];
+        return ((block * kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+    }
+};
+
+struct Item {
+    int sequence, kv_head, first_token, tokens;
+    int64_t chunk;   // -1: all chunks
+    int64_t partial; // index of its first row among the partial results; -1: writes the output itself
+};
+
+// Softmax state of a tile of rows.
+struct Rows {
+    float *peak, *total, *mixed;  // [rows], [rows], [rows, head_dim]
+};
+
+struct Scratch {
+    std::vector<float> query, turned, scores, mixed, chunk_mixed, zeros;
+    float peak[MAX_ROWS], total[MAX_ROWS], chunk_peak[MAX_ROWS], chunk_total[MAX_ROWS];
+    explicit Scratch(int head_dim)
+        : query(MAX_ROWS * head_dim), turned(TILE * head_dim), scores(MAX_ROWS * TILE), mixed(MAX_ROWS * head_dim),
+          chunk_mixed(MAX_ROWS * head_dim), zeros(head_dim) {}
+};
+
+// c[ROWS][VECTORS * 16] += a[ROWS][depth] * b[depth][...], b given by a function from depth index to row pointer.
+template <int ROWS, int VECTORS, class RowOf>
+inline void multiply_block(const float* a, int a_stride, RowOf b, int from, int to, float* c, int c_stride) {
+    floats acc[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = load(c + r * c_stride + v * WIDTH);
+    for (int k = from; k < to; k++) {
+        const float* row = b(k);
+        floats y[VECTORS];
+        for (int v = 0; v < VECTORS; v++) y[v] = load(row + v * WIDTH);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += a[r * a_stride + k] * y[v];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * WIDTH, acc[r][v]);
+}
+
+template <int ROWS, class RowOf>
+inline void multiply_rows(const float* a, int a_stride, RowOf b, int from, int to, float* c, int c_stride, int width) {
+    int column = 0;
+    for (; column + VECTOR_BLOCK * WIDTH <= width; column += VECTOR_BLOCK * WIDTH)
+        multiply_block<ROWS, VECTOR_BLOCK>(a, a_stride, [=](int k) { return b(k) + column; }, from, to, c + column, c_stride);
+    for (; column < width; column += WIDTH)
+        multiply_block<ROWS, 1>(a, a_stride, [=](int k) { return b(k) + column; }, from, to, c + column, c_stride);
+}
+
+template <class RowOf>
+void multiply(const float* a, int a_stride, int rows, RowOf b, int from, int to, float* c, int c_stride, int width) {
+    int r = 0;
+    for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
+        multiply_rows<ROW_BLOCK>(a + r * a_stride, a_stride, b, from, to, c + r * c_stride, c_stride, width);
+    a += r * a_stride;
+    c += r * c_stride;
+    switch (rows - r) {
+        case 7: return multiply_rows<7>(a, a_stride, b, from, to, c, c_stride, width);
+        case 6: return multiply_rows<6>(a, a_stride, b, from, to, c, c_stride, width);
+        case 5: return multiply_rows<5>(a, a_stride, b, from, to, c, c_stride, width);
+        case 4: return multiply_rows<4>(a, a_stride, b, from, to, c, c_stride, width);
+        case 3: return multiply_rows<3>(a, a_stride, b, from, to, c, c_stride, width);
+        case 2: return multiply_rows<2>(a, a_stride, b, from, to, c, c_stride, width);
+        case 1: return multiply_rows<1>(a, a_stride, b, from, to, c, c_stride, width);
+    }
+}
+
+// turned[d][TILE] = keys[n][d]: the scores then run over keys in vector lanes.
+#ifdef __AVX512F__
+template <int STEP>
+inline void exchange(floats* x) {
+    ints low, high;
+    for (int i = 0; i < WIDTH; i++) {
+        low[i] = (i & STEP) ? (i - STEP) + WIDTH : i;
+        high[i] = (i & STEP) ? i + WIDTH : i + STEP;
+    }
+    for (int i = 0; i < WIDTH; i++) {
+        if (i & STEP) continue;
+        floats a = x[i], b = x[i + STEP];
+        x[i] = __builtin_shuffle(a, b, low);
+        x[i + STEP] = __builtin_shuffle(a, b, high);
+    }
+}
+#endif
+
+void turn(const float* const* keys, int count, int head_dim, float* turned) {
+    for (int n = 0; n < count; n += WIDTH)
+        for (int d = 0; d < head_dim; d += WIDTH) {
+#ifdef __AVX512F__
+            floats x[WIDTH];
+            for (int i = 0; i < WIDTH; i++) x[i] = load(keys[n + i] + d);
+            exchange<8>(x);
+            exchange<4>(x);
+            exchange<2>(x);
+            exchange<1>(x);
+            for (int i = 0; i < WIDTH; i++) store(turned + (d + i) * TILE + n, x[i]);
+#else
+            for (int i = 0; i < WIDTH; i++)
+                for (int j = 0; j < WIDTH; j++) turned[(d + j) * TILE + n + i] = keys[n + i][d + j];
+#endif
+        }
+}
+
+// One tile of keys [base, base + TILE) for a tile of rows: online softmax into `rows`.
+void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& scratch, Rows rows) {
+    const int group = batch.group(), head_dim = batch.head_dim, count = item.tokens * group;
+    const int64_t first = batch.first_position(item.sequence) + item.first_token;
+    const int64_t oldest = batch.oldest_seen(first);
+    const int from = (int)std::max<int64_t>(0, oldest - base);
+    const int to = (int)std::min<int64_t>(TILE, first + item.tokens - base);
+    const int end = (to + WIDTH - 1) / WIDTH * WIDTH;
+
+    const float *key_rows[TILE], *value_rows[TILE];
+    for (int n = 0; n < end; n++) {
+        bool valid = n >= from && n < to;  // what is not valid may be freed memory
+        int64_t offset = valid ? batch.key_offset(item.sequence, item.kv_head, base + n) : 0;
+        key_rows[n] = valid ? batch.keys + offset : scratch.zeros.data();
+        value_rows[n] = valid ? batch.values + offset : scratch.zeros.data();
+    }
+    float *turned = scratch.turned.data(), *scores = scratch.scores.data();
+    turn(key_rows, end, head_dim, turned);
+    std::fill(scores, scores + count * TILE, 0.f);
+    multiply(scratch.query.data(), head_dim, count, [=](int k) { return turned + k * TILE; }, 0, head_dim, scores, TILE, end);
+
+    ints lane;
+    for (int i = 0; i < WIDTH; i++) lane[i] = i;
+    for (int r = 0; r < count; r++) {
+        float* row = scores + r * TILE;
+        const int64_t position = first + r / group;
+        const int low = (int)std::max<int64_t>(0, batch.oldest_seen(position) - base);
+        const int high = (int)std::min<int64_t>(to, position + 1 - base);
+        if (low >= high) {
+            std::fill(row, row + end, 0.f);
+            continue;
+        }
+        floats peak = spread(NEGATIVE_INFINITY);
+        for (int n = 0; n < end; n += WIDTH) {
+            floats x = load(row + n) * batch.scale;
+            if (batch.softcap != 0.f) x = batch.softcap * hyperbolic_tangent(x / batch.softcap);
+            x = pick((lane + n >= low) & (lane + n < high), x, spread(NEGATIVE_INFINITY));
+            store(row + n, x);
+            peak = pick(x > peak, x, peak);
+        }
+        const float highest = std::max(rows.peak[r], largest(peak));
+        floats total{};
+        for (int n = 0; n < end; n += WIDTH) {
+            floats e = exponential(load(row + n) - highest);
+            e = pick((lane + n >= low) & (lane + n < high), e, floats{});
+            store(row + n, e);
+            total += e;
+        }
+        const float shrink = std::exp(rows.peak[r] - highest);  // 0 for the first tile of a row
+        rows.peak[r] = highest;
+        rows.total[r] = rows.total[r] * shrink + sum(total);
+        if (shrink != 1.f) {
+            float* mixed = rows.mixed + r * head_dim;
+            for (int d = 0; d < head_dim; d += WIDTH) store(mixed + d, load(mixed + d) * shrink);
+        }
+    }
+    const float* const* value_of = value_rows;
+    multiply(scores, TILE, count, [=](int k) { return value_of[k]; }, from, to, rows.mixed, head_dim, head_dim);
+}
+
+void attend_chunk(const Batch& batch, const Item& item, int64_t chunk, Scratch& scratch, Rows rows) {
+    const int count = item.tokens * batch.group();
+    std::fill(rows.peak, rows.peak + count, NEGATIVE_INFINITY);
+    std::fill(rows.total, rows.total + count, 0.f);
+    std::fill(rows.mixed, rows.mixed + count * batch.head_dim, 0.f);
+    const int64_t first = batch.first_position(item.sequence) + item.first_token;
+    const int64_t oldest = batch.oldest_seen(first), end = std::min((chunk + 1) * CHUNK, first + item.tokens);
+    for (int64_t base = chunk * CHUNK; base < end; base += TILE)
+        if (base + TILE > oldest) attend_tile(batch, item, base, scratch, rows);
+}
+
+// Folds row `from` of one chunk into row `into`, which holds the chunks before it.
+void merge_row(float& into_peak, float& into_total, float* into, float peak, float total, const float* from, int head_dim) {
+    if (total == 0.f) return;  // the row sees no key of this chunk
+    const float highest = std::max(into_peak, peak);
+    const float keep = std::exp(into_peak - highest), take = std::exp(peak - highest);
+    into_peak = highest;
+    into_total = into_total * keep + total * take;
+    for (int d = 0; d < head_dim; d += WIDTH) store(into + d, load(into + d) * keep + load(from + d) * take);
+}
+
+void finish_row(const Batch& batch, int64_t token, int head, float peak, float total, const float* mixed) {
+    float keep = 1.f;
+    if (batch.sinks) {
+        const float highest = std::max(peak, batch.sinks[head]);
+        keep = std::exp(peak - highest);
+        total = total * keep + std::exp(batch.sinks[head] - highest);
+    }
+    const float factor = keep / total;
+    float* out = batch.out + (token * batch.heads + head) * batch.head_dim;
+    for (int d = 0; d < batch.head_dim; d += WIDTH) store(out + d, load(mixed + d) * factor);
+}
+
+void load_query(const Batch& batch, const Item& item, Scratch& scratch) {
+    const int group = batch.group();
+    float* to = scratch.query.data();
+    for (int t = 0; t < item.tokens; t++)
+        for (int g = 0; g < group; g++, to += batch.head_dim) {
+            const int64_t token = batch.query_starts[item.sequence] + item.first_token + t;
+            const float* from = batch.query + token * batch.query_token_stride +
+                                (item.kv_head * group + g) * batch.query_head_stride;
+            std::copy(from, from + batch.head_dim, to);
+        }
+}
+
+void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
+    const int group = batch.group(), head_dim = batch.head_dim, count = item.tokens * group;
+    const int64_t first = batch.first_position(item.sequence) + item.first_token;
+    const int64_t first_chunk = batch.oldest_seen(first) / CHUNK, last_chunk = (first + item.tokens - 1) / CHUNK;
+    Rows all{scratch.peak, scratch.total, scratch.mixed.data()};
+    Rows part{scratch.chunk_peak, scratch.chunk_total, scratch.chunk_mixed.data()};
+    attend_chunk(batch, item, first_chunk, scratch, all);
+    for (int64_t chunk = first_chunk + 1; chunk <= last_chunk; chunk++) {
+        attend_chunk(batch, item, chunk, scratch, part);
+        for (int r = 0; r < count; r++)
+            merge_row(all.peak[r], all.total[r], all.mixed + r * head_dim, part.peak[r], part.total[r],
+                      part.mixed + r * head_dim, head_dim);
+    }
+    for (int r = 0; r < count; r++)
+        finish_row(batch, batch.query_starts[item.sequence] + item.first_token + r / group,
+                   item.kv_head * group + r % group, all.peak[r], all.total[r], all.mixed + r * head_dim);
+}
+
+}  // namespace
+
+extern "C" void headrace_attention(float* out, const float* query, int64_t query_token_stride, int64_t query_head_stride,
+                                   const float* pool, int64_t pool_blocks, const int32_t* query_starts,
+                                   const int32_t* seq_lens, const int32_t* tables, int64_t table_stride,
+                                   int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                   int64_t block_size, float scale, int64_t window, float softcap, const float* sinks,
+                                   int64_t threads) {
+    const Batch batch{out, query, query_token_stride, query_head_stride, pool,
+                      pool + pool_blocks * kv_heads * block_size * head_dim, query_starts, seq_lens, tables,
+                      table_stride, (int)heads, (int)kv_heads, (int)head_dim, (int)block_size, scale, softcap, window,
+                      sinks};
+    const int group = batch.group(), tile_tokens = std::max(1, MAX_ROWS / group);
+    std::vector<Item> items, split;  // split: the items of one (sequence, KV head) whose chunks are merged afterwards
+    int64_t partial_rows = 0, work = 0;
+    for (int s = 0; s < sequences; s++) {
+        const int tokens = (int)batch.query_len(s);
+        const int64_t first_chunk = batch.oldest_seen(batch.first_position(s)) / CHUNK;
+        const int64_t chunks = (seq_lens[s] - 1) / CHUNK - first_chunk + 1;
+        for (int kv_head = 0; kv_head < kv_heads && tokens > 0; kv_head++) {
+            work += (int64_t)tokens * group * (seq_lens[s] - batch.oldest_seen(batch.first_position(s))) * head_dim;
+            if (tokens <= tile_tokens && chunks > 1) {
+                split.push_back({s, kv_head, 0, tokens, chunks, partial_rows});
+                for (int64_t c = 0; c < chunks; c++, partial_rows += tokens * group)
+                    items.push_back({s, kv_head, 0, tokens, first_chunk + c, partial_rows});
+            } else {
+                for (int end = tokens; end > 0; end -= tile_tokens) {  // the longest first
+                    int start = std::max(0, end - tile_tokens);
+                    items.push_back({s, kv_head, start, end - start, -1, -1});
+                }
+            }
+        }
+    }
+    const std::unique_ptr<float[]> partial(new float[partial_rows * (head_dim + 2)]);
+    float *peaks = partial.get(), *totals = peaks + partial_rows, *mixed = totals + partial_rows;
+    const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
+    const int team = (int)std::min<int64_t>(count, threads_for(work, 1 << 15, (int)threads));
+
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+        Scratch scratch((int)head_dim);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) {
+            const Item& item = items[i];
+            load_query(batch, item, scratch);
+            if (item.chunk < 0)
+                run_whole(batch, item, scratch);
+            else
+                attend_chunk(batch, item, item.chunk, scratch,
+                             {peaks + item.partial, totals + item.partial, mixed + item.partial * head_dim});
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < split_count; i++) {
+            const Item& item = split[i];
+            const int rows = item.tokens * group;
+            for (int r = 0; r < rows; r++) {
+                const int64_t into = item.partial + r;
+                for (int64_t c = 1; c < item.chunk; c++) {
+                    const int64_t from = into + c * rows;
+                    merge_row(peaks[into], totals[into], mixed + into * head_dim, peaks[from], totals[from],
+                              mixed + from * head_dim, (int)head_dim);
+                }
+                finish_row(batch, query_starts[item.sequence] + r / group, item.kv_head * group + r % group,
+                           peaks[into], totals[into], mixed + into * head_dim);
+            }
+        }
+    }
+}
+
+extern "C" void headrace_write_kv(const float* key, int64_t key_token_stride, int64_t key_head_stride,
+                                  const float* value, int64_t value_token_stride, int64_t value_head_stride,
+                                  float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
+                                  int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
+    const int team = threads_for(tokens * kv_heads * head_dim, 1 << 16, (int)threads);
+    float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        if (slots[t] < 0) continue;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const int64_t to = ((slots[t] / block_size * kv_heads + h) * block_size + slots[t] % block_size) * head_dim;
+            std::memcpy(pool + to, key + t * key_token_stride + h * key_head_stride, head_dim * sizeof(float));
+            std::memcpy(values + to, value + t * value_token_stride + h * value_head_stride, head_dim * sizeof(float));
+        }
+    }
+}

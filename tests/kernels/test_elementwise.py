@@ -1,0 +1,98 @@
+"""Norms, activation and rope: every backend against formulas in float64, on strided and odd-sized inputs."""
+
+import pytest
+import torch
+
+from headrace_kernels import catalog
+
+BACKENDS = catalog.RMS_NORM.available()
+SHAPES = [(1, 576), (3, 5), (33, 64), (2, 7, 100), (300, 576)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def _poison() -> None:
+    """Leaves NaN in the memory that the allocator hands out next."""
+    for size in (64, 576, 4096, 200_000):
+        torch.full((size,), float("nan"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(backend, shape):
+    x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
+    _poison()
+    out = catalog.RMS_NORM.named(backend)(x, weight, 1e-5)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm(backend, shape):
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    kept = x.clone(), residual.clone()
+    normed, total = catalog.ADD_RMS_NORM.named(backend)(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, catalog.RMS_NORM.named("torch")(total, weight, 1e-6), atol=1e-6, rtol=1e-5)
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_silu_mul(backend, shape):
+    gate, up = torch.randn(shape) * 20, torch.randn(shape)
+    gate.view(-1)[0] = -500.0
+    expected = (gate.double() * torch.sigmoid(gate.double()) * up.double()).float()
+    merged = torch.cat((gate, up), -1)
+    _poison()
+    torch.testing.assert_close(catalog.SILU_MUL.named(backend)(merged), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(catalog.SILU_MUL_PAIR.named(backend)(gate, up), expected, atol=1e-6, rtol=1e-5)
+    halves = merged.chunk(2, -1)
+    torch.testing.assert_close(catalog.SILU_MUL_PAIR.named(backend)(*halves), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary"), [(9, 3, 64, 64), (4, 4, 16, 16), (2, 1, 80, 32)])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_rope_on_slices_of_a_merged_projection(backend, heads, kv_heads, size, rotary, tokens):
+    merged = torch.randn(tokens, heads + 2 * kv_heads, size)
+    before = merged.clone()
+    angles = torch.randn(tokens, rotary // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    query, key = catalog.APPLY_ROPE.named(backend)(merged[:, :heads], merged[:, heads : heads + kv_heads], cos, sin)
+    pairs = torch.view_as_complex(
+        torch.stack((before[..., : rotary // 2], before[..., rotary // 2 : rotary]), -1).double()
+    )
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, : rotary // 2].to(pairs.dtype)
+    expected = torch.cat((turned.real, turned.imag, before[..., rotary:].double()), -1).float()
+    torch.testing.assert_close(query, expected[:, :heads], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(key, expected[:, heads : heads + kv_heads], atol=2e-6, rtol=1e-5)
+    assert torch.equal(merged[:, heads + kv_heads :], before[:, heads + kv_heads :])
+
+
+def test_rows_do_not_depend_on_neighbours(backend):
+    x, weight = torch.randn(200, 577), torch.randn(577)
+    out = catalog.RMS_NORM.named(backend)(x, weight, 1e-5)
+    assert torch.equal(catalog.RMS_NORM.named(backend)(x[7:8], weight, 1e-5), out[7:8])
+
+
+def test_nan_stays_in_its_row(backend):
+    x = torch.randn(4, 64)
+    x[1, 3] = float("nan")
+    assert catalog.RMS_NORM.named(backend)(x, torch.ones(64), 1e-5).isnan().any(-1).tolist() == [0, 1, 0, 0]
+    assert catalog.SILU_MUL.named(backend)(x).isnan().sum() == 1
+
+
+def test_low_precision_and_strided_inputs(backend):
+    x = torch.randn(6, 64).bfloat16()
+    out = catalog.RMS_NORM.named(backend)(x, torch.ones(64, dtype=torch.bfloat16), 1e-5)
+    assert out.dtype == torch.bfloat16
+    turned = torch.randn(64, 6).t()
+    weight = torch.randn(64)
+    torch.testing.assert_close(
+        catalog.RMS_NORM.named(backend)(turned, weight, 1e-5),
+        catalog.RMS_NORM.named("torch")(turned, weight, 1e-5),
+        atol=1e-6,
+        rtol=1e-5,
+    )

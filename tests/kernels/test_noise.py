@@ -1,0 +1,78 @@
+"""Gumbel noise: the same bits everywhere, the right distribution, never inf or NaN."""
+
+import math
+
+import pytest
+import torch
+
+from headrace_kernels import catalog, gumbel_noise
+from headrace_kernels.reference import noise as reference
+
+BACKENDS = catalog.GUMBEL_NOISE.available()
+
+
+@pytest.fixture
+def keys():
+    return torch.randint(-(2**63), 2**63 - 1, (5,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_give_the_same_bits(backend, keys):
+    expected = reference.gumbel_noise(keys, 20_001)
+    assert torch.equal(catalog.GUMBEL_NOISE.named(backend)(keys, 20_001), expected)
+    ids = torch.randint(20_001, (5, 33))
+    assert torch.equal(catalog.GUMBEL_NOISE_AT.named(backend)(keys, ids), expected.gather(1, ids))
+
+
+def test_known_values():
+    """The definition is part of what a seed promises: these must never change."""
+    got = gumbel_noise(torch.tensor([0, -1, 2**62]), 3)
+    expected = [[_by_definition(key, index) for index in range(3)] for key in (0, 2**64 - 1, 2**62)]
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+
+
+def _by_definition(key: int, index: int) -> float:
+    x = (key + 0x9E3779B97F4A7C15 * (index + 1)) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return -math.log(-math.log1p(-((x >> 32) + 0.5) / 2**32))
+
+
+def test_prefix_does_not_depend_on_the_vocabulary(keys):
+    assert torch.equal(gumbel_noise(keys, 100), gumbel_noise(keys, 5000)[:, :100])
+
+
+def test_distribution():
+    noise = gumbel_noise(torch.arange(40), 50_000).double()
+    assert noise.isfinite().all()
+    assert abs(noise.mean() - 0.5772157) < 0.005
+    assert abs(noise.var() - math.pi**2 / 6) < 0.02
+    uniform = torch.exp(-torch.exp(-noise)).flatten().sort().values
+    grid = (torch.arange(uniform.numel()) + 0.5) / uniform.numel()
+    assert (uniform - grid).abs().max() < 1.63 / math.sqrt(uniform.numel())  # Kolmogorov-Smirnov, 1 %
+    # The tail that wins an argmax: P(noise > t) = 1 - exp(-exp(-t)).
+    for t in (5.0, 8.0):
+        expected = noise.numel() * -math.expm1(-math.exp(-t))
+        assert abs((noise > t).sum() - expected) < 4 * math.sqrt(expected)
+
+
+def test_extreme_hashes_are_finite():
+    x = torch.tensor([0.5 * 2.0**-32, 0.2499999, 0.25, 0.5, 1 - 2.0**-24])
+    for value in x:
+        near = value < 0.25
+        f, e = reference._split(1.0 - value)
+        exponential = -reference._log(-value if near else f, torch.zeros(()) if near else e)
+        torch.testing.assert_close(exponential.double(), -torch.log1p(-value.double()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_argmax_is_that_of_scores_plus_noise(backend, keys, spread):
+    scores = torch.randn(5, 30_000, generator=torch.Generator().manual_seed(2)) * spread
+    scores[:, ::7] = float("-inf")
+    expected = (scores + reference.gumbel_noise(keys, 30_000)).argmax(-1)
+    assert torch.equal(catalog.GUMBEL_ARGMAX.named(backend)(scores, keys), expected)
+    one = torch.full((5, 9000), float("-inf"))
+    one[:, 8888] = -1e30
+    assert catalog.GUMBEL_ARGMAX.named(backend)(one, keys).tolist() == [8888] * 5
