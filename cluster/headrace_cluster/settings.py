@@ -110,7 +110,9 @@ def read_file(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise SpecError(f"the config file {path} must hold keys and values, such as 'models:' (see `headrace config schema`)")
+        raise SpecError(
+            f"the config file {path} must hold keys and values, such as 'models:' (see `headrace config schema`)"
+        )
     return data
 
 
@@ -182,7 +184,9 @@ def _loader() -> Any:
         for key_node, _ in node.value:
             key = loader.construct_object(key_node, deep=True)
             if isinstance(key, str | int) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key '{key}' stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' stands twice", key_node.start_mark
+                )
             seen.add(str(key) if not isinstance(key, str | int) else key)
         return loader.construct_mapping(node, deep=True)
 

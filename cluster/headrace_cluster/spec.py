@@ -30,7 +30,9 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """One model and how its replicas are built. What is none is chosen by the worker, and said at start."""
 
-    name: str = Field("", validate_default=True, pattern=_NAME, description="what requests call it; default: from the source")
+    name: str = Field(
+        "", validate_default=True, pattern=_NAME, description="what requests call it; default: from the source"
+    )
     aliases: tuple[Annotated[str, Field(pattern=_NAME)], ...] = Field((), description="further names for it")
     source: str = Field(
         EMBEDDED_MODEL, min_length=1, description="Hub id, folder, .gguf file, or the embedded 'smollm2'"
@@ -87,7 +89,7 @@ class AdminSpec(_Section):
 class ControlSpec(_Section):
     """The controller's gRPC, for routers; guarded by the cluster's secret."""
 
-    host: str = Field("127.0.0.1", min_length=1)
+    host: str | None = Field(None, min_length=1, description="default: loopback, or the Ray head in a joined Ray")
     port: Port = Field(0, description="0 = any free port")
     secret_file: Path | None = Field(None, description="holds the cluster's secret (32 bytes or more, text or raw)")
 

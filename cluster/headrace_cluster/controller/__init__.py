@@ -1,0 +1,1 @@
+"""Keeps the replicas as the spec wants them, and tells routers who serves."""

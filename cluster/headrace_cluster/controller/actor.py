@@ -1,0 +1,140 @@
+"""The controller as a named, detached Ray actor on the head node: gRPC for routers, HTTP for the command line."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import msgspec
+from headrace_proto.errors import HeadraceError
+from headrace_worker.config import ReplicaStarted
+
+from headrace_cluster import ray_names
+from headrace_cluster.controller.admin import admin_app, admin_server, listen
+from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.ray_driver import RayDriver
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.rank_actor import NODE_HOST, REPLICA_CLASS
+from headrace_cluster.spec import ClusterSpec
+
+WATCHED_SECONDS = 5.0  # without a look from `serve`, a controller that is told to stop ends by itself
+
+
+class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a controller needs; as JSON text for the spec, which is a pydantic model."""
+
+    spec: str
+    secret: bytes
+    admin_key: str
+    loopback: bool  # everything is on this machine: bind loopback only
+    replica_class: str = REPLICA_CLASS
+    environment: dict[str, str] = {}
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a controller listens; or why it does not."""
+
+    control_host: str = ""
+    control_port: int = 0
+    admin_port: int = 0
+    pid: int = 0
+    error: str = ""
+
+
+class ReplicaProgress(msgspec.Struct, frozen=True):
+    """How far one starting replica is."""
+
+    replica_id: str
+    stage: str
+    fraction: float
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What `serve` looks at, some times a second."""
+
+    ready: bool
+    fatal: str
+    stop_requested: bool
+    replicas: int
+    progress: list[ReplicaProgress]
+    started: dict[str, ReplicaStarted]
+    failures: dict[str, str]  # replicas that are down or unwell, and why
+
+
+class ControllerActor:
+    """Glue: a Supervisor with a RayDriver, and the two servers. An async actor: one event loop."""
+
+    def __init__(self, args: bytes) -> None:
+        self._args = msgspec.msgpack.decode(args, type=ControllerArgs)
+        self._spec = ClusterSpec.model_validate_json(self._args.spec)
+        self._stop_requested = False
+        self._looked_at = time.monotonic()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def open(self) -> bytes:
+        """Listens and begins to build replicas; an encoded Opened."""
+        import ray.util
+
+        loopback = "127.0.0.1" if self._args.loopback else None
+        host = self._spec.control.host or loopback or str(ray.util.get_node_ip_address())
+        ray_names.end_ranks(self._spec.cluster)  # left by a controller that was killed
+        self._membership = Membership()
+        try:
+            admin = listen(self._spec.admin.host, self._spec.admin.port)
+            self._grpc, port = await start_control_server(
+                self._membership, self._args.secret, host, self._spec.control.port
+            )
+        except HeadraceError as error:
+            return msgspec.msgpack.encode(Opened(error=str(error)))
+        driver = RayDriver(
+            self._spec,
+            self._args.secret,
+            host=loopback or NODE_HOST,
+            replica_class=self._args.replica_class,
+            environment=self._args.environment,
+        )
+        self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        self._supervisor.start()
+        self._admin = admin_server(admin_app(self._args.admin_key, self._supervisor.status, self._request_stop))
+        self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
+        opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
+        return msgspec.msgpack.encode(opened)
+
+    async def view(self) -> bytes:
+        """An encoded View."""
+        self._looked_at = time.monotonic()
+        reconciler = self._supervisor.reconciler
+        status = self._supervisor.status()
+        view = View(
+            ready=reconciler.ready,
+            fatal=reconciler.fatal,
+            stop_requested=self._stop_requested,
+            replicas=len(reconciler.records),
+            progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
+            started=self._supervisor.started(),
+            failures={
+                entry["id"]: entry["note"]
+                for entry in status["replicas"]
+                if entry["note"] and entry["state"] in ("dead", "unhealthy", "starting") and entry["generation"] > 0
+            },
+        )
+        return msgspec.msgpack.encode(view)
+
+    async def close(self) -> None:
+        """Drains and ends every replica, then the servers."""
+        await self._supervisor.stop()
+        self._admin.should_exit = True
+        await self._grpc.stop(grace=0.2)
+
+    async def _request_stop(self) -> None:
+        if not self._stop_requested:
+            self._stop_requested = True
+            self._tasks.append(asyncio.create_task(self._stop_unwatched()))
+
+    async def _stop_unwatched(self) -> None:
+        """Whoever started this cluster sees the request and stops in order; if nobody does, the controller stops."""
+        await asyncio.sleep(WATCHED_SECONDS)
+        if time.monotonic() - self._looked_at > WATCHED_SECONDS:
+            await self.close()
+            ray_names.end_cluster(self._spec.cluster)

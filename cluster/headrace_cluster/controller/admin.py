@@ -1,0 +1,92 @@
+"""The admin HTTP API: status and stop. Its own port, its own key, on loopback (RELIABILITY R4)."""
+
+import hmac
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from headrace_proto.errors import ListenError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
+
+
+class Guard:
+    """Lets a request through only with the admin key and a Host that is this machine (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Nothing but HTTP passes; what an unknown caller asked for is not looked at."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        keys = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(hosts) != 1 or _without_port(hosts[0]) not in _HOSTS:
+            response: Response = _error(403, "this Host is not served: use 127.0.0.1 or localhost")
+        elif len(keys) != 1 or not hmac.compare_digest(keys[0], self._expected):
+            response = _error(401, "the admin key is missing or wrong")
+        else:
+            await self._app(scope, receive, send)
+            return
+        await response(scope, receive, send)
+
+
+def admin_app(key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]]) -> ASGIApp:
+    """GET /status answers the status document; POST /stop begins an orderly stop and answers at once."""
+
+    async def get_status(_request: Request) -> Response:
+        return JSONResponse(status())
+
+    async def post_stop(_request: Request) -> Response:
+        await stop()
+        return JSONResponse({"stopping": True}, status_code=202)
+
+    async def refuse(_request: Request, error: Exception) -> Response:
+        code = error.status_code if isinstance(error, HTTPException) else 500
+        return _error(code, {404: "there is no such path", 405: "this path has another method"}.get(code, "failed"))
+
+    routes = [Route("/status", get_status), Route("/stop", post_stop, methods=["POST"])]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, Exception: refuse})
+    return Guard(app, key)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; a second server cannot share the port. Raises ListenError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ListenError(f"port {port} on {host} is in use; choose another with --admin-port") from error
+    return bound
+
+
+def admin_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for one small API: no access log, no lifespan, short keep-alive."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1
+    )
+    return uvicorn.Server(config)
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name.lower() if colon and port.isdigit() else host.lower()
+
+
+def _error(code: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "admin_error", "code": code}}, status_code=code)

@@ -1,0 +1,53 @@
+"""gRPC headrace.v1.Control: routers learn members here, and count as alive while they do."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from headrace_proto import control_pb2 as pb
+from headrace_proto import control_pb2_grpc
+from headrace_proto.errors import ListenError
+from headrace_proto.secret import SecretInterceptor
+
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.ports import host_port
+
+# A router that vanished without a word (its machine lost power) is noticed after about 15 s.
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    """Serves the member list."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
+        """Streams the list; the caller is a registered router until the stream ends."""
+        registration = secrets.token_bytes(8)
+        self._membership.routers[registration] = request.router
+        try:
+            async for members in self._membership.watch():
+                yield members
+        finally:
+            self._membership.routers.pop(registration, None)
+
+
+async def start_control_server(membership: Membership, secret: bytes, host: str, port: int) -> tuple[Any, int]:
+    """The running server and its port. Raises ListenError."""
+    server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=_OPTIONS)
+    control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership), server)
+    address = host_port(host, port)
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ListenError(f"the controller cannot listen on {address}; choose another with --control-port") from error
+    await server.start()
+    return server, bound

@@ -1,0 +1,64 @@
+"""What the controller asks of whatever runs ranks. Ray is one such thing; tests bring their own."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace_proto.errors import HeadraceError
+from headrace_worker.config import ReplicaStarted
+
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.spec import ModelSpec
+
+
+class StartFailedError(HeadraceError):
+    """A replica did not become ready. `final`: it would not the next time either."""
+
+    def __init__(self, sentence: str, *, final: bool) -> None:
+        super().__init__(sentence)
+        self.final = final
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Where one rank runs."""
+
+    rank: int
+    pid: int
+    node: str
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the slowest rank is: a sentence and 0..1."""
+
+    stage: str
+    fraction: float
+
+
+class ReplicaDriver(Protocol):
+    """Builds, watches and ends replicas by name. All methods may be called while others wait."""
+
+    async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
+        """Places the ranks and creates their processes. Raises PlacementError, StartFailedError."""
+        ...
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        """Returns once the replica is ready to serve. Raises StartFailedError."""
+        ...
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        """How far `start` is; None when it cannot be told."""
+        ...
+
+    async def died(self, name: ReplicaName) -> str:
+        """Returns when the first rank of a started replica ends, with the cause in a sentence."""
+        ...
+
+    async def drain(self, name: ReplicaName) -> None:
+        """Tells a replica to take no new requests; those in flight go on. Never raises."""
+        ...
+
+    async def stop(self, name: ReplicaName) -> None:
+        """Ends all ranks and gives their place back. Idempotent, never raises."""
+        ...
