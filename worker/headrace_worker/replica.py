@@ -1,0 +1,150 @@
+"""A replica: loads the model, sizes its cache, warms up, then serves until it is stopped or its loop dies."""
+
+import os
+import time
+from collections.abc import Callable
+
+import structlog
+from blake3 import blake3
+
+from headrace_proto import replica_pb2 as pb
+from headrace_proto.errors import EngineDeadError
+from headrace_worker.assembly import Assembly, assemble
+from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
+from headrace_worker.loop import EngineLoop
+from headrace_worker.server.description import Description
+from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.servicer import Servicer
+
+log = structlog.get_logger(__name__)
+
+_ROLES = {"both": pb.ROLE_BOTH, "prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+Report = Callable[[str, float], None]
+
+
+class Replica:
+    """One rank of one replica, in this process. No Ray here: the cluster room wraps this in an actor."""
+
+    def __init__(self, config: ReplicaConfig, rank: int = 0, report: Report = lambda stage, fraction: None) -> None:
+        self._config = config
+        self._rank = rank
+        self._report = report
+        self._boot_id = os.urandom(16)
+        self._loop: EngineLoop | None = None
+        self._server: ReplicaServer | None = None
+
+    def start(self) -> ReplicaStarted:
+        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
+        began = time.monotonic()
+        config = self._config
+        assembly = assemble(config, self._report)
+        model, size, limits = assembly.model, assembly.size, assembly.limits
+        self._report("listening", 0.0)
+        server = self._server = ReplicaServer(config.host, config.port, config.secret)
+        loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))
+        description = self._describe(assembly)
+        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id)
+        try:
+            address = server.start(servicer)
+        except BaseException:
+            server.stop()
+            raise
+        loop.start()
+        self._report("ready", 1.0)
+        return ReplicaStarted(
+            address=address,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            device=str(model.device),
+            dtype=model.dtype_name,
+            revision=model.source.revision,
+            threads=model.threads,
+            max_model_len=assembly.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_blocks=size.num_blocks - 1,
+            kv_bytes=size.num_bytes,
+            block_size=model.layout.block_size,
+            weight_bytes=model.weight_bytes,
+            load_seconds=time.monotonic() - began,
+            notes=[*model.notes, size.note],
+        )
+
+    def wait(self) -> None:
+        """Blocks until `stop`. Raises EngineDeadError when the step loop dies by itself."""
+        loop = self._loop
+        if loop is None:
+            raise EngineDeadError("the replica was not started")
+        loop.ended.wait()
+        if loop.failure is not None:
+            raise EngineDeadError(f"the step loop ended: {type(loop.failure).__name__}") from loop.failure
+
+    def drain(self) -> None:
+        """Refuses new requests; those that are here go on."""
+        if self._loop is not None:
+            self._loop.drain()
+
+    def stop(self) -> None:
+        """Ends the loop, then the server once the last frames are out. Idempotent, from any thread."""
+        if self._loop is not None:
+            self._loop.stop()
+        if self._server is not None:
+            self._server.stop()
+
+    def _describe(self, assembly: Assembly) -> Description:
+        config, model, limits = self._config, assembly.model, assembly.limits
+        facts = model.facts
+        identity = pb.ReplicaIdentity(
+            replica_id=config.replica_id,
+            generation=config.generation,
+            boot_id=self._boot_id,
+            model=config.model,
+            revision=model.source.revision,
+            dtype=model.dtype_name,
+            kv_dtype=model.dtype_name,
+            kv_layout=_layout_message(model.layout),
+            role=_ROLES[config.role],
+        )
+        message = pb.ModelFacts(
+            identity=identity,
+            max_model_len=assembly.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            bos_token_id=facts.bos_token_id,
+            chat_template=facts.chat_template,
+            special_tokens=facts.special_tokens,
+            tokenizer_digest=blake3(facts.tokenizer_json).digest(),
+            tokenizer_size=len(facts.tokenizer_json),
+            defaults=_defaults_message(facts.defaults),
+            add_bos=facts.add_bos,
+            kv_blocks=assembly.size.num_blocks - 1,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        return Description(message, facts.tokenizer_json)
+
+
+def _layout_message(layout: CacheLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        version=LAYOUT_VERSION,
+        block_size=layout.block_size,
+        groups=[
+            pb.CacheGroup(
+                index=group.index,
+                num_layers=len(group.layers),
+                num_kv_heads=group.num_kv_heads,
+                head_dim=group.head_dim,
+                window=group.window,
+            )
+            for group in layout.groups
+        ],
+    )
+
+
+def _defaults_message(defaults: dict[str, float]) -> pb.GenerationDefaults:
+    message = pb.GenerationDefaults()
+    for name, value in defaults.items():
+        setattr(message, name, int(value) if name == "top_k" else value)
+    return message
