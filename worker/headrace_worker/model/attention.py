@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import headrace_kernels.ops as ops
-from headrace_kernels.meta import AttentionMeta
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import headrace_kernels.ops as ops
+from headrace_kernels.meta import AttentionMeta
 from headrace_proto.errors import HeadraceError
 
 IMPLEMENTATION = "headrace"

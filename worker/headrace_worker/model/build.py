@@ -41,7 +41,9 @@ def check_supported(config: Any) -> None:
     if not hasattr(config, "num_hidden_layers"):
         raise ModelUnsupportedError(f"{kind} is not a plain text decoder: give its text model alone.")
     if getattr(config, "is_causal", True) is False:
-        raise ModelUnsupportedError(f"{kind} with is_causal=false attends in both directions: only decoders are served.")
+        raise ModelUnsupportedError(
+            f"{kind} with is_causal=false attends in both directions: only decoders are served."
+        )
     layer_windows(config)
 
 

@@ -50,6 +50,8 @@ def cpu_flags() -> frozenset[str]:
 
 def set_threads(wanted: int | None) -> int:
     """Set torch's threads of this process (Ray starts actors with one) and return their number."""
-    count = wanted or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else wanted or os.cpu_count() or 1
+    count = (
+        wanted or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else wanted or os.cpu_count() or 1
+    )
     torch.set_num_threads(count)
     return count

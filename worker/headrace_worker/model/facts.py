@@ -62,7 +62,9 @@ def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int) -> ModelFacts:
 def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> ModelFacts:
     generation = _read_json(source.path / "generation_config.json")
     eos = (config.eos_token_id, generation.get("eos_token_id"))
-    max_positions = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096)
+    max_positions = int(
+        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096
+    )
     defaults = {key: float(generation[key]) for key in _DEFAULT_KEYS if generation.get(key) is not None}
     if not generation.get("do_sample", False):
         # Without do_sample, transformers generates greedily and ignores these.

@@ -77,9 +77,9 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A stand-in for models without a tokenizer: one token per byte, then numbered special fillers up to the vocabulary.
+    """A stand-in for models without a tokenizer: token b is byte b, and higher ids decode to nothing.
 
-    Needs a vocabulary of at least 256 entries; ids past the bytes decode to nothing.
+    Needs a vocabulary of at least 256 entries.
     """
     if vocab_size < 256:
         raise ModelUnsupportedError(f"A byte-level stand-in tokenizer needs 256 vocabulary entries, not {vocab_size}.")

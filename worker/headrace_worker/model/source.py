@@ -136,7 +136,9 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
         try:
             listed = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelSourceError(f"model.safetensors.index.json of {name!r} is damaged: download it again.") from error
+            raise ModelSourceError(
+                f"model.safetensors.index.json of {name!r} is damaged: download it again."
+            ) from error
         files = [folder / Path(str(entry)).name for entry in listed]
         if missing := [file.name for file in files if not file.is_file()]:
             raise ModelSourceError(

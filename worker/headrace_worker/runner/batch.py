@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from headrace_kernels.meta import AttentionMeta
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_kernels.meta import AttentionMeta
 from headrace_worker.plan import Work
 from headrace_worker.runner.rows import RowState
 

@@ -15,7 +15,9 @@ def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device:
     """
     group = layout.groups[0]
     if any((other.num_kv_heads, other.head_dim) != (group.num_kv_heads, group.head_dim) for other in layout.groups):
-        raise ModelUnsupportedError("Layers with different KV shapes cannot share one pool: this model is not supported.")
+        raise ModelUnsupportedError(
+            "Layers with different KV shapes cannot share one pool: this model is not supported."
+        )
     shape = (2, num_blocks, group.num_kv_heads, layout.block_size, group.head_dim)
     try:
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]

@@ -14,7 +14,7 @@ from headrace_worker.plan import RowInit, TableUpdate
 
 
 class RowState:
-    """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] int32 on the host.
+    """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] on the host.
 
     A row's tokens past what is known, and its table entries past what was granted, are zero (null block) from its
     initialisation on.

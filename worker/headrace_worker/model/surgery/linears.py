@@ -1,0 +1,29 @@
+"""Linear layers: several in one, and packed for the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headrace_kernels.linear import PackedLinear
+
+
+def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
+    """One linear whose outputs are those of `parts`, one after the other."""
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
+    weight = torch.cat([part.weight for part in linears])
+    biases = [part.bias for part in linears]
+    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    merged.weight = nn.Parameter(weight, requires_grad=False)
+    if any(bias is not None for bias in biases):
+        zeros = [part.weight.new_zeros(part.out_features) for part in linears]
+        filled: list[Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
+        merged.bias = nn.Parameter(torch.cat(filled), requires_grad=False)
+    return merged
+
+
+def pack_linear(module: nn.Module) -> PackedLinear | None:
+    """A plain linear in the form that its device multiplies fastest, or None."""
+    if type(module) is not nn.Linear:
+        return None
+    return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())

@@ -1,0 +1,45 @@
+"""A gated MLP with gate and up projections in one product, and silu·mul in one operation."""
+
+from torch import Tensor, nn
+
+import headrace_kernels.ops as ops
+from headrace_worker.model.surgery.linears import merge_linears
+from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
+
+
+class FusedMlp(nn.Module):
+    """down(silu(gate) · up), gate and up being the halves of one product."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up
+        self.down_proj = down
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., N] -> [..., N]."""
+        out: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(hidden_states)))
+        return out
+
+
+def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
+    """The replacement of a SwiGLU MLP, or None."""
+    children = {name: child for name, child in module.named_children() if name not in ("act_fn", "activation_fn")}
+    act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    if any(type(child) is not nn.Linear for child in children.values()):
+        return None
+    if set(children) == {"gate_proj", "up_proj", "down_proj"}:
+        gate_up = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])
+    elif set(children) == {"gate_up_proj", "down_proj"}:
+        gate_up = module.get_submodule("gate_up_proj")
+    else:
+        return None
+    fused = FusedMlp(gate_up, module.get_submodule("down_proj"))
+    if verify:
+        weight = fused.down_proj.weight
+        assert isinstance(weight, Tensor)
+        x = random_input(weight, 1, TOKENS, weight.shape[0])
+        if not agrees(lambda: module(x), lambda: fused(x)):
+            return None
+    return fused

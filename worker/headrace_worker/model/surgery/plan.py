@@ -1,0 +1,89 @@
+"""Which changes are made, in which order, and what came of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace_worker.model.cache_layout import layer_windows
+from headrace_worker.model.surgery.layers import fuse_layer
+from headrace_worker.model.surgery.linears import pack_linear
+from headrace_worker.model.surgery.mlp import fuse_mlp
+from headrace_worker.model.surgery.norms import fuse_norm
+from headrace_worker.model.surgery.self_attention import fuse_attention
+
+
+@dataclass(frozen=True, slots=True)
+class SurgeryPlan:
+    """Each piece can be switched off; `SurgeryPlan.none()` leaves the model as transformers built it."""
+
+    norms: bool = True
+    attention: bool = True
+    mlp: bool = True
+    layers: bool = True  # needs norms and attention
+    linears: bool = True
+
+    @staticmethod
+    def none() -> "SurgeryPlan":
+        return SurgeryPlan(norms=False, attention=False, mlp=False, layers=False, linears=False)
+
+
+@torch.no_grad()
+def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
+    """Change `model` in place and return a sentence that says what was changed."""
+    windows = layer_windows(model.config)
+
+    def window_of(module: nn.Module) -> int:
+        layer = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", 0))
+        return windows[int(layer)]
+
+    pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
+        (plan.norms, "norms", fuse_norm),
+        (plan.attention, "attentions", _Once(lambda module, verify: fuse_attention(module, window_of(module), verify))),
+        (plan.mlp, "MLPs", _Once(fuse_mlp)),
+        (plan.layers, "layers", _Once(lambda module, verify: fuse_layer(module, window_of(module), verify))),
+        (plan.linears, "linears", pack_linear),
+    ]
+    counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
+    changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return [f"Fused from outside: {changed}."] if changed else []
+
+
+class _Once:
+    """Verifies a replacement for the first module of a kind; modules equal in structure follow that verdict."""
+
+    def __init__(self, fuse: Callable[[nn.Module, bool], nn.Module | None]) -> None:
+        self._fuse = fuse
+        self._verdicts: dict[object, bool] = {}
+
+    def __call__(self, module: nn.Module) -> nn.Module | None:
+        options = [
+            (name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float, str)) and name != "layer_idx"
+        ]
+        kind = (type(module), repr(module), *sorted(options))
+        verdict = self._verdicts.get(kind)
+        if verdict is False:
+            return None
+        fused = self._fuse(module, verdict is None)
+        self._verdicts[kind] = fused is not None
+        return fused
+
+
+def _replace(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace every submodule for which `replacement` gives one; children of a replaced module are left alone."""
+    count = 0
+    pending = [model]
+    while pending:
+        parent = pending.pop()
+        for name, child in list(parent.named_children()):
+            new = replacement(child)
+            if new is None:
+                pending.append(child)
+            else:
+                setattr(parent, name, new.train(child.training))
+                count += 1
+    return count

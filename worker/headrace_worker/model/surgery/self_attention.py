@@ -1,0 +1,74 @@
+"""Self-attention with q/k/v in one product, rotary embedding in one operation, and no detour through [1, H, T, D].
+
+Shape letters: T tokens, H query heads, K key/value heads, D head size, N hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headrace_kernels.ops as ops
+from headrace_worker.model.attention import attend
+from headrace_worker.model.surgery.linears import merge_linears
+from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
+
+_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS = {"q_norm", "k_norm"}
+
+
+class FusedAttention(nn.Module):
+    """Causal self-attention over the paged cache, in the form that most families share."""
+
+    def __init__(self, original: nn.Module, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        part = original.get_submodule
+        self.layer_idx = int(original.layer_idx)  # type: ignore[arg-type]
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scaling = float(original.scaling)  # type: ignore[arg-type]
+        self.softcap = float(getattr(original, "attn_logit_softcapping", None) or 0.0)
+        self.sinks: Tensor | None = getattr(original, "sinks", None)
+        self.qkv_proj: nn.Module = merge_linears([part("q_proj"), part("k_proj"), part("v_proj")])
+        self.o_proj = part("o_proj")
+        self.q_norm = part("q_norm") if hasattr(original, "q_norm") else None
+        self.k_norm = part("k_norm") if hasattr(original, "k_norm") else None
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> tuple[Tensor, None]:
+        """hidden_states [1, T, N], position_embeddings two of [1, T, D] -> [1, T, N]."""
+        tokens = hidden_states.shape[1]
+        heads = self.qkv_proj(hidden_states).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = position_embeddings
+        query, key = ops.apply_rope(query, key, cos[0], sin[0])
+        out = attend(self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        return self.o_proj(out.view(1, tokens, self.heads * self.head_dim)), None
+
+
+def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
+    """The replacement of a self-attention module whose layer sees `window` tokens (0 = all), or None."""
+    names = {name for name, _ in module.named_children()}
+    if not names >= _PARTS or not names <= _PARTS | _NORMS or not hasattr(module, "layer_idx"):
+        return None
+    linears = [module.get_submodule(name) for name in sorted(_PARTS)]
+    head_dim = getattr(module, "head_dim", None)
+    if any(type(linear) is not nn.Linear for linear in linears) or not isinstance(head_dim, int):
+        return None
+    if not isinstance(getattr(module, "scaling", None), float):
+        return None
+    query, key = module.get_submodule("q_proj"), module.get_submodule("k_proj")
+    assert isinstance(query, nn.Linear) and isinstance(key, nn.Linear)
+    heads, kv_heads = query.out_features // head_dim, key.out_features // head_dim
+    if heads * head_dim != query.out_features or kv_heads * head_dim != key.out_features:
+        return None
+    fused = FusedAttention(module, heads, kv_heads, head_dim)
+    if verify:
+        x = random_input(query.weight, 1, TOKENS, query.in_features)
+        step = TinyStep(fused.layer_idx, kv_heads, head_dim, window, query.weight)
+        with torch.no_grad():
+            if not agrees(lambda: step.run(module, x), lambda: step.run(fused, x)):
+                return None
+    return fused
