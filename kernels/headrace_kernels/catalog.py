@@ -47,6 +47,7 @@ SILU_MUL_PAIR: Op[Callable[[Tensor, Tensor], Tensor]] = Op("silu_mul_pair", *_ba
 APPLY_ROPE: Op[Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = Op(
     "apply_rope", *_backends("elementwise", "apply_rope")
 )
+ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = Op("row_logsumexp", *_backends("softmax", "row_logsumexp"))
 GUMBEL_NOISE: Op[Callable[[Tensor, int], Tensor]] = Op("gumbel_noise", *_backends("noise", "gumbel_noise"))
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_noise_at", *_backends("noise", "gumbel_noise_at"))
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_argmax", *_backends("noise", "gumbel_argmax"))
@@ -59,6 +60,7 @@ ALL: tuple[Op[Any], ...] = (
     SILU_MUL,
     SILU_MUL_PAIR,
     APPLY_ROPE,
+    ROW_LOGSUMEXP,
     GUMBEL_NOISE,
     GUMBEL_NOISE_AT,
     GUMBEL_ARGMAX,

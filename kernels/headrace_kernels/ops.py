@@ -61,6 +61,11 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return catalog.APPLY_ROPE.best()(query, key, cos, sin)
 
 
+def row_logsumexp(scores: Tensor) -> Tensor:
+    """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
+    return catalog.ROW_LOGSUMEXP.best()(scores)
+
+
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """Gumbel noise [R, vocab] float32 from keys [R] int64: the same bits on any device and in any batch."""
     return catalog.GUMBEL_NOISE.best()(keys, vocab)

@@ -76,3 +76,17 @@ def test_argmax_is_that_of_scores_plus_noise(backend, keys, spread):
     one = torch.full((5, 9000), float("-inf"))
     one[:, 8888] = -1e30
     assert catalog.GUMBEL_ARGMAX.named(backend)(one, keys).tolist() == [8888] * 5
+
+
+@pytest.mark.parametrize("backend", catalog.ROW_LOGSUMEXP.available())
+@pytest.mark.parametrize("size", [1, 15, 16, 8191, 8192, 20_001])
+def test_row_logsumexp(backend, size):
+    scores = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 10
+    scores[1] -= 1e4
+    scores[2, : size // 2] = float("-inf")
+    scores[3, 0] = float("nan")
+    got = catalog.ROW_LOGSUMEXP.named(backend)(scores)
+    expected = torch.logsumexp(scores.double(), -1).float()
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-6, equal_nan=True)
+    if backend == "cpu":
+        assert torch.equal(catalog.ROW_LOGSUMEXP.named(backend)(scores[4:5]), got[4:5])

@@ -26,10 +26,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``headrace_kernels.ops.rms_norm``."""
     if not (_fits(x) and weight.dtype is torch.float32):
         return reference.rms_norm(x, weight, eps)
+    weight = weight.contiguous()
+    if x.is_contiguous():  # the usual case, worth 2 µs
+        size, out = weight.numel(), torch.empty_like(x)
+        count = x.numel() // size
+        _rms_norm(out.data_ptr(), x.data_ptr(), size, weight.data_ptr(), count, size, eps, torch.get_num_threads())
+        return out
     rows = _rows(x)
     count, size = rows.shape
     out = torch.empty(x.shape)
-    weight = weight.contiguous()
     _rms_norm(
         out.data_ptr(), rows.data_ptr(), rows.stride(0), weight.data_ptr(), count, size, eps, torch.get_num_threads()
     )
@@ -40,13 +45,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """See ``headrace_kernels.ops.add_rms_norm``."""
     if not (_fits(x) and _fits(residual) and weight.dtype is torch.float32 and x.shape == residual.shape):
         return reference.add_rms_norm(x, residual, weight, eps)
-    rows, others = _rows(x), _rows(residual)
-    count, size = rows.shape
-    out, total = torch.empty(x.shape), torch.empty(x.shape)
     weight = weight.contiguous()
+    x, residual = x.contiguous(), residual.contiguous()
+    size, out, total = weight.numel(), torch.empty_like(x), torch.empty_like(x)
+    count = x.numel() // size
     _add_rms_norm(
-        out.data_ptr(), total.data_ptr(), rows.data_ptr(), rows.stride(0), others.data_ptr(), others.stride(0),
-        weight.data_ptr(), count, size, eps, torch.get_num_threads(),
+        out.data_ptr(), total.data_ptr(), x.data_ptr(), size, residual.data_ptr(), size, weight.data_ptr(),
+        count, size, eps, torch.get_num_threads(),
     )  # fmt: skip
     return out, total
 

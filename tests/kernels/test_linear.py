@@ -1,0 +1,34 @@
+"""PackedLinear against the definition, in every form it may keep its weight."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from headrace_kernels import PackedLinear
+
+
+@pytest.mark.parametrize(("out", "inner"), [(1, 1), (7, 33), (96, 64), (192, 576)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (5,), (1, 40), (2, 3, 9)])
+def test_float32(out, inner, with_bias, rows):
+    weight, x = torch.randn(out, inner), torch.randn(*rows, inner)
+    bias = torch.randn(out) if with_bias else None
+    got = PackedLinear(weight.clone(), bias)(x)
+    expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert got.shape == (*rows, out)
+    torch.testing.assert_close(got, expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_other_dtypes_and_strided_input():
+    weight, x = torch.randn(32, 48), torch.randn(48, 6).t()
+    torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.t(), atol=1e-5, rtol=1e-5)
+    half = PackedLinear(weight.bfloat16())(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
+def test_one_copy_of_the_weight():
+    layer = PackedLinear(torch.randn(64, 64))
+    dense = [t for t in layer.buffers() if t.numel() == 64 * 64]
+    assert len(dense) + (layer._packed is not None) == 1
+    with torch.inference_mode():
+        assert layer(torch.randn(2, 64)).isfinite().all()
