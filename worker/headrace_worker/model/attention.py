@@ -4,7 +4,7 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ class LayerCache:
 class StepContext:
     """What the layers of one forward pass need besides the hidden states."""
 
-    layers: Sequence[LayerCache]  # by model layer index
+    layers: Sequence[LayerCache] | Mapping[int, LayerCache]  # by model layer index
     metas: Sequence[AttentionMeta]  # by cache group
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +33,7 @@ class SafetensorsWeights:
                 handle = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{path.name} is not a whole safetensors file: download it again.") from error
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
-                self._handles[name] = handle
+            self._handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._handles)
@@ -48,12 +48,17 @@ class SafetensorsWeights:
 
 
 class DummyWeights:
-    """Random weights for any model: the same for the same config, whatever the order of reading."""
+    """Random weights for any model: the same for the same config, whatever the order of reading.
+
+    All tensors are cut from one noise buffer, whose length has no factor in common with usual sizes, at offsets that
+    depend on their names: normal noise drawn for each of billions of weights would take minutes.
+    """
+
+    _NOISE = (1 << 20) + 7  # a prime
 
     def __init__(self, model: nn.Module, seed: int = 0, scale: float = 0.02) -> None:
         self._shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
-        self._seed = seed
-        self._scale = scale
+        self._noise = torch.randn(self._NOISE, generator=torch.Generator().manual_seed(seed)) * scale
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -62,11 +67,13 @@ class DummyWeights:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        noise = torch.randn(self._shapes[name], generator=generator) * self._scale
+        shape = self._shapes[name]
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        offset, size = int.from_bytes(digest, "little") % self._NOISE, prod(shape)
+        rolled = self._noise.roll(-offset)
+        values = rolled.repeat(-(-size // self._NOISE))[:size].view(shape)
         # A norm's scale is near one, and anything else near zero, as in a trained model.
-        return noise + 1 if "norm" in name and name.endswith("weight") else noise
+        return values + 1 if "norm" in name and name.endswith("weight") else values.clone()
 
 
 def check_name(name: str, known: Mapping[str, object]) -> None:

@@ -1,5 +1,9 @@
 """The KV pools: one tensor per layer slot, shared by the cache groups."""
 
+import mmap
+from contextlib import suppress
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -9,10 +13,7 @@ from headrace_worker.model.attention import LayerCache
 
 
 def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Zeroed pools [2, blocks, kv_heads, block_size, head_dim], one per layer slot.
-
-    On a CPU the pages of a pool are taken from the system when first written.
-    """
+    """Zeroed pools [2, blocks, kv_heads, block_size, head_dim], one per layer slot."""
     group = layout.groups[0]
     if any((other.num_kv_heads, other.head_dim) != (group.num_kv_heads, group.head_dim) for other in layout.groups):
         raise ModelUnsupportedError(
@@ -20,12 +21,24 @@ def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device:
         )
     shape = (2, num_blocks, group.num_kv_heads, layout.block_size, group.head_dim)
     try:
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+        return [_zeros(shape, dtype, device) for _ in range(layout.layers_per_group)]
+    except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
         needed = num_blocks * layout.block_bytes
         raise MemoryTooSmallError(
             f"The KV cache of {needed / 2**30:.2f} GiB cannot be allocated: give a smaller --kv-cache-memory."
         ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Anonymous memory reads as zero and is taken page by page when first written: `torch.zeros` would write it all
+    # now, seconds for gigabytes that may never be used. The mapping lives as long as the tensor.
+    mapping = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> list[LayerCache]:

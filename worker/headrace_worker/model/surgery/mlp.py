@@ -30,7 +30,7 @@ def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
     if any(type(child) is not nn.Linear for child in children.values()):
         return None
     if set(children) == {"gate_proj", "up_proj", "down_proj"}:
-        gate_up = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])
+        gate_up: nn.Module = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])
     elif set(children) == {"gate_up_proj", "down_proj"}:
         gate_up = module.get_submodule("gate_up_proj")
     else:

