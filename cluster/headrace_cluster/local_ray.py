@@ -51,7 +51,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
             object_store_memory=spec.ray.object_store_memory,
             include_dashboard=spec.ray.dashboard,
             dashboard_host=LOCALHOST,
-            dashboard_port=spec.ray.dashboard_port or None,
+            dashboard_port=spec.ray.dashboard_port,
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(temp_dir),
@@ -76,8 +76,8 @@ def join(spec: ClusterSpec) -> RayLink:
         )
     except Exception as error:
         raise RayStartError(
-            f"no Ray could be joined at {address}: {_first_line(error)}; check --ray-address, and that RAY_AUTH_TOKEN or "
-            "RAY_AUTH_TOKEN_PATH holds that cluster's token"
+            f"no Ray could be joined at {address}: {_first_line(error)}; check --ray-address, and that "
+            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds that cluster's token"
         ) from error
     return _link(context, owned=False)
 

@@ -7,19 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, StartOutcome
 from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
-
-NODE_HOST = "node"  # as ReplicaConfig.host: the address by which Ray knows this node
-REPLICA_CLASS = "headrace_worker.replica:Replica"
-
-
-class StartOutcome(msgspec.Struct, frozen=True):
-    """How a start ended: facts, or a sentence. Errors cross as data: their classes need not exist on the other side."""
-
-    started: ReplicaStarted | None = None
-    error: str = ""
-    final: bool = False  # a named error: the next try would end the same way
+from headrace_worker.config import ReplicaConfig
 
 
 class RankActor:

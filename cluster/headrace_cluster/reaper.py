@@ -13,15 +13,16 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 PATIENCE_SECONDS = 9.0
 
 
-def marked(marker: bytes) -> list[int]:
-    """Processes of this user, but for this one, whose environment holds the marker."""
+def marked(marker: bytes, spare: Collection[int] = ()) -> list[int]:
+    """Processes, but for this one and those to spare, whose environment holds the marker and can be read by us."""
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
+        if not entry.isdigit() or int(entry) == os.getpid() or int(entry) in spare:
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
@@ -33,16 +34,24 @@ def marked(marker: bytes) -> list[int]:
     return found
 
 
-def kill_marked(marker: bytes, patience: float = PATIENCE_SECONDS) -> None:
+def kill_marked(marker: bytes, spare: Collection[int] = (), patience: float = PATIENCE_SECONDS) -> None:
     """Kills marked processes until a look finds none: what they start meanwhile carries the marker too."""
     deadline = time.monotonic() + patience
-    while (left := marked(marker)) and time.monotonic() < deadline:
+    while (left := marked(marker, spare)) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 continue
         time.sleep(0.1)
+
+
+def remove(path: str) -> None:
+    """Removes a file or a folder, if it is there."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def main(arguments: list[str]) -> int:
@@ -54,10 +63,7 @@ def main(arguments: list[str]) -> int:
         return 0
     kill_marked(marker.encode())
     for path in paths:
-        if os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        remove(path)
     return 0
 
 

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from headrace_router.auth import AuthConfig
-from headrace_router.limits import Limits
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.sizes import parse_bytes
+from headrace_router.auth import AuthConfig
+from headrace_router.limits import Limits
 
 EMBEDDED_MODEL = "smollm2"
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
@@ -23,6 +23,16 @@ Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=int | str)
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+def default_name(source: str) -> str:
+    """The name that requests use when none is given: a Hub id stays, a path becomes its last part."""
+    name = source
+    if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
+        path = Path(source).expanduser()
+        name = path.stem if path.suffix == ".gguf" else path.resolve().name
+    cleaned = re.sub(r"[^A-Za-z0-9._/:-]+", "-", name).strip("._/:-")[:128]
+    return cleaned or "model"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,28 +41,30 @@ class ModelSpec(_Section):
     """One model and how its replicas are built. What is none is chosen by the worker, and said at start."""
 
     name: str = Field(
-        "", validate_default=True, pattern=_NAME, description="what requests call it; default: from the source"
+        default="", validate_default=True, pattern=_NAME, description="what requests call it; default: from the source"
     )
-    aliases: tuple[Annotated[str, Field(pattern=_NAME)], ...] = Field((), description="further names for it")
+    aliases: tuple[Annotated[str, Field(pattern=_NAME)], ...] = Field(default=(), description="further names for it")
     source: str = Field(
-        EMBEDDED_MODEL, min_length=1, description="Hub id, folder, .gguf file, or the embedded 'smollm2'"
+        default=EMBEDDED_MODEL, min_length=1, description="Hub id, folder, .gguf file, or the embedded 'smollm2'"
     )
-    revision: str | None = Field(None, description="of the Hub repository")
-    replicas: int = Field(1, ge=1, le=1024)
-    tp: int = Field(1, ge=1, le=1024, description="ranks that share each layer")
-    pp: int = Field(1, ge=1, le=1024, description="stages, one after the other")
+    revision: str | None = Field(default=None, description="of the Hub repository")
+    replicas: int = Field(default=1, ge=1, le=1024)
+    tp: int = Field(default=1, ge=1, le=1024, description="ranks that share each layer")
+    pp: int = Field(default=1, ge=1, le=1024, description="stages, one after the other")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    max_model_len: int | None = Field(None, ge=1, description="prompt + output tokens of one request")
-    kv_cache_memory: Bytes | None = Field(None, ge=1 << 20, description="per rank, e.g. 2GiB")
-    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV-cache block")
-    max_num_seqs: int | None = Field(None, ge=1, description="requests that run at a time in one replica")
-    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens of one step")
-    max_waiting: int = Field(4096, ge=1, description="requests queued at a replica before it refuses")
-    cpu_threads: int | None = Field(None, ge=1, le=4096, description="of one rank; none = cores / ranks on a node")
-    cpu_share: float = Field(0.05, gt=0, le=1024, description="of Ray's CPUs that one rank on a CPU reserves")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    max_model_len: int | None = Field(default=None, ge=1, description="prompt + output tokens of one request")
+    kv_cache_memory: Bytes | None = Field(default=None, ge=1 << 20, description="per rank, e.g. 2GiB")
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens per KV-cache block")
+    max_num_seqs: int | None = Field(default=None, ge=1, description="requests that run at a time in one replica")
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="tokens of one step")
+    max_waiting: int = Field(default=4096, ge=1, description="requests queued at a replica before it refuses")
+    cpu_threads: int | None = Field(
+        default=None, ge=1, le=4096, description="of one rank; none = cores / ranks on a node"
+    )
+    cpu_share: float = Field(default=0.05, gt=0, le=1024, description="of Ray's CPUs that one rank on a CPU reserves")
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
 
     @property
     def ranks(self) -> int:
@@ -71,53 +83,59 @@ class ModelSpec(_Section):
 class RoutersSpec(_Section):
     """Where clients connect."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="interface to listen on")
-    port: Port = Field(8000, description="HTTP; 0 = any free port")
-    grpc_port: Port = Field(8001, description="gRPC; 0 = any free port")
+    host: str = Field(default="127.0.0.1", min_length=1, description="interface to listen on")
+    port: Port = Field(default=8000, description="HTTP; 0 = any free port")
+    grpc_port: Port = Field(default=8001, description="gRPC; 0 = any free port")
     policy: Literal["least-load", "round-robin"] = "least-load"
-    keep_alive_seconds: float = Field(15, gt=0, description="of silence on a stream before a comment is sent")
-    shutdown_seconds: float = Field(5, ge=0, description="for requests in flight after SIGTERM")
+    keep_alive_seconds: float = Field(default=15, gt=0, description="of silence on a stream before a comment is sent")
+    shutdown_seconds: float = Field(default=5, ge=0, description="for requests in flight after SIGTERM")
 
 
 class AdminSpec(_Section):
     """The admin API: status and stop. Always needs its key."""
 
     host: Literal["127.0.0.1", "::1", "localhost"] = "127.0.0.1"
-    port: Port = Field(8002, description="0 = any free port")
+    port: Port = Field(default=8002, description="0 = any free port")
 
 
 class ControlSpec(_Section):
     """The controller's gRPC, for routers; guarded by the cluster's secret."""
 
-    host: str | None = Field(None, min_length=1, description="default: loopback, or the Ray head in a joined Ray")
-    port: Port = Field(0, description="0 = any free port")
-    secret_file: Path | None = Field(None, description="holds the cluster's secret (32 bytes or more, text or raw)")
+    host: str | None = Field(
+        default=None, min_length=1, description="default: loopback, or the Ray head in a joined Ray"
+    )
+    port: Port = Field(default=0, description="0 = any free port")
+    secret_file: Path | None = Field(
+        default=None, description="holds the cluster's secret (32 bytes or more, text or raw)"
+    )
 
 
 class HealthSpec(_Section):
     """How the controller judges replicas. Seconds."""
 
-    start_seconds: float = Field(1800, gt=0, description="for a replica to load, warm up and be ready")
-    interval_seconds: float = Field(0.5, gt=0, le=5, description="between two health messages")
-    silence_seconds: float = Field(2, gt=0, description="without health message until a replica counts as unhealthy")
-    replace_seconds: float = Field(15, gt=0, description="that a replica is unhealthy before it is replaced")
-    drain_seconds: float = Field(5, ge=0, description="for requests in flight when a replica is stopped")
+    start_seconds: float = Field(default=1800, gt=0, description="for a replica to load, warm up and be ready")
+    interval_seconds: float = Field(default=0.5, gt=0, le=5, description="between two health messages")
+    silence_seconds: float = Field(
+        default=2, gt=0, description="without health message until a replica counts as unhealthy"
+    )
+    replace_seconds: float = Field(default=15, gt=0, description="that a replica is unhealthy before it is replaced")
+    drain_seconds: float = Field(default=5, ge=0, description="for requests in flight when a replica is stopped")
 
 
 class RaySpec(_Section):
     """The Ray cluster. Without an address one is started on this machine and ends with `serve`."""
 
-    address: str | None = Field(None, description="host:port of a running Ray to join, or 'auto'")
-    object_store_memory: Bytes = Field(100 << 20, ge=80 << 20, description="of a Ray that is started here")
+    address: str | None = Field(default=None, description="host:port of a running Ray to join, or 'auto'")
+    object_store_memory: Bytes = Field(default=100 << 20, ge=80 << 20, description="of a Ray that is started here")
     dashboard: bool = True
-    dashboard_port: Port = Field(8265, description="the next free one is taken")
+    dashboard_port: Port | None = Field(default=None, description="none = 8265, or the next that is free")
 
 
 class ClusterSpec(_Section):
     """Everything that `headrace serve` runs."""
 
-    cluster: str = Field("headrace", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", description="name in Ray")
-    models: tuple[ModelSpec, ...] = Field((ModelSpec(),), min_length=1)
+    cluster: str = Field(default="headrace", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", description="name in Ray")
+    models: tuple[ModelSpec, ...] = Field(default=(ModelSpec(),), min_length=1)
     routers: RoutersSpec = RoutersSpec()
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
@@ -139,16 +157,6 @@ class ClusterSpec(_Section):
             if same:
                 raise ValueError(f"{field} and {same[0]} are both {port}: each needs a port of its own")
         return self
-
-
-def default_name(source: str) -> str:
-    """The name that requests use when none is given: a Hub id stays, a path becomes its last part."""
-    name = source
-    if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
-        path = Path(source).expanduser()
-        name = path.stem if path.suffix == ".gguf" else path.resolve().name
-    cleaned = re.sub(r"[^A-Za-z0-9._/:-]+", "-", name).strip("._/:-")[:128]
-    return cleaned or "model"
 
 
 def parse_spec(data: dict[str, Any]) -> ClusterSpec:

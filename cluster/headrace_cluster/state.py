@@ -48,7 +48,8 @@ def home() -> Path:
             raise PermissionError(13, "no permission to write")
     except OSError as error:
         raise StateError(
-            f"the folder {path} for keys and process ids cannot be used ({error.strerror}); set HEADRACE_HOME to another"
+            f"the folder {path} for keys and process ids cannot be used ({error.strerror}); "
+            "set HEADRACE_HOME to another"
         ) from error
     return path
 

@@ -6,8 +6,6 @@ import time
 from typing import Any
 
 import msgspec
-from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaStarted
 
 from headrace_cluster import ray_names
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
@@ -15,51 +13,12 @@ from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.ray_driver import RayDriver
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.rank_actor import NODE_HOST, REPLICA_CLASS
+from headrace_cluster.controller.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
+from headrace_cluster.rank_config import NODE_HOST
 from headrace_cluster.spec import ClusterSpec
+from headrace_proto.errors import HeadraceError
 
 WATCHED_SECONDS = 5.0  # without a look from `serve`, a controller that is told to stop ends by itself
-
-
-class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a controller needs; as JSON text for the spec, which is a pydantic model."""
-
-    spec: str
-    secret: bytes
-    admin_key: str
-    loopback: bool  # everything is on this machine: bind loopback only
-    replica_class: str = REPLICA_CLASS
-    environment: dict[str, str] = {}
-
-
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a controller listens; or why it does not."""
-
-    control_host: str = ""
-    control_port: int = 0
-    admin_port: int = 0
-    pid: int = 0
-    error: str = ""
-
-
-class ReplicaProgress(msgspec.Struct, frozen=True):
-    """How far one starting replica is."""
-
-    replica_id: str
-    stage: str
-    fraction: float
-
-
-class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What `serve` looks at, some times a second."""
-
-    ready: bool
-    fatal: str
-    stop_requested: bool
-    replicas: int
-    progress: list[ReplicaProgress]
-    started: dict[str, ReplicaStarted]
-    failures: dict[str, str]  # replicas that are down or unwell, and why
 
 
 class ControllerActor:
@@ -113,6 +72,7 @@ class ControllerActor:
             replicas=len(reconciler.records),
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
+            routers=[RouterPlace(r.pid, r.http, r.grpc) for r in self._membership.routers.values()],
             failures={
                 entry["id"]: entry["note"]
                 for entry in status["replicas"]

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
-from headrace_proto.errors import ListenError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace_proto.errors import ListenError
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 

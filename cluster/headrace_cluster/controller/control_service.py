@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.ports import host_port
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import SecretInterceptor
-
-from headrace_cluster.controller.members import Membership
-from headrace_cluster.ports import host_port
 
 # A router that vanished without a word (its machine lost power) is noticed after about 15 s.
 _OPTIONS = (

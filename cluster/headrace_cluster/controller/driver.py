@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaStarted
-
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.spec import ModelSpec
+from headrace_proto.errors import HeadraceError
+from headrace_worker.config import ReplicaStarted
 
 
 class StartFailedError(HeadraceError):

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 import grpc
+
+from headrace_cluster.spec import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.secret import secret_metadata
-
-from headrace_cluster.spec import HealthSpec
 
 _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
 

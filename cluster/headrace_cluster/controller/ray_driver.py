@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import ray
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,8 +17,10 @@ from headrace_cluster import naming, ray_names
 from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.naming import ReplicaName
-from headrace_cluster.rank_actor import REPLICA_CLASS, RankActor, StartOutcome
+from headrace_cluster.rank_actor import RankActor
+from headrace_cluster.rank_config import REPLICA_CLASS, StartOutcome
 from headrace_cluster.spec import ClusterSpec, ModelSpec
+from headrace_worker.config import ReplicaConfig, ReplicaStarted
 
 PLACE_SECONDS = 30.0
 STOP_SECONDS = 5.0

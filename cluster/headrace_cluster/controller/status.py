@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from headrace_proto import control_pb2, replica_pb2
-
 from headrace_cluster.controller.driver import RankFacts
 from headrace_cluster.controller.reconciler import Record
+from headrace_proto import control_pb2, replica_pb2
 
 
 def replica_status(

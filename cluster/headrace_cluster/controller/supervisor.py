@@ -1,15 +1,12 @@
 """Carries out what the reconciler decides: one task per build of a replica, one tick that looks at the clock."""
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
-
-from headrace_proto import control_pb2, replica_pb2
-from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaStarted
 
 from headrace_cluster.controller.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.controller.health import watch_health
@@ -18,6 +15,9 @@ from headrace_cluster.controller.reconciler import Launch, Reconciler, State, St
 from headrace_cluster.controller.status import replica_status, router_status
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.spec import ClusterSpec
+from headrace_proto import control_pb2, replica_pb2
+from headrace_proto.errors import HeadraceError
+from headrace_worker.config import ReplicaStarted
 
 TICK_SECONDS = 0.2
 PROGRESS_SECONDS = 0.5
@@ -72,6 +72,7 @@ class Supervisor:
         # The next build of a replica begins after the last one is gone: they want the same memory.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.reconciler = Reconciler(desired_replicas(spec), spec.health)
 
@@ -83,10 +84,9 @@ class Supervisor:
         """Drains and ends every replica, then stops reconciling."""
         self.reconciler.set_desired(())
         self._wake.set()
-        limit = self._spec.health.drain_seconds + 10
-        deadline = self._clock() + limit
-        while not self.reconciler.idle and self._clock() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._spec.health.drain_seconds + 10):
+                await self._idle.wait()
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -127,6 +127,7 @@ class Supervisor:
 
     async def _run(self) -> None:
         while True:
+            self._idle.clear()
             for action in self.reconciler.actions(self._clock()):
                 match action:
                     case Launch(name, _):
@@ -138,6 +139,8 @@ class Supervisor:
                                 task.cancel()
                         self._keep(asyncio.create_task(self._end(name, drain)))
             await self._publish()
+            if self.reconciler.idle:
+                self._idle.set()
             self._wake.clear()
             try:
                 async with asyncio.timeout(TICK_SECONDS):
@@ -190,7 +193,7 @@ class Supervisor:
     async def _bury(self, name: ReplicaName) -> None:
         """Ends what is left of a build that failed: its other ranks, its place, its watchers."""
         build = self._builds.pop(name, Build())
-        for task in build.tasks - {asyncio.current_task()}:  # type: ignore[operator]
+        for task in build.tasks - {asyncio.current_task()}:
             task.cancel()
         await self._driver.stop(name)
         self._wake.set()

@@ -1,0 +1,44 @@
+"""`headrace status`."""
+
+import json
+from typing import Any
+
+from headrace_cluster.cli.client import AdminClient
+
+_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "unhealthy": "red", "dead": "red"}
+
+
+def print_json(admin_port: int) -> None:
+    """The document as it is."""
+    print(json.dumps(AdminClient(admin_port).call("GET", "/status"), indent=2))
+
+
+def print_table(admin_port: int) -> None:
+    """The same for people."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    client = AdminClient(admin_port)
+    document = client.call("GET", "/status")
+    console = Console(highlight=False)
+    replicas = Table("replica", "model", "role", "state", "running", "waiting", "KV used", "ranks", box=None)
+    for entry in document["replicas"]:
+        load = entry["load"]
+        state = Text(entry["state"], style=_STYLES.get(entry["state"], ""))
+        counts = (str(load["running"]), str(load["waiting"]), f"{load['kv_usage']:.1%}")
+        replicas.add_row(entry["id"], entry["model"], entry["role"], state, *counts, _ranks(entry["ranks"]))
+    console.print(replicas)
+    for entry in document["replicas"]:
+        if entry.get("note"):
+            console.print(f"{entry['id']}: {entry['note']}", markup=False)
+    for entry in document["routers"]:
+        grpc = f", gRPC {entry['grpc']}" if entry["grpc"] else ""
+        console.print(f"router {entry['id']} (process {entry['pid']}): HTTP {entry['http']}{grpc}", markup=False)
+    if client.state is not None and client.state.ray_dashboard:
+        token = f" (token: cat {client.state.ray_token_file})" if client.state.ray_token_file else ""
+        console.print(f"Ray dashboard {client.state.ray_dashboard}{token}", markup=False, soft_wrap=True)
+
+
+def _ranks(ranks: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{rank['rank']}: {rank['device'] or '?'} on {rank['node']}, {rank['pid']}" for rank in ranks)

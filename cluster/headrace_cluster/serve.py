@@ -1,0 +1,218 @@
+"""`headrace serve` and `headrace controller`: start in order, watch, stop in order."""
+
+import http.client
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from headrace_cluster import state
+from headrace_cluster.banner import banner
+from headrace_cluster.controller.view import RouterPlace, View
+from headrace_cluster.display import StartDisplay, say, start_display
+from headrace_cluster.errors import RouterFailedError
+from headrace_cluster.ports import check_free, host_port, reachable
+from headrace_cluster.processes import ProcessId
+from headrace_cluster.rank_config import REPLICA_CLASS
+from headrace_cluster.router_process import RouterProcess, router_config
+from headrace_cluster.secret_file import read_or_draw
+from headrace_cluster.session import ClusterSession
+from headrace_cluster.signals import StopSignals
+from headrace_cluster.spec import ClusterSpec
+from headrace_cluster.state import ServeState
+from headrace_router.auth import check_exposure
+from headrace_worker.model.source import resolve
+
+LOOK_SECONDS = 0.3  # between two looks at a starting cluster
+WATCH_SECONDS = 0.5  # between two looks at a running one
+
+
+def check(spec: ClusterSpec, *, with_router: bool) -> None:
+    """Finds in a second what would fail after a minute: exposure, ports, model sources. Raises HeadraceError."""
+    ports: list[tuple[str, int, str]] = [(spec.admin.host, spec.admin.port, "--admin-port")]
+    if with_router:
+        check_exposure(spec.routers.host, spec.auth)
+        spec.auth.load()
+        ports += [
+            (spec.routers.host, spec.routers.port, "--port"),
+            (spec.routers.host, spec.routers.grpc_port, "--grpc-port"),
+        ]
+    for host, port, flag in ports:
+        check_free(host, port, flag)
+    for model in spec.models:
+        resolve(model.source, model.load_format, model.revision)
+
+
+class Serve:
+    """One cluster, from the process that owns it. `run` blocks in the main thread."""
+
+    def __init__(self, spec: ClusterSpec, *, with_router: bool = True, replica_class: str = REPLICA_CLASS) -> None:
+        self._spec = spec
+        self._with_router = with_router
+        self._began = time.monotonic()
+        self._secret = read_or_draw(spec.control.secret_file)
+        self._session = ClusterSession(spec, self._secret, replica_class)
+        self._router: RouterProcess | None = None
+        self._signals = StopSignals(self._force)
+        self._state: ServeState | None = None
+
+    def run(self) -> int:
+        """Until somebody asks for a stop: 0. Raises HeadraceError when something failed for good."""
+        self._signals.install()
+        try:
+            with self._session:
+                try:
+                    self._start()
+                    self._signals.interrupting = False
+                    self._watch()
+                finally:
+                    self._stop()
+        except KeyboardInterrupt:
+            return 1  # stopped before it was ready
+        finally:
+            self._forget()
+        say("stopped")
+        return 0
+
+    # -- up ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with start_display() as display:
+            display.update("model", "looking for its files", 0.0)
+            check(self._spec, with_router=self._with_router)
+            display.update("model", "found", 1.0)
+            own = self._spec.ray.address is None
+            display.update("Ray", "starting" if own else f"joining {self._spec.ray.address}", 0.2)
+            self._session.connect()
+            self._signals.install()
+            display.update("Ray", "up; starting the controller", 0.8)
+            opened = self._session.open_controller()
+            display.update("Ray", "up", 1.0)
+            control = host_port(opened.control_host, opened.control_port)
+            self._save(control)
+            if self._with_router:
+                self._router = RouterProcess(router_config(self._spec, control, self._secret))
+                self._router.start()
+            view = self._await_ready(display)
+        assert self._state is not None
+        seconds = time.monotonic() - self._began
+        say(banner(self._state, view.started, seconds, auth=self._spec.auth.has_keys))
+
+    def _await_ready(self, display: StartDisplay) -> View:
+        """Until every replica is ready and the router says so."""
+        shown: set[str] = set()
+        while True:
+            view = self._session.view()
+            for entry in view.progress:
+                display.update(entry.replica_id, entry.stage, entry.fraction)
+                shown.add(entry.replica_id)
+            for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
+                display.update(replica_id, "ready", 1.0)
+            if self._router is None:
+                if view.ready:
+                    return view
+            else:
+                self._router.watch(may_restart=False)
+                place = next((place for place in view.routers if place.pid == self._router.pid), None)
+                if place is not None:
+                    self._save_router(place)
+                if view.ready and place is not None and _answers(self._spec.routers.host, place):
+                    return view
+            time.sleep(LOOK_SECONDS)
+
+    def _save(self, control: str) -> None:
+        process = ProcessId.of(os.getpid())
+        assert process is not None and self._session.link is not None
+        opened = self._session.opened
+        self._state = ServeState(
+            pid=process.pid,
+            started=process.started,
+            cluster=self._spec.cluster,
+            admin_url=f"http://{host_port(self._spec.admin.host, opened.admin_port)}",
+            admin_key=self._session.admin_key,
+            admin_port=opened.admin_port,
+            models=tuple(model.name for model in self._spec.models),
+            control_address=control,
+            secret_file=str(self._secret_file(opened.admin_port)),
+            ray_dashboard=self._session.link.dashboard,
+            ray_token_file=str(self._session.token_file or ""),
+        )
+        state.save(self._state)
+
+    def _secret_file(self, admin_port: int) -> Path:
+        """Where the secret can be read: routers that are started alone need it."""
+        if self._spec.control.secret_file is not None:
+            return self._spec.control.secret_file
+        path = state.home() / f"secret-{admin_port}"
+        state.write_private(path, self._secret.decode())
+        return path
+
+    def _save_router(self, place: RouterPlace) -> None:
+        assert self._state is not None
+        host = reachable(self._spec.routers.host)
+        http_url = f"http://{host_port(host, _port(place.http))}"
+        if self._state.http_url == http_url:
+            return
+        grpc_address = host_port(host, _port(place.grpc)) if place.grpc else ""
+        self._state = replace(self._state, http_url=http_url, grpc_address=grpc_address)
+        state.save(self._state)
+
+    # -- meanwhile --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until a signal or an admin call asks for a stop. Says what fails and comes back."""
+        told: dict[str, str] = {}
+        while not self._signals.requested.wait(WATCH_SECONDS):
+            view = self._session.view()
+            for replica_id, cause in view.failures.items():
+                if told.get(replica_id) != cause:
+                    say(f"{replica_id}: {cause}")
+            for replica_id in told.keys() - view.failures.keys():
+                say(f"{replica_id}: ready again")
+            told = dict(view.failures)
+            if self._router is not None and (news := self._router.watch(may_restart=True)):
+                say(news)
+            if view.stop_requested:
+                return
+
+    # -- down -------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """The router first: it lets requests in flight finish. The session ends the rest."""
+        self._signals.interrupting = False
+        if self._signals.requested.is_set():
+            say("stopping; once more to stop at once")
+        if self._router is not None:
+            self._router.stop()
+
+    def _force(self) -> None:
+        say("stopping at once")
+        self._forget()
+        self._session.force_close()
+        os._exit(1)
+
+    def _forget(self) -> None:
+        if self._state is None:
+            return
+        state.remove(self._state.admin_port, self._state.process)
+        if self._spec.control.secret_file is None:
+            Path(self._state.secret_file).unlink(missing_ok=True)
+
+
+def _answers(host: str, place: RouterPlace) -> bool:
+    """Whether the router itself says that it is ready."""
+    connection = http.client.HTTPConnection(reachable(host).strip("[]"), _port(place.http), timeout=2)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _port(address: str) -> int:
+    try:
+        return int(address.rpartition(":")[2])
+    except ValueError:
+        raise RouterFailedError(f"the router says that it listens on '{address}', which is no address") from None

@@ -1,0 +1,173 @@
+"""A cluster on Ray, seen from the process that starts it: `headrace serve` and `headrace controller` share this."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from headrace_cluster import local_ray, naming, reaper, state
+from headrace_cluster.controller.view import ControllerArgs, Opened, View
+from headrace_cluster.errors import ClusterExistsError, ReplicaFailedError
+from headrace_cluster.local_ray import RayLink
+from headrace_cluster.processes import SERVE_ID_VARIABLE
+from headrace_cluster.rank_config import REPLICA_CLASS
+from headrace_cluster.spec import ClusterSpec
+from headrace_proto.errors import HeadraceError
+
+LOOK_SECONDS = 10.0  # for the controller to answer: it shares the machine with loading models
+CLOSE_SECONDS = 20.0
+
+
+class ClusterSession:
+    """Ray, the controller actor, and the way back. Use it with `with`, in the main thread."""
+
+    def __init__(self, spec: ClusterSpec, secret: bytes, replica_class: str = REPLICA_CLASS) -> None:
+        self.spec = spec
+        self.secret = secret
+        self.admin_key = state.new_key()
+        self.link: RayLink | None = None
+        self.opened = Opened()
+        self.token_file: Path | None = None
+        self._replica_class = replica_class
+        self._controller: Any = None
+        self._temp_dir: Path | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
+        # In this process's environment, hence in that of every child, Ray's included.
+        self.serve_id = os.environ[SERVE_ID_VARIABLE] = state.new_key()
+
+    def __enter__(self) -> "ClusterSession":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = error is not None and not isinstance(error, KeyboardInterrupt | SystemExit)
+        self.close(keep_logs=failed)
+
+    # -- up ---------------------------------------------------------------------------------------------------
+
+    def connect(self) -> RayLink:
+        """Starts or joins Ray. Raises RayStartError."""
+        if self.spec.ray.address is not None:
+            self.link = local_ray.join(self.spec)
+            return self.link
+        self.token_file = state.home() / f"ray-token-{os.getpid()}"
+        state.write_private(self.token_file, state.new_key())
+        self._temp_dir = local_ray.make_temp_dir()
+        self._start_reaper([self._temp_dir, self.token_file])
+        self.link = local_ray.start_own(self.spec, self.token_file, self._temp_dir)
+        return self.link
+
+    def open_controller(self) -> Opened:
+        """Starts the controller actor, which begins to build replicas. Raises ListenError, ClusterExistsError."""
+        import ray
+
+        from headrace_cluster import ray_names
+        from headrace_cluster.controller.actor import ControllerActor
+
+        assert self.link is not None
+        if ray_names.find_actor(naming.CONTROLLER, self.spec.cluster) is not None:
+            raise ClusterExistsError(
+                f"a cluster named '{self.spec.cluster}' runs already in the Ray at {self.link.address}; stop it with "
+                "`headrace stop`, or give this one another name with --cluster"
+            )
+        args = ControllerArgs(
+            spec=self.spec.model_dump_json(exclude={"auth"}),
+            secret=self.secret,
+            admin_key=self.admin_key,
+            loopback=self.link.owned,
+            replica_class=self._replica_class,
+        )
+        options = ray.remote(ControllerActor).options(
+            name=naming.CONTROLLER,
+            namespace=naming.namespace(self.spec.cluster),
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,
+            # Where Ray's head is, the controller is: both are single, and fail together.
+            resources={"node:__internal_head__": 0.001},
+        )
+        self._controller = options.remote(msgspec.msgpack.encode(args))
+        self.opened = msgspec.msgpack.decode(ray.get(self._controller.open.remote(), timeout=60), type=Opened)
+        if self.opened.error:
+            raise HeadraceError(self.opened.error)
+        return self.opened
+
+    # -- meanwhile --------------------------------------------------------------------------------------------
+
+    def view(self) -> View:
+        """How the cluster is. Raises ReplicaFailedError when it cannot start, or its controller is gone."""
+        import ray
+
+        try:
+            encoded = ray.get(self._controller.view.remote(), timeout=LOOK_SECONDS)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ReplicaFailedError(f"the controller has not answered for {LOOK_SECONDS:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise ReplicaFailedError("the controller's process ended; start again") from error
+        view = msgspec.msgpack.decode(encoded, type=View)
+        if view.fatal:
+            raise ReplicaFailedError(view.fatal)
+        return view
+
+    @property
+    def logs(self) -> Path:
+        """Where logs are kept when a session fails."""
+        return state.home() / "logs" / f"serve-{self.opened.admin_port or self.spec.admin.port}"
+
+    # -- down -------------------------------------------------------------------------------------------------
+
+    def close(self, *, keep_logs: bool) -> None:
+        """Ends replicas, controller and, if it is ours, Ray: in this order, and nothing else. Idempotent."""
+        if self.link is not None:
+            self._close_controller()
+            local_ray.leave()
+            self.link = None
+        if self._temp_dir is not None:
+            reaper.kill_marked(f"{SERVE_ID_VARIABLE}={self.serve_id}".encode(), spare=self._spared())
+            if keep_logs and local_ray.keep_logs(self._temp_dir, self.logs):
+                print(f"headrace: the logs of all processes are in {self.logs}", file=sys.stderr)
+            reaper.remove(str(self._temp_dir))
+            self._temp_dir = None
+        if self.token_file is not None:
+            self.token_file.unlink(missing_ok=True)
+            self.token_file = None
+        if self._reaper is not None:
+            with contextlib.suppress(OSError):
+                self._reaper.communicate(b"done\n", timeout=5)
+            self._reaper = None
+
+    def force_close(self) -> None:
+        """Ends every process that this session started, at once; files are left to the reaper."""
+        reaper.kill_marked(f"{SERVE_ID_VARIABLE}={self.serve_id}".encode(), spare=self._spared(), patience=3)
+
+    def _close_controller(self) -> None:
+        import ray
+
+        from headrace_cluster import ray_names
+
+        if self._controller is None:
+            return
+        with contextlib.suppress(Exception):  # whatever is left is ended by name below
+            ray.get(self._controller.close.remote(), timeout=CLOSE_SECONDS)
+        with contextlib.suppress(Exception):
+            ray_names.end_cluster(self.spec.cluster)
+        self._controller = None
+
+    def _start_reaper(self, paths: list[Path]) -> None:
+        marker = f"{SERVE_ID_VARIABLE}={self.serve_id}"
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, marker, *map(str, paths)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _spared(self) -> set[int]:
+        return {os.getpid()} | ({self._reaper.pid} if self._reaper is not None else set())
