@@ -19,6 +19,7 @@ def random_input(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
 
 
+@torch.no_grad()
 def agrees(original: Callable[[], Tensor], replacement: Callable[[], Tensor]) -> bool:
     """Whether both give the same tensor up to rounding. A replacement that raises or changes shape does not agree."""
     expected = original()

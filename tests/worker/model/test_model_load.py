@@ -1,0 +1,164 @@
+"""Loading: every tensor in place or a sentence, buffers from the config, facts from the files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace_proto.errors import DeviceError, ModelLoadError, ModelUnsupportedError
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.model import device
+from headrace_worker.model.build import build_meta
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.surgery import SurgeryPlan
+
+Replica = Callable[..., ReplicaConfig]
+
+
+@pytest.fixture
+def folder(tiny: Callable[[str], Path], add_tokenizer: Callable[[Path], None], tmp_path: Path) -> Path:
+    """A tiny untied llama that a test may damage."""
+    copy = tmp_path / "model"
+    copytree(tiny("qwen3"), copy)
+    add_tokenizer(copy)
+    return copy
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "granite"])
+def test_parameters_and_buffers_equal_transformers(
+    family: str, tiny: Callable[[str], Path], load_tiny: Callable[..., LoadedModel]
+) -> None:
+    found = load_tiny(family, SurgeryPlan.none()).module
+    expected = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32)
+    ours = dict(found.named_parameters()) | dict(found.named_buffers())
+    theirs = dict(expected.named_parameters()) | dict(expected.named_buffers())
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_tied_head_is_one_tensor(load_tiny: Callable[..., LoadedModel]) -> None:
+    model = load_tiny("llama", SurgeryPlan.none())
+    assert model.module.lm_head.weight.data_ptr() == model.module.model.embed_tokens.weight.data_ptr()
+    head = model.module.lm_head.weight.nbytes
+    total = sum(parameter.nbytes for parameter in model.module.parameters())
+    assert model.weight_bytes == total and head < total
+
+
+def test_missing_tensor(folder: Path, replica: Replica) -> None:
+    edit_weights(folder, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of .*'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load(replica(folder))
+
+
+def test_left_over_tensor(folder: Path, replica: Replica) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(3)}))
+    with pytest.raises(ModelLoadError, match=r"no place for, 'model\.layers\.9"):
+        load(replica(folder))
+
+
+def test_wrong_shape(folder: Path, replica: Replica) -> None:
+    edit_config(folder, intermediate_size=97)
+    with pytest.raises(ModelLoadError, match=r"has shape \[.*\], but the config asks for"):
+        load(replica(folder))
+
+
+def test_damaged_file(folder: Path, replica: Replica) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match="not a whole safetensors file"):
+        load(replica(folder))
+
+
+def test_missing_tokenizer(folder: Path, replica: Replica) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        load(replica(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "nonsense"}, "not understood"),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
+        ({"num_attention_heads": 0}, "config|head"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    fields: dict[str, Any], sentence: str, folder: Path, replica: Replica
+) -> None:
+    edit_config(folder, **fields)
+    with pytest.raises((ModelUnsupportedError, ModelLoadError), match=sentence):
+        load(replica(folder, load_format="dummy"))
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "jamba", "bamba", "qwen3_next", "falcon_mamba"])
+def test_recurrent_families_are_refused(kind: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match=r"attention|decoder"):
+        build_meta(AutoConfig.for_model(kind), torch.float32)
+
+
+def test_dummy_without_weights_or_tokenizer(tmp_path: Path, replica: Replica, tiny: Callable[[str], Path]) -> None:
+    (tmp_path / "config.json").write_bytes((tiny("qwen3") / "config.json").read_bytes())
+    first, second = (load(replica(tmp_path, load_format="dummy")) for _ in range(2))
+    assert any("random" in note for note in first.notes) and any("byte by byte" in note for note in first.notes)
+    tokenizer = Tokenizer.from_str(first.facts.tokenizer_json.decode())
+    assert tokenizer.encode("héé").ids == list("héé".encode())
+    for (name, a), b in zip(first.module.named_parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(a, b) and a.isfinite().all() and a.float().std() > 0, name
+
+
+def test_facts_come_from_the_files(folder: Path, replica: Replica) -> None:
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 7]})
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": "{{ messages }}", "eos_token": "!"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    facts = load(replica(folder)).facts
+    assert facts.eos_token_ids == (2, 7, ord("!"))
+    assert facts.defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.chat_template == "{{ messages }}" and facts.special_tokens["eos_token"] == "!"
+    assert (facts.max_positions, facts.vocab_size, facts.bos_token_id, facts.add_bos) == (256, 320, 1, False)
+
+
+def test_tp_is_refused_for_now(folder: Path, replica: Replica) -> None:
+    with pytest.raises(ModelUnsupportedError, match="tp 2"):
+        load(replica(folder, tp=2))
+
+
+def test_device_and_dtype_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(DeviceError, match="device 'tpu' is unknown"):
+        device.choose_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="--device cuda"):
+        device.choose_device("cuda")
+    assert device.choose_device("auto") == cpu
+    with pytest.raises(DeviceError, match="dtype 'int3' is unknown"):
+        device.choose_dtype("int3", cpu)
+    for flags, expected in (({"avx2"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)):
+        monkeypatch.setattr(device, "cpu_flags", lambda flags=flags: frozenset(flags))
+        assert device.choose_dtype("auto", cpu) == expected
+    assert device.choose_dtype("auto", torch.device("cuda")) == torch.bfloat16

@@ -1,0 +1,142 @@
+"""Changes from outside: they happen where they should, and change no result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from headrace_worker.model.cache_layout import cache_layout, layer_windows
+from headrace_worker.model.forward import LogitsModel
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.model.surgery.mlp import fuse_mlp
+from headrace_worker.model.surgery.norms import fuse_norm
+
+FUSED = {  # family -> modules of each kind that replace the original ones, of 3 (Gemma 2: 4) layers
+    "llama": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "llama-bias": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "qwen2": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "qwen3": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 13},
+    "mistral": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "gemma2": {"FusedAttention": 4, "FusedMlp": 0, "FusedLayer": 0, "FusedRmsNorm": 17},
+    "phi3": {"FusedAttention": 0, "FusedMlp": 3, "FusedLayer": 0, "FusedRmsNorm": 7},
+    "granite": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 0, "FusedRmsNorm": 7},
+}
+PIECES = ["norms", "attention", "mlp", "layers", "linears"]
+
+
+def logits_of(model: LoadedModel, driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Logits of a prefill and two decode steps of two rows."""
+    seen: list[torch.Tensor] = []
+    original = LogitsModel.__call__
+
+    def record(self: LogitsModel, *args: torch.Tensor) -> torch.Tensor | None:
+        out = original(self, *args)
+        if out is not None:
+            seen.append(out.clone())
+        return out
+
+    monkeypatch.setattr(LogitsModel, "__call__", record)
+    bench = driver(model)
+    bench.step({0: 50, 1: 50}, [bench.init(0, list(range(3, 20))), bench.init(1, list(range(40, 45)))])
+    for token in (7, 9):  # the same tokens whatever the logits: only the numbers are compared
+        for row in (0, 1):
+            bench.tokens[row][-1] = token
+            bench.runner.rows.tokens[row, len(bench.tokens[row]) - 1] = token
+        bench.step({0: 1, 1: 1})
+    monkeypatch.undo()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_where_the_structure_is_known(family: str, load_tiny: Callable[..., LoadedModel]) -> None:
+    kinds = [type(module).__name__ for module in load_tiny(family).module.modules()]
+    assert {name: kinds.count(name) for name in FUSED[family]} == FUSED[family]
+    # A linear that stays plain is one nobody looked at.
+    assert "Linear" not in kinds
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "qwen3", "mistral", "gemma2", "phi3", "granite"])
+def test_logits_equal_the_untouched_model(
+    family: str, load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits_of(load_tiny(family, SurgeryPlan.none()), driver, monkeypatch)
+    found = logits_of(load_tiny(family), driver, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_each_piece_alone(
+    piece: str, load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SurgeryPlan(**{name: name == piece for name in PIECES})
+    model = load_tiny("qwen3", plan)
+    assert bool(model.notes) == (piece != "layers")  # layers need fused norms and attention
+    expected = logits_of(load_tiny("qwen3", SurgeryPlan.none()), driver, monkeypatch)
+    torch.testing.assert_close(logits_of(model, driver, monkeypatch), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_no_weight_is_kept_twice(load_tiny: Callable[..., LoadedModel]) -> None:
+    model = load_tiny("qwen2")
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()]}
+    packed = sum(held.values())
+    rotary = sum(b.nbytes for n, b in model.module.named_buffers() if "inv_freq" in n)
+    assert packed - rotary <= model.weight_bytes * 1.01
+
+
+def test_lookalikes_are_left_alone() -> None:
+    class ShiftedRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 0.01
+
+    class ClampedMlp(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-1e-3, 1e-3)
+
+    assert fuse_norm(ShiftedRMSNorm(16)) is None
+    assert fuse_norm(LlamaRMSNorm(16)) is not None
+    assert fuse_norm(nn.LayerNorm(16)) is None
+
+    class Config:
+        hidden_size, intermediate_size, mlp_bias, hidden_act = 16, 32, False, "silu"
+
+    with torch.no_grad():
+        assert fuse_mlp(ClampedMlp(Config()), True) is None
+        assert fuse_mlp(LlamaMLP(Config()), True) is not None
+
+
+class LayoutConfig:
+    """The fields of a config that the layout reads."""
+
+    model_type = "test"
+    hidden_size, num_attention_heads, num_key_value_heads = 64, 4, 2
+
+    def __init__(self, layers: int, **fields: Any) -> None:
+        self.num_hidden_layers = layers
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+def test_layout_of_equal_layers() -> None:
+    layout = cache_layout(LayoutConfig(3), 16, 2)
+    assert [(group.layers, group.window) for group in layout.groups] == [((0, 1, 2), 0)]
+    assert layout.block_bytes == 2 * 3 * 2 * 16 * 16 * 2
+
+
+def test_layout_splits_groups_to_one_size() -> None:
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    layout = cache_layout(LayoutConfig(12, layer_types=kinds, sliding_window=8), 4, 4)
+    assert {len(group.layers) for group in layout.groups} == {2}
+    assert [group.window for group in layout.groups] == [0, 8, 8, 8, 8, 8]
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(12))
+    assert [group.index for group in layout.groups] == list(range(6))
+    assert layout.groups[0].layers == (5, 11)
+
+
+def test_windows_without_layer_types() -> None:
+    assert layer_windows(LayoutConfig(2, sliding_window=7)) == [7, 7]
+    assert layer_windows(LayoutConfig(2, sliding_window=7, use_sliding_window=False)) == [0, 0]
+    assert layer_windows(LayoutConfig(2, sliding_window=None)) == [0, 0]
