@@ -19,6 +19,7 @@ class Outbox:
         self._step = 0
         self._load = pb.Load()
         self._ready = asyncio.Event()
+        self._closed = False
 
     def put(self, outputs: list[Output]) -> None:
         """Adds outputs of one step."""
@@ -35,9 +36,16 @@ class Outbox:
         self._load = load
         self._ready.set()
 
-    async def take(self) -> pb.ReplicaFrame:
-        """The next frame: all that came since the last one. Waits until there is a heartbeat."""
+    def close(self) -> None:
+        """The router has ended its side: `take` returns None from now on."""
+        self._closed = True
+        self._ready.set()
+
+    async def take(self) -> pb.ReplicaFrame | None:
+        """The next frame: all that came since the last one. Waits for a heartbeat; None once closed."""
         await self._ready.wait()
+        if self._closed:
+            return None
         self._ready.clear()
         deltas = list(self._pending.values())
         self._pending.clear()

@@ -98,15 +98,11 @@ class Servicer(ReplicaServicer):
         stream = _RouterStream()
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, first, request_iterator))
+        reader.add_done_callback(lambda _: stream.outbox.close())
         try:
             yield pb.ReplicaFrame(hello=self._description.identity, load=self._load())
-            while not reader.done():
-                frame = asyncio.create_task(stream.outbox.take())
-                await asyncio.wait({frame, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if not frame.done():
-                    frame.cancel()
-                    break
-                yield frame.result()
+            while (frame := await stream.outbox.take()) is not None:
+                yield frame
         finally:
             reader.cancel()
             self._close(stream)
