@@ -1,0 +1,90 @@
+"""Models, health, version, metrics and the documentation page."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from headrace_router.errors import NoReplicaError
+from headrace_router.fleet import ServedModel
+from headrace_router.http.docs_page import CONTENT_SECURITY_POLICY, docs_page
+from headrace_router.http.openapi import openapi_of
+from headrace_router.services import Services
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def headrace_version() -> str:
+    """The installed version, or 0 in a source tree that was never installed."""
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "0"
+
+
+def info_routes(services: Services, app: FastAPI) -> APIRouter:
+    """Everything that is not generation."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models", tags=["models"], summary="List the models")
+    async def models() -> Response:
+        listed = [entry for model in services.fleet.models() for entry in _entries(model)]
+        return _json({"object": "list", "data": listed})
+
+    @routes.get("/v1/models/{model:path}", tags=["models"], summary="Describe one model")
+    async def model(model: str) -> Response:
+        found = services.fleet.model(model)
+        return _json(next(entry for entry in _entries(found) if entry["id"] == model))
+
+    @routes.api_route("/health/live", methods=["GET", "HEAD"], tags=["health"], summary="Whether the process lives")
+    async def live() -> Response:
+        return _json({"status": "live"})
+
+    @routes.api_route("/health/ready", methods=["GET", "HEAD"], tags=["health"], summary="Whether requests are served")
+    @routes.api_route("/health", methods=["GET", "HEAD"], tags=["health"], summary="Whether requests are served")
+    async def ready() -> Response:
+        if not services.ready:
+            closing = services.admission.closed
+            raise NoReplicaError(
+                "The server is shutting down." if closing else "Not every model has a ready replica yet."
+            )
+        return _json({"status": "ready"})
+
+    @routes.get("/version", tags=["server"], summary="The version of Headrace")
+    async def version_route() -> Response:
+        return _json({"version": headrace_version()})
+
+    @routes.get("/metrics", tags=["server"], summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return Response(services.metrics.text(), media_type=METRICS_TYPE)
+
+    @routes.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return _json(openapi_of(app))
+
+    @routes.get("/docs", include_in_schema=False)
+    async def docs(_request: Request) -> Response:
+        page = docs_page(openapi_of(app))
+        return Response(page, media_type="text/html", headers={"content-security-policy": CONTENT_SECURITY_POLICY})
+
+    return routes
+
+
+def _entries(model: ServedModel) -> list[dict[str, Any]]:
+    """The model under its name and each of its aliases."""
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "headrace",
+            "root": model.name,
+            "max_model_len": model.max_model_len,
+        }
+        for name in (model.name, *model.aliases)
+    ]
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,94 @@
+"""uvicorn's connection handler with bounded headers and our error object for what is not HTTP."""
+
+import asyncio
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace_router.errors import InvalidRequestError
+from headrace_router.limits import Limits
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    """Request line and headers exceed the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Request line and headers are bounded in bytes, and the first of them in time."""
+
+    limits = Limits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._in_head = True
+        self._head_bytes = 0
+        super().connection_made(transport)
+        self._patience = self.loop.call_later(self.limits.body_seconds, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            # The parser buffers a header until it ends, so the bytes are counted before it sees them. A piece that
+            # ends the headers may hold the beginning of a body too: it is judged only if the headers go on.
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.limits.header_bytes:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        self._parsed_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._parsed_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._parsed_bytes += len(name) + len(value) + 4
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._parsed_bytes > self.limits.header_bytes:
+            raise ValueError("headers too large")  # the parser stops and calls send_400_response
+        self._in_head = False
+        self._patience.cancel()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if getattr(self, "_parsed_bytes", 0) > self.limits.header_bytes:
+            self._refuse_headers()
+        else:
+            self._refuse(InvalidRequestError("This is not valid HTTP."), b"Bad Request")
+
+    def _give_up(self) -> None:
+        if self.transport is not None and self._in_head:
+            self.transport.close()
+
+    def _refuse_headers(self) -> None:
+        limit = self.limits.header_bytes
+        error = HeadersTooLargeError(f"The headers are larger than this server's limit of {limit} bytes.")
+        self._refuse(error, b"Request Header Fields Too Large")
+
+    def _refuse(self, error: InvalidRequestError, phrase: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        body = orjson.dumps(error.body())
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (error.status, phrase, len(body), body)
+        )
+        self.transport.close()
+
+
+def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
+    """The protocol class for uvicorn, which takes no arguments for one."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})

@@ -1,0 +1,46 @@
+"""Binds sockets before anything else starts, so that a port in use is one clear sentence."""
+
+import socket
+
+from headrace_proto.errors import ListenError
+
+BACKLOG = 2048
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A listening TCP socket on exactly this address. Port 0 = any free one. Raises ListenError."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ListenError(
+            f"'{host}' is no address of this machine: pass an IP address or a name that resolves"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Lets a restarted router have the port of its predecessor; two that live still cannot share it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise listen_error("HTTP", "--port", host, port) from error
+    return sock
+
+
+def listen_error(what: str, flag: str, host: str, port: int) -> ListenError:
+    """The sentence for an address that cannot be bound."""
+    where = host_port(host, port)
+    return ListenError(
+        f"cannot listen on {where} for {what}: the port is in use or not allowed; "
+        f"choose another with {flag}, or stop what uses it"
+    )
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"

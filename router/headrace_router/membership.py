@@ -1,0 +1,55 @@
+"""Learns the member list from the controller, and tells it that this router exists."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+
+from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
+from headrace_proto.control_pb2_grpc import ControlStub
+from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
+from headrace_proto.secret import secret_metadata
+from headrace_router.config import StaticMember
+from headrace_router.fleet import Fleet
+
+FIRST_BACKOFF = 0.1
+LAST_BACKOFF = 2.0
+
+log = structlog.get_logger("headrace.router.membership")
+
+
+def static_list(members: tuple[StaticMember, ...]) -> MemberList:
+    """The list of a router without controller: every member ready, each to be judged by its own stream."""
+    return MemberList(
+        members=[
+            Member(
+                identity=ReplicaIdentity(replica_id=member.replica_id),
+                address=member.address,
+                state=REPLICA_STATE_READY,
+            )
+            for member in members
+        ]
+    )
+
+
+async def follow_controller(address: str, info: RouterInfo, secret: bytes, fleet: Fleet) -> None:
+    """Watches until cancelled. While the controller is away the last list stays in force."""
+    backoff = FIRST_BACKOFF
+    silent = False
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    while True:
+        try:
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                stub: Any = ControlStub(channel)
+                async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
+                    fleet.update(members)
+                    backoff, silent = FIRST_BACKOFF, False
+            reason = "the controller ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details() or ''}"[:200]
+        if not silent:
+            log.warning("controller is away; the last member list stays in force", address=address, reason=reason)
+            silent = True
+        await asyncio.sleep(backoff)
+        backoff = min(2 * backoff, LAST_BACKOFF)

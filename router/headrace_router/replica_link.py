@@ -1,0 +1,294 @@
+"""The router's side of one replica: one stream, its heartbeat, and the attempts that run on it."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from headrace_proto.control_pb2 import Member
+from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_READY,
+    ROLE_PREFILL,
+    Cancel,
+    DescribeRequest,
+    Load,
+    ModelFacts,
+    ReplicaFrame,
+    ReplicaIdentity,
+    RouterFrame,
+    RouterHello,
+    Submit,
+)
+from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_proto.secret import secret_metadata
+from headrace_router.attempt import Attempt, OnTokens, Outcome
+from headrace_router.card_cache import CardCache
+from headrace_router.model_card import ModelCard, ModelFactsError
+
+CONTRACT_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_FRAME_TOKENS = 256 << 10  # prompt tokens in one RouterFrame: about 1 MiB
+CONNECT_SECONDS = 5.0
+DESCRIBE_SECONDS = 60.0
+FIRST_BACKOFF = 0.05
+LAST_BACKOFF = 1.0
+STALL_SECONDS = 2.0
+STALL_STEPS = 4.0
+
+log = structlog.get_logger("headrace.router.replica")
+
+
+class ReplicaLink:
+    """Keeps a Serve stream open to one member for as long as it is one.
+
+    Ready = connected, the controller says so, not draining, and its step counter moved within
+    max(2 s, 4 x the predicted step). A stalled replica gets no new work; after `stall_seconds` it counts as lost.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        router_id: str,
+        secret: bytes,
+        cards: CardCache,
+        stall_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = member.address
+        self.listed_ready = False
+        self.role = member.identity.role
+        self.identity: ReplicaIdentity = member.identity
+        self.facts: ModelFacts | None = None
+        self.card: ModelCard | None = None
+        self.load = Load()
+        self.attempts: dict[bytes, Attempt] = {}
+        self._router_id = router_id
+        self._metadata = secret_metadata(secret)
+        self._cards = cards
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._connected = False
+        self._step = -1
+        self._heartbeat = 0.0
+        self._unreported: deque[tuple[bytes, int]] = deque()  # attempt id, step seen when it was sent
+        self._submits: list[Submit] = []
+        self._cancels: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._retired = False
+        self.listed(member)
+
+    # What the rest of the router sees
+
+    @property
+    def replica_id(self) -> str:
+        return self.identity.replica_id or self.address
+
+    @property
+    def unreported(self) -> int:
+        return len(self._unreported)
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the step loop has been silent for too long to be merely busy."""
+        limit = max(STALL_SECONDS, STALL_STEPS * self.load.predicted_step_ms / 1e3)
+        return self._clock() - self._heartbeat > limit
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work may go there."""
+        return (
+            self._connected
+            and self.listed_ready
+            and not self._retired
+            and not self.load.draining
+            and self.role != ROLE_PREFILL
+            and not self.stalled
+        )
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"replica {self.address}")
+
+    def listed(self, member: Member) -> None:
+        """The controller's newest word about this member."""
+        self.listed_ready = member.state == REPLICA_STATE_READY
+        self.role = member.identity.role
+        self._retired = False
+
+    def retire(self) -> None:
+        """No longer a member: nothing new goes there, what runs may finish."""
+        self._retired = True
+        self._wake.set()
+
+    @property
+    def retired_and_idle(self) -> bool:
+        return self._retired and not self.attempts
+
+    async def close(self) -> None:
+        """Ends the stream, which cancels every attempt on it."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def submit(self, submit: Submit, on_tokens: OnTokens) -> Attempt:
+        """Starts an attempt; its id is drawn here (RELIABILITY R12). The submit leaves with the next frame."""
+        submit.attempt_id = secrets.token_bytes(16)
+        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, self._cancel)
+        self.attempts[attempt.id] = attempt
+        attempt.outcome.add_done_callback(lambda _: self._forget(attempt.id))
+        if not self._connected:
+            attempt.end(Outcome.LOST)
+            return attempt
+        self._unreported.append((attempt.id, self._step))
+        self._submits.append(submit)
+        self._wake.set()
+        return attempt
+
+    def give_up_unstarted(self) -> None:
+        """Calls off the attempts that have no token yet, so that they are placed elsewhere."""
+        for attempt in list(self.attempts.values()):
+            if not attempt.started:
+                attempt.end(Outcome.LOST)
+
+    # The stream
+
+    def _forget(self, attempt_id: bytes) -> None:
+        self.attempts.pop(attempt_id, None)
+
+    def _cancel(self, attempt_id: bytes) -> None:
+        self._cancels.append(attempt_id)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF
+        try:
+            while True:
+                began = self._clock()
+                try:
+                    await self._serve()
+                    reason = "the replica ended the stream"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details() or ''}"[:200]
+                except (ModelFactsError, TimeoutError, ConnectionError) as error:
+                    reason = str(error) or type(error).__name__
+                except Exception:
+                    # A bug of ours must not end the link for good.
+                    log.exception("replica link failed", replica=self.replica_id)
+                    reason = "internal error"
+                self._disconnected()
+                if self._retired:
+                    return
+                log.warning("replica stream lost", replica=self.replica_id, address=self.address, reason=reason)
+                backoff = FIRST_BACKOFF if self._clock() - began > 5 else min(2 * backoff, LAST_BACKOFF)
+                await asyncio.sleep(backoff)
+        finally:
+            self._disconnected()
+
+    def _disconnected(self) -> None:
+        self._connected = False
+        self._submits.clear()
+        self._cancels.clear()
+        self._unreported.clear()
+        for attempt in list(self.attempts.values()):
+            attempt.end(Outcome.LOST)
+        self._cancels.clear()
+
+    async def _serve(self) -> None:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            await asyncio.wait_for(channel.channel_ready(), CONNECT_SECONDS)
+            stub: Any = ReplicaStub(channel)
+            self.facts, self.card = await asyncio.wait_for(self._describe(stub), DESCRIBE_SECONDS)
+            call = stub.Serve(metadata=self._metadata)
+            hello = RouterHello(router_id=self._router_id, contract_version=CONTRACT_VERSION)
+            await call.write(RouterFrame(hello=hello))
+            writer = asyncio.create_task(self._write(call))
+            try:
+                await self._read(call)
+            finally:
+                writer.cancel()
+                call.cancel()
+
+    async def _describe(self, stub: Any) -> tuple[ModelFacts, ModelCard]:
+        facts: ModelFacts | None = None
+        tokenizer_json = bytearray()
+        request = DescribeRequest(known_digest=self._cards.newest_digest)
+        async for chunk in stub.Describe(request, metadata=self._metadata):
+            if chunk.HasField("facts"):
+                facts = chunk.facts
+            else:
+                tokenizer_json += chunk.tokenizer_json
+        if facts is None:
+            raise ModelFactsError("the replica described no model")
+        if facts.identity.boot_id != self.identity.boot_id:
+            self.load = Load()  # what an earlier process reported means nothing now
+        self.identity = facts.identity
+        return facts, await self._cards.card(facts, bytes(tokenizer_json))
+
+    async def _read(self, call: Any) -> None:
+        while True:
+            frame: ReplicaFrame | Any = await asyncio.wait_for(call.read(), self._read_seconds())
+            if frame is grpc.aio.EOF:
+                return
+            if frame.HasField("hello"):
+                self.identity = frame.hello
+                self._step, self._heartbeat = -1, self._clock()
+                self._connected = True
+                log.info("replica connected", replica=self.replica_id, address=self.address)
+            if frame.HasField("load"):
+                self.load = frame.load
+            for delta in frame.deltas:
+                attempt = self.attempts.get(delta.attempt_id)
+                if attempt is not None:
+                    attempt.receive(delta)
+            if frame.step > self._step:
+                self._stepped(frame.step)
+            elif self._clock() - self._heartbeat > self._read_seconds():
+                raise ConnectionError("the replica sends frames, but its step loop stands still")
+
+    def _read_seconds(self) -> float:
+        return max(self._stall_seconds, STALL_STEPS * self.load.predicted_step_ms / 1e3)
+
+    def _stepped(self, step: int) -> None:
+        self._step, self._heartbeat = step, self._clock()
+        # Two steps after it was sent, a submit is in the load that the replica reports.
+        while self._unreported and step >= self._unreported[0][1] + 2:
+            self._unreported.popleft()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._submits or self._cancels:
+                await call.write(self._next_frame())
+
+    def _next_frame(self) -> RouterFrame:
+        """All that waits to be sent, up to about 1 MiB of prompts. A cancel never overtakes its submit."""
+        tokens = count = 0
+        for submit in self._submits:
+            tokens += len(submit.prompt_token_ids) + len(submit.output_token_ids)
+            count += 1
+            if tokens >= MAX_FRAME_TOKENS:
+                break
+        submits, self._submits = self._submits[:count], self._submits[count:]
+        cancels: list[bytes] = []
+        if not self._submits:
+            cancels, self._cancels = self._cancels, []
+        return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])

@@ -1,0 +1,43 @@
+"""What a request is once it is validated, whichever door it came through (RELIABILITY R5)."""
+
+from dataclasses import dataclass, field
+
+from headrace_proto.replica_pb2 import Sampling
+from headrace_router.auth import Tenant
+from headrace_router.model_card import ModelCard
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt; `text` is kept for echo only and is empty when the client sent token ids without echo."""
+
+    token_ids: list[int]
+    text: str = ""
+
+
+@dataclass(slots=True)
+class ChoicePlan:
+    """One answer to generate: a prompt and the sampling options of this choice."""
+
+    index: int  # in the response
+    prompt: Prompt
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """All that generation needs to know. `label` is the client's request id: for logs, never a key (R12)."""
+
+    card: ModelCard
+    tenant: Tenant
+    label: str
+    prompts: list[Prompt]
+    choices: list[ChoicePlan]
+    stop: tuple[str, ...] = ()
+    deadline_seconds: float | None = None
+    detached_stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once however many choices it has, as OpenAI counts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
