@@ -1,0 +1,6 @@
+"""Draws tokens from logits: vectorised over rows, each row by its own options and noise."""
+
+from headrace_worker.sampler.output import SampleOutput
+from headrace_worker.sampler.sampler import Sampler
+
+__all__ = ["SampleOutput", "Sampler"]

@@ -1,0 +1,30 @@
+"""What one sampling step works on. Letters: R rows that draw, V vocabulary, A rows that use some feature."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class SampleBatch:
+    """Logits [R, V] float32 are changed in place, feature by feature."""
+
+    logits: Tensor
+    rows: Sequence[int]  # [R] row ids
+    positions: Sequence[int]  # [R] position of the token to draw = number of tokens known before it
+    token_rows: Tensor  # [max_rows, max_len] known tokens by row id
+
+    def users(self, feature: Container[int]) -> list[int]:
+        """Indices into the batch of the rows that use a feature."""
+        return [i for i, row in enumerate(self.rows) if row in feature]
+
+    def tensor(self, values: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+        """Host values on the device of the logits; the copy does not wait for the device."""
+        host = torch.as_tensor(values, dtype=dtype)
+        if self.logits.is_cuda:
+            return host.pin_memory().to(self.logits.device, non_blocking=True)
+        return host

@@ -1,0 +1,72 @@
+"""Log-probabilities of the raw logits: the drawn token's and the best ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_kernels import row_logsumexp
+from headrace_worker.plan import RowInit, SampledLogprobs
+from headrace_worker.sampler.batch import SampleBatch
+
+
+@dataclass(slots=True)
+class LogprobsOutput:
+    """A rows that asked: values on the device, not yet read."""
+
+    index: Sequence[int]  # [A] into the batch
+    wanted: Sequence[int]  # [A] how many of the best
+    chosen: Tensor  # [A] float32
+    top_ids: Tensor  # [A, n] int64, best first
+    top: Tensor  # [A, n] float32
+
+    def to_host(self) -> dict[int, SampledLogprobs]:
+        """By index into the batch; waits for the device."""
+        columns = (self.index, self.wanted, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
+        return {
+            index: SampledLogprobs(chosen, top_ids[:wanted], top[:wanted])
+            for index, wanted, chosen, top_ids, top in zip(*columns, strict=True)
+        }
+
+
+@dataclass(slots=True)
+class RawLogits:
+    """Raw logits [A, V] of the rows that asked, kept while the batch's are changed."""
+
+    index: list[int]
+    wanted: list[int]
+    logits: Tensor
+
+    def finish(self, tokens: Tensor, batch: SampleBatch) -> LogprobsOutput:
+        """Log-probabilities once tokens [R] are drawn."""
+        chosen_ids = tokens[batch.tensor(self.index, torch.int64)][:, None]
+        log_total = row_logsumexp(self.logits)[:, None]
+        top, top_ids = self.logits.topk(max(self.wanted), dim=-1)
+        chosen = (self.logits.gather(1, chosen_ids) - log_total)[:, 0]
+        return LogprobsOutput(self.index, self.wanted, chosen, top_ids, top - log_total)
+
+
+class LogprobsState:
+    """Per row how many of the best it wants to see."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[int, int] = {}
+
+    def init(self, init: RowInit) -> None:
+        """Take a row's options over."""
+        if init.sampling.logprobs is not None:
+            self._rows[init.row] = min(init.sampling.logprobs, self._vocab_size)
+
+    def free(self, row: int) -> None:
+        """Forget a row."""
+        self._rows.pop(row, None)
+
+    def keep_raw(self, batch: SampleBatch) -> RawLogits | None:
+        """A copy of the raw logits of the rows that asked; None if none did."""
+        users = batch.users(self._rows)
+        if not users:
+            return None
+        copy = batch.logits[batch.tensor(users, torch.int64)]
+        return RawLogits(users, [self._rows[batch.rows[i]] for i in users], copy)

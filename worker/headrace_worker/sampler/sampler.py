@@ -1,0 +1,98 @@
+"""From logits to tokens.
+
+    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ penalties ─┬─▶ temperature 0: argmax
+                                                                                └─▶ / temperature ─▶ min-p, top-k, top-p
+                                                                                     ─▶ + noise ─▶ argmax
+
+A feature that no row of the batch uses costs nothing; a row's token depends on its own logits, options and noise alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace_kernels import gumbel_argmax
+from headrace_worker.plan import RowInit
+from headrace_worker.sampler.batch import SampleBatch
+from headrace_worker.sampler.bias import BiasState
+from headrace_worker.sampler.logprobs import LogprobsState
+from headrace_worker.sampler.noise_key import absorb, row_key
+from headrace_worker.sampler.output import SampleOutput
+from headrace_worker.sampler.penalties import PenaltyState
+from headrace_worker.sampler.stop_bar import StopBarState
+from headrace_worker.sampler.truncation import TruncationState, draw_truncated
+
+GREEDY_BELOW = 1e-5  # a temperature this low would only overflow: it is the argmax
+
+
+class Sampler:
+    """Sampling options of all rows of one engine, one small state per feature."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._temperatures = [0.0] * max_rows
+        self._keys = [0] * max_rows  # noise keys without the position
+        self._bias = BiasState(vocab_size)
+        self._stop_bar = StopBarState(vocab_size)
+        self._penalties = PenaltyState(vocab_size, device)
+        self._truncation = TruncationState(vocab_size)
+        self._logprobs = LogprobsState(vocab_size)
+        self._features = (self._bias, self._stop_bar, self._penalties, self._truncation, self._logprobs)
+
+    def init(self, init: RowInit) -> None:
+        """Hand a row over: nothing of its former owner stays."""
+        self.free(init.row)
+        sampling = init.sampling
+        self._temperatures[init.row] = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+        self._keys[init.row] = row_key(sampling.seed, sampling.choice_index)
+        for feature in self._features:
+            feature.init(init)
+
+    def free(self, row: int) -> None:
+        """Forget a row; free rows may be freed again."""
+        for feature in self._features:
+            feature.free(row)
+
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], token_rows: Tensor) -> SampleOutput:
+        """Draw one token per row.
+
+        logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to draw;
+        ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included.
+        """
+        batch = SampleBatch(logits, rows, positions, token_rows)
+        peaks, best = logits.max(-1)  # NaN wins a max, so the peak tells whether a row is sound
+        finite = peaks.isfinite()
+        raw = self._logprobs.keep_raw(batch)
+        changed = [state.apply(batch) for state in (self._bias, self._stop_bar, self._penalties)]
+        drawing = [i for i, row in enumerate(rows) if self._temperatures[row]]
+        if any(changed) and len(drawing) < len(rows):
+            best = logits.argmax(-1)
+        tokens = self._draw(batch, best, drawing) if drawing else best
+        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None)
+
+    def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
+        """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""
+        rows = batch.rows
+        truncated = [i for i in drawing if rows[i] in self._truncation.rows]
+        plain = [i for i in drawing if rows[i] not in self._truncation.rows]
+        if plain:
+            scores, keys, index = self._scaled(batch, plain)
+            tokens[index] = gumbel_argmax(scores, keys)
+        if truncated:
+            scores, keys, index = self._scaled(batch, truncated)
+            tokens[index] = draw_truncated(scores, keys, self._truncation.gather(batch, truncated))
+        return tokens
+
+    def _scaled(self, batch: SampleBatch, users: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits / temperature [A, V], noise keys [A], indices [A] into the batch) of some rows."""
+        index = batch.tensor(users, torch.int64)
+        temperatures = batch.tensor([self._temperatures[batch.rows[i]] for i in users], torch.float32)[:, None]
+        if len(users) == len(batch.rows):
+            scores = batch.logits.div_(temperatures)
+        else:
+            scores = batch.logits[index].div_(temperatures)
+        keys = absorb(
+            torch.tensor([self._keys[batch.rows[i]] for i in users]), torch.tensor([batch.positions[i] for i in users])
+        )
+        return scores, batch.tensor(keys.numpy(), torch.int64), index
