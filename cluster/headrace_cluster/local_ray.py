@@ -44,6 +44,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
     _quiet()
     import ray
 
+    _hush()
     try:
         context = ray.init(
             address="local",
@@ -66,6 +67,7 @@ def join(spec: ClusterSpec) -> RayLink:
     _quiet()
     import ray
 
+    _hush()
     address = spec.ray.address
     try:
         context = ray.init(
@@ -107,6 +109,13 @@ def _quiet() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing leaves this machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # this environment, not a new one per worker
+
+
+def _hush() -> None:
+    """Ray prints deaths of workers to stdout, in a paragraph; the controller has a sentence for them."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_args, **_kwargs: None
 
 
 def _link(context: Any, *, owned: bool) -> RayLink:

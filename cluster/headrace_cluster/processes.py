@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every process that descends from a serve carries this variable, and nothing else does: the reaper goes by it.
+# Every process that descends from a serve inherits this variable, and nothing else has its value: see reaper.py.
 SERVE_ID_VARIABLE = "HEADRACE_SERVE_ID"
 
 _PR_SET_PDEATHSIG = 1

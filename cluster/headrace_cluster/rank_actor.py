@@ -44,7 +44,8 @@ class RankActor:
             outcome = StartOutcome(error=str(error), final=True)
         except Exception as error:  # a bug or a missing library: said, not swallowed; the trace is in the log
             traceback.print_exc()
-            outcome = StartOutcome(error=f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}")
+            sentence = f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}"
+            outcome = StartOutcome(error=sentence, final=True)
         return msgspec.msgpack.encode(outcome)
 
     def progress(self) -> tuple[str, float]:

@@ -13,4 +13,4 @@ class StartOutcome(msgspec.Struct, frozen=True):
 
     started: ReplicaStarted | None = None
     error: str = ""
-    final: bool = False  # a named error: the next try would end the same way
+    final: bool = False  # the next try would end the same way

@@ -69,8 +69,6 @@ class Serve:
                     self._stop()
         except KeyboardInterrupt:
             return 1  # stopped before it was ready
-        finally:
-            self._forget()
         say("stopped")
         return 0
 
@@ -137,7 +135,7 @@ class Serve:
             ray_dashboard=self._session.link.dashboard,
             ray_token_file=str(self._session.token_file or ""),
         )
-        state.save(self._state)
+        self._session.remove_at_end(state.save(self._state))
 
     def _secret_file(self, admin_port: int) -> Path:
         """Where the secret can be read: routers that are started alone need it."""
@@ -145,6 +143,7 @@ class Serve:
             return self._spec.control.secret_file
         path = state.home() / f"secret-{admin_port}"
         state.write_private(path, self._secret.decode())
+        self._session.remove_at_end(path)
         return path
 
     def _save_router(self, place: RouterPlace) -> None:
@@ -187,16 +186,8 @@ class Serve:
 
     def _force(self) -> None:
         say("stopping at once")
-        self._forget()
         self._session.force_close()
         os._exit(1)
-
-    def _forget(self) -> None:
-        if self._state is None:
-            return
-        state.remove(self._state.admin_port, self._state.process)
-        if self._spec.control.secret_file is None:
-            Path(self._state.secret_file).unlink(missing_ok=True)
 
 
 def _answers(host: str, place: RouterPlace) -> bool:

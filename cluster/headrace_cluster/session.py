@@ -36,9 +36,10 @@ class ClusterSession:
         self._replica_class = replica_class
         self._controller: Any = None
         self._temp_dir: Path | None = None
+        self._paths: list[Path] = []
         self._reaper: subprocess.Popen[bytes] | None = None
         # In this process's environment, hence in that of every child, Ray's included.
-        self.serve_id = os.environ[SERVE_ID_VARIABLE] = state.new_key()
+        self._serve_id = os.environ[SERVE_ID_VARIABLE] = state.new_key()
 
     def __enter__(self) -> "ClusterSession":
         return self
@@ -59,7 +60,8 @@ class ClusterSession:
         self.token_file = state.home() / f"ray-token-{os.getpid()}"
         state.write_private(self.token_file, state.new_key())
         self._temp_dir = local_ray.make_temp_dir()
-        self._start_reaper([self._temp_dir, self.token_file])
+        self._start_reaper()
+        self.remove_at_end(self.token_file)
         self.link = local_ray.start_own(self.spec, self.token_file, self._temp_dir)
         return self.link
 
@@ -98,6 +100,13 @@ class ClusterSession:
             raise HeadraceError(self.opened.error)
         return self.opened
 
+    def remove_at_end(self, path: Path) -> None:
+        """A file that must not outlive this session, however it ends."""
+        self._paths.append(path)
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.write(f"remove {path}\n".encode())
+            self._reaper.stdin.flush()
+
     # -- meanwhile --------------------------------------------------------------------------------------------
 
     def view(self) -> View:
@@ -129,14 +138,14 @@ class ClusterSession:
             local_ray.leave()
             self.link = None
         if self._temp_dir is not None:
-            reaper.kill_marked(f"{SERVE_ID_VARIABLE}={self.serve_id}".encode(), spare=self._spared())
+            reaper.kill_marked(self._mark(), spare=self._spared())
             if keep_logs and local_ray.keep_logs(self._temp_dir, self.logs):
                 print(f"headrace: the logs of all processes are in {self.logs}", file=sys.stderr)
             reaper.remove(str(self._temp_dir))
             self._temp_dir = None
-        if self.token_file is not None:
-            self.token_file.unlink(missing_ok=True)
-            self.token_file = None
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        self._paths.clear()
         if self._reaper is not None:
             with contextlib.suppress(OSError):
                 self._reaper.communicate(b"done\n", timeout=5)
@@ -144,7 +153,7 @@ class ClusterSession:
 
     def force_close(self) -> None:
         """Ends every process that this session started, at once; files are left to the reaper."""
-        reaper.kill_marked(f"{SERVE_ID_VARIABLE}={self.serve_id}".encode(), spare=self._spared(), patience=3)
+        reaper.kill_marked(self._mark(), spare=self._spared(), patience=3)
 
     def _close_controller(self) -> None:
         import ray
@@ -159,15 +168,18 @@ class ClusterSession:
             ray_names.end_cluster(self.spec.cluster)
         self._controller = None
 
-    def _start_reaper(self, paths: list[Path]) -> None:
-        marker = f"{SERVE_ID_VARIABLE}={self.serve_id}"
+    def _start_reaper(self) -> None:
+        mark = self._mark()
         self._reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", reaper.__file__, marker, *map(str, paths)],
+            [sys.executable, "-I", "-S", reaper.__file__, mark.variable, mark.folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def _mark(self) -> reaper.Mark:
+        return reaper.Mark(f"{SERVE_ID_VARIABLE}={self._serve_id}", str(self._temp_dir))
 
     def _spared(self) -> set[int]:
         return {os.getpid()} | ({self._reaper.pid} if self._reaper is not None else set())

@@ -164,7 +164,10 @@ def parse_spec(data: dict[str, Any]) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError("; ".join(_sentence(entry) for entry in error.errors(include_url=False))) from error
+        entries = error.errors(include_url=False)
+        # A list whose only entry is wrong is also reported as empty.
+        real = [entry for entry in entries if entry["type"] != "too_short"] or entries
+        raise SpecError("; ".join(_sentence(entry) for entry in real)) from error
 
 
 def _sentence(entry: Any) -> str:

@@ -3,7 +3,6 @@
 The folder is HEADRACE_HOME (default ~/.headrace), for its owner alone. A file whose process is gone counts as absent.
 """
 
-import contextlib
 import json
 import os
 import secrets
@@ -83,14 +82,6 @@ def save(state: ServeState) -> Path:
     path = state_path(state.admin_port)
     write_private(path, json.dumps(asdict(state), indent=1) + "\n")
     return path
-
-
-def remove(admin_port: int, process: ProcessId) -> None:
-    """Removes the file of a serve, unless another process has taken the port since."""
-    state = _read(state_path(admin_port))
-    if state is not None and state.process == process:
-        with contextlib.suppress(OSError):
-            state_path(admin_port).unlink()
 
 
 def load(admin_port: int) -> ServeState | None:

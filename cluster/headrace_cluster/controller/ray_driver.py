@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import ray
+import ray.util
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,6 +19,7 @@ from headrace_cluster import naming, ray_names
 from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_actor import RankActor
 from headrace_cluster.rank_config import REPLICA_CLASS, StartOutcome
 from headrace_cluster.spec import ClusterSpec, ModelSpec
@@ -31,6 +34,7 @@ _CALLS = 8  # of a rank at a time: start, wait, and the short ones beside them
 class _Group:
     actors: list[Any]
     pids: list[int]
+    processes: list[ProcessId]  # of ranks on this node
 
 
 class RayDriver:
@@ -73,7 +77,7 @@ class RayDriver:
         threads = model.cpu_threads or self._threads_per_rank(place)
         config = self._config(name, model, threads)
         actor_class = ray.remote(RankActor)
-        group = _Group([], [])
+        group = _Group([], [], [])
         self._groups[name] = group
         for rank in range(model.ranks):
             options = actor_class.options(
@@ -93,6 +97,9 @@ class RayDriver:
         except ray.exceptions.RayError as error:
             raise StartFailedError(f"a rank of {name.replica_id} could not be created: {error}", final=False) from error
         group.pids = [pid for pid, _ in facts]
+        here = str(ray.util.get_node_ip_address())
+        processes = [ProcessId.of(pid) for pid, node in facts if node == here]
+        group.processes = [process for process in processes if process is not None]
         return [RankFacts(rank, pid, node) for rank, (pid, node) in enumerate(facts)]
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
@@ -165,6 +172,8 @@ class RayDriver:
             await self._call_all(group, "stop")
             for rank in range(len(group.actors)):
                 ray_names.kill_actor(name.rank(rank), self._spec.cluster)
+            for process in group.processes:
+                process.signal(signal.SIGKILL)  # a stopped process does not hear Ray
         ray_names.remove_group(name.group(self._spec.cluster))
 
     async def _call_all(self, group: _Group, method: str) -> None:

@@ -1,0 +1,113 @@
+"""A replica without an engine: it starts at once, answers health, and does what its model's name tells it to.
+
+Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits while it starts.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from headrace_proto import replica_pb2 as pb
+from headrace_proto import replica_pb2_grpc
+from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
+from headrace_proto.secret import secret_matches
+from headrace_worker.config import ReplicaConfig, ReplicaStarted
+
+
+class FakeReplica(replica_pb2_grpc.ReplicaServicer):
+    """Has the face of headrace_worker.replica.Replica."""
+
+    def __init__(
+        self, config: ReplicaConfig, rank: int = 0, report: Callable[[str, float], None] = lambda stage, fraction: None
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.report = report
+        self.boot_id = os.urandom(16)
+        self.ended = threading.Event()
+        self.silent = threading.Event()
+        self.draining = False
+        self.error = ""
+        self.running = 0
+        self._server: Any = None
+
+    def start(self) -> ReplicaStarted:
+        """Listens."""
+        if self.config.model == "refuse":
+            raise MemoryTooSmallError("too little memory: the model needs 3 GiB, 1 GiB is free; take a smaller one")
+        if self.config.model == "crash":
+            os._exit(9)
+        self.report("loading nothing", 0.5)
+        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
+        replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        self._server.start()
+        return ReplicaStarted(
+            address=f"{self.config.host}:{port}",
+            boot_id=self.boot_id,
+            pid=os.getpid(),
+            device="cpu",
+            dtype="float32",
+            revision="r1",
+            threads=int(os.environ.get("OMP_NUM_THREADS", "0")),
+            max_model_len=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            kv_blocks=8,
+            kv_bytes=1 << 20,
+            block_size=16,
+            weight_bytes=1 << 20,
+            load_seconds=0.0,
+            notes=[f"threads asked for: {self.config.cpu_threads}"],
+        )
+
+    def wait(self) -> None:
+        """Until stop() or die()."""
+        self.ended.wait()
+        if self.error:
+            raise EngineDeadError(self.error)
+
+    def drain(self) -> None:
+        """Says so in its health."""
+        self.draining = True
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self.ended.set()
+        if self._server is not None:
+            self._server.stop(0)
+
+    def die(self, sentence: str) -> None:
+        """As if the step loop had failed."""
+        self.error = sentence
+        self.ended.set()
+
+    def WatchHealth(self, request: pb.HealthRequest, context: Any) -> Any:
+        """One message per interval, unless `silent`."""
+        if not secret_matches(context.invocation_metadata(), self.config.secret):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "secret")
+        step = 0
+        while not self.ended.is_set():
+            if not self.silent.is_set():
+                step += 1
+                yield self._health(step)
+            self.ended.wait(request.interval_ms / 1e3)
+
+    def _health(self, step: int) -> pb.ReplicaHealth:
+        identity = pb.ReplicaIdentity(
+            replica_id=self.config.replica_id,
+            generation=self.config.generation,
+            boot_id=self.boot_id,
+            model=self.config.model,
+            revision="r1",
+            dtype="float32",
+            role=pb.ROLE_BOTH,
+        )
+        state = pb.REPLICA_STATE_DRAINING if self.draining else pb.REPLICA_STATE_READY
+        return pb.ReplicaHealth(
+            identity=identity, state=state, step=step, load=pb.Load(running=self.running, predicted_step_ms=10)
+        )
