@@ -162,3 +162,24 @@ def test_device_and_dtype_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device, "cpu_flags", lambda flags=flags: frozenset(flags))
         assert device.choose_dtype("auto", cpu) == expected
     assert device.choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len", "sentence"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, None, "dynamic rope scaling"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, None, "--max-model-len 64"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, 65, "--max-model-len 64"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, 64, None),
+    ],
+)
+def test_rope_that_depends_on_neighbours(
+    rope: dict[str, Any], max_model_len: int | None, sentence: str | None, folder: Path, replica: Replica
+) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    edit_config(folder, rope_parameters=rope | (factors if rope["rope_type"] == "longrope" else {}))
+    if sentence is None:
+        load(replica(folder, max_model_len=max_model_len))
+        return
+    with pytest.raises(ModelUnsupportedError, match=sentence):
+        load(replica(folder, max_model_len=max_model_len))

@@ -63,3 +63,16 @@ def test_rows_join_and_leave_a_running_batch(
     assert first == oracle(tiny("qwen3"), prompts[rows[0]], 3)
     assert bench.tokens[rows[0]][30:] == oracle(tiny("qwen3"), prompts[rows[3]], 6)
     assert bench.tokens[rows[1]][9:] == oracle(tiny("qwen3"), prompts[rows[1]], 7)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bfloat16_stays_close(
+    family: str, load_tiny: Callable[..., LoadedModel], tiny: Callable[[str], Path], oracle: Any, driver: Any
+) -> None:
+    """In 16 bits tokens may flip; most of a short greedy run does not."""
+    prompts = prompts_of([9, 17])
+    found = driver(load_tiny(family, dtype="bfloat16")).generate(prompts, count=3)
+    same = sum(
+        a == b for row in prompts for a, b in zip(found[row], oracle(tiny(family), prompts[row], 3), strict=True)
+    )
+    assert same >= 4

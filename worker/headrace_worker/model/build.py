@@ -47,6 +47,31 @@ def check_supported(config: Any) -> None:
     layer_windows(config)
 
 
+def check_rope(config: Any, max_model_len: int | None) -> None:
+    """Refuse rotary embeddings that change with the longest sequence of a batch: a row may not depend on another.
+
+    longrope has one set of frequencies up to its original length, and is served up to there.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {entry.get("rope_type"): entry for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    if "dynamic" in kinds:
+        raise ModelUnsupportedError(
+            f"This {config.model_type} model has dynamic rope scaling, which makes a sequence's result depend on the "
+            "longest one beside it: it is not supported."
+        )
+    if "longrope" in kinds:
+        original = int(
+            kinds["longrope"].get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        )
+        if (max_model_len or config.max_position_embeddings) > original:
+            raise ModelUnsupportedError(
+                f"This {config.model_type} model switches its rotary embedding (longrope) at {original} tokens: "
+                f"use --max-model-len {original} or less."
+            )
+
+
 def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model class of `config`, built without memory; parameters and buffers are on meta."""
     check_supported(config)

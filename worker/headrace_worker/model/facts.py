@@ -43,14 +43,17 @@ def read_facts(
 
 def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int) -> ModelFacts:
     data = gguf.metadata
+    tokenizer = gguf_tokenizer(data)
     tokens: list[str] = data["tokenizer.ggml.tokens"]
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: data.get(f"tokenizer.ggml.{keys[name]}_token_id") for name in _NAMED_TOKENS}
     eos = [ids["eos"], data.get("tokenizer.ggml.eot_token_id"), data.get("tokenizer.ggml.eom_token_id")]
     return ModelFacts(
-        tokenizer_json=gguf_tokenizer(data).to_str().encode(),
+        tokenizer_json=tokenizer.to_str().encode(),
         chat_template=str(data.get("tokenizer.chat_template") or ""),
-        special_tokens={f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
+        special_tokens={
+            f"{name}_token": tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)
+        },
         eos_token_ids=_ids(*eos),
         bos_token_id=ids["bos"],
         add_bos=bool(data.get("tokenizer.ggml.add_bos_token", False)),

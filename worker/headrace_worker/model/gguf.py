@@ -81,6 +81,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             "rope_parameters": rope,
             "vocab_size": file.tensors["token_embd.weight"].shape[0],
         }
+    except (TypeError, ZeroDivisionError) as error:
+        raise ModelLoadError("The GGUF file's metadata makes no sense: it is damaged or of an unknown kind.") from error
     except KeyError as error:
         raise ModelLoadError(f"The GGUF file lacks {error.args[0]!r}: it is damaged or of an unknown kind.") from error
     config["tie_word_embeddings"] = "output.weight" not in file.tensors

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml token types
 
@@ -37,7 +37,7 @@ _SPLITS: dict[str, str | None] = {
 
 
 def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer. Raises ModelUnsupportedError when the file's kind is not known here."""
+    """Build the tokenizer. Raises ModelUnsupportedError for a kind not known here, ModelLoadError when parts lack."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelUnsupportedError(
@@ -48,6 +48,8 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         raise ModelUnsupportedError(
             f"GGUF pre-tokenizer {pre!r} is unknown: use the model's safetensors and tokenizer.json instead."
         )
+    if missing := {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"} - metadata.keys():
+        raise ModelLoadError(f"The GGUF file lacks {min(missing)!r}: it has no usable tokenizer.")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     alphabet = _byte_spelling()
     spelled = set(alphabet)

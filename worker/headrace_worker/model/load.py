@@ -13,7 +13,7 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.layout import CacheLayout
 from headrace_worker.model import buffers, surgery
-from headrace_worker.model.build import build_meta, read_config
+from headrace_worker.model.build import build_meta, check_rope, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.device import choose_device, choose_dtype, set_threads
 from headrace_worker.model.facts import ModelFacts, read_facts
@@ -38,7 +38,7 @@ class LoadedModel:
     layout: CacheLayout
     threads: int
     weight_bytes: int
-    load_seconds: float
+    load_seconds: float  # from the start of `load`; imports not counted
     notes: list[str]
 
     @property
@@ -68,6 +68,7 @@ def load(
     threads = set_threads(config.cpu_threads)
     gguf = GgufFile(source.path) if source.is_gguf else None
     hf_config = read_config(source, gguf, config.trust_remote_code)
+    check_rope(hf_config, config.max_model_len)
     report("building the model", 0.1)
     model = build_meta(hf_config, dtype, config.trust_remote_code)
     layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size())

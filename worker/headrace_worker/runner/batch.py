@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
 from headrace_worker.plan import Work
 from headrace_worker.runner.rows import RowState
+from headrace_worker.runner.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -38,33 +37,25 @@ def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
     longest = int(end.max(initial=0))
     entries = -(-longest // block_size)
     device = rows.device
-    query_starts = _tensor(offsets.astype(np.int32), device)
-    seq_lens = _tensor(end.astype(np.int32), device)
+    query_starts = to_device(offsets.astype(np.int32), device)
+    seq_lens = to_device(end.astype(np.int32), device)
     entry, offset = np.divmod(positions, block_size)
     metas = [
         AttentionMeta(
             query_starts=query_starts,
             seq_lens=seq_lens,
-            block_tables=_tensor(table[row, :entries], device),
-            slots=_tensor(table[token_rows, entry].astype(np.int64) * block_size + offset, device),
+            block_tables=to_device(table[row, :entries], device),
+            slots=to_device(table[token_rows, entry].astype(np.int64) * block_size + offset, device),
             max_query_len=int(count.max(initial=0)),
             max_seq_len=longest,
         )
         for table in rows.tables
     ]
     return Batch(
-        token_rows=_tensor(token_rows, device),
-        positions=_tensor(positions, device),
+        token_rows=to_device(token_rows, device),
+        positions=to_device(positions, device),
         metas=metas,
-        sample_index=_tensor(offsets[1:][drawing] - 1, device),
+        sample_index=to_device(offsets[1:][drawing] - 1, device),
         sample_rows=row[drawing].tolist(),
         sample_positions=end[drawing].tolist(),
     )
-
-
-def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A host array on the device; on CUDA through pinned memory, so that the copy does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace_worker.layout import CacheLayout
 from headrace_worker.plan import RowInit, TableUpdate
+from headrace_worker.runner.transfer import to_device
 
 
 class RowState:
@@ -33,9 +34,9 @@ class RowState:
     def initialise(self, init: RowInit) -> None:
         """Hand a row over: all that is per row is reset."""
         row, count = init.row, len(init.token_ids)
-        known = torch.zeros(self.max_len + 1, dtype=torch.int32)
-        known[:count] = torch.tensor(init.token_ids, dtype=torch.int32)
-        self.tokens[row].copy_(known, non_blocking=True)
+        known = np.zeros(self.max_len + 1, np.int32)
+        known[:count] = init.token_ids
+        self.tokens[row] = to_device(known, self.device)
         for table in self.tables:
             table[row] = 0
         self.generations[row] = init.generation
