@@ -10,7 +10,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     StrictBool,
     StrictInt,
@@ -76,8 +75,8 @@ class _Options(_Body):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     seed: Annotated[StrictInt, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
-    stop: StrictStr | Annotated[list[StrictStr], FailFast()] | None = None
-    stop_token_ids: Annotated[list[TokenId], FailFast()] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: StrictBool | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     stream: StrictBool | None = None
@@ -93,14 +92,14 @@ class TextPart(_Body):
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], FailFast()]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
     name: StrictStr | None = Field(default=None, max_length=256)
 
 
 class ChatBody(_Options):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX)] | None = None

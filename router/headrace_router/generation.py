@@ -120,7 +120,8 @@ class Generation:
             observer = self._metrics.choice_observer(self.request.card.model, link.replica_id, self._began)
             attempt = self._submit(choice, link, observer)
             try:
-                outcome = await attempt.outcome
+                # Shielded: a cancelled task would cancel the future itself, and the replica would never hear of it.
+                outcome = await asyncio.shield(attempt.outcome)
             finally:
                 attempt.cancel()
                 self._fleet.sweep()

@@ -1,6 +1,7 @@
 """uvicorn's connection handler with bounded headers and our error object for what is not HTTP."""
 
 import asyncio
+import secrets
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -83,8 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         body = orjson.dumps(error.body())
         self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (error.status, phrase, len(body), body)
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            b"x-request-id: %s\r\n\r\n%s" % (error.status, phrase, len(body), secrets.token_hex(16).encode(), body)
         )
         self.transport.close()
 

@@ -1,0 +1,260 @@
+"""Whatever a body holds: an OpenAI error object, quickly, and the next good request is answered."""
+
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def _with(**fields: Any) -> bytes:
+    return json.dumps({**GOOD, **fields}).encode()
+
+
+def _raw(fragment: str) -> bytes:
+    """The good request with one more field, spelled by hand."""
+    return (json.dumps(GOOD)[:-1] + "," + fragment + "}").encode()
+
+
+CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 400),
+    "not json": (b"{nope", 400),
+    "a list": (b"[]", 400),
+    "null": (b"null", 400),
+    "bad utf-8": (b'{"model":"\xff"}', 400),
+    "NaN": (_raw('"temperature":NaN'), 400),
+    "infinity": (_raw('"temperature":Infinity'), 400),
+    "1e400": (_raw('"temperature":1e400'), 400),
+    "2**63 seed": (_with(seed=2**63), 400),
+    "2**63 tokens": (_with(max_tokens=2**63), 400),
+    "long integer": (_raw('"seed":' + "9" * 10000), 400),
+    "negative tokens": (_with(max_tokens=-1), 400),
+    "no tokens": (_with(max_tokens=0), 400),
+    "huge n": (_with(n=10**9), 400),
+    "many choices": (_with(n=129), 400),
+    "float for int": (_with(max_tokens=1.5), 400),
+    "bool for int": (_with(max_tokens=True), 400),
+    "string for number": (_with(temperature="1"), 400),
+    "hot": (_with(temperature=2.1), 400),
+    "top_p zero": (_with(top_p=0), 400),
+    "surrogate": (_raw('"user":"\\ud800"'), 400),
+    "duplicate key": (_raw('"n":1,"n":2'), 400),
+    "depth 20000": (b'{"a":' * 20000 + b"1" + b"}" * 20000, 400),
+    "list depth 20000": (b"[" * 20000 + b"]" * 20000, 400),
+    "depth 100": (_raw('"metadata":' + '{"a":' * 100 + "1" + "}" * 100), 400),
+    "unknown model": (_with(model="gpt-9"), 404),
+    "no model": (b'{"messages":[{"role":"user","content":"x"}]}', 400),
+    "null model": (_with(model=None), 400),
+    "no messages": (_with(messages=[]), 400),
+    "messages null": (_with(messages=None), 400),
+    "unknown role": (_with(messages=[{"role": "boss", "content": "x"}]), 400),
+    "tool role": (_with(messages=[{"role": "tool", "content": "x"}]), 400),
+    "no content": (_with(messages=[{"role": "user"}]), 400),
+    "number content": (_with(messages=[{"role": "user", "content": 5}]), 400),
+    "image": (_with(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), 400),
+    "strange part": (_with(messages=[{"role": "user", "content": [{"type": "hologram"}]}]), 400),
+    "too many messages": (_with(messages=GOOD["messages"] * 3000), 400),
+    "million bad messages": (_with(messages=[1] * 500_000), 400),
+    "bad stops": (_with(stop=[1] * 100_000), 400),
+    "tools": (_with(tools=[{"type": "function", "function": {"name": "f"}}]), 400),
+    "json schema": (_with(response_format={"type": "json_schema", "json_schema": {}}), 400),
+    "unknown field": (_with(quantum=1), 400),
+    "many fields": (json.dumps({str(i): i for i in range(100_000)}).encode(), 400),
+    "big bias": (_with(logit_bias={str(i): 1 for i in range(100_000)}), 400),
+    "bias not a token": (_with(logit_bias={"x": 1}), 400),
+    "bias outside": (_with(logit_bias={"999999": 1}), 400),
+    "bias 101": (_with(logit_bias={"1": 101}), 400),
+    "stop token outside": (_with(stop_token_ids=[999999]), 400),
+    "empty stop": (_with(stop=""), 400),
+    "long stop": (_with(stop="x" * 5000), 400),
+    "many stops": (_with(stop=[str(i) for i in range(50)]), 400),
+    "top_logprobs alone": (_with(top_logprobs=3), 400),
+    "top_logprobs 21": (_with(logprobs=True, top_logprobs=21), 400),
+    "min over max": (_with(min_tokens=5), 400),
+    "stream options alone": (_with(stream_options={"include_usage": True}), 400),
+    "context": (_with(messages=[{"role": "user", "content": "word " * 2000}]), 400),
+    "huge prompt": (_with(messages=[{"role": "user", "content": "x" * 3_000_000}]), 400),
+    "more than the context": (_with(max_tokens=100_000), 400),
+    "huge body": (_with(user="x" * (5 << 20)), 413),
+}
+
+
+# Bodies in which a field can be added at the end, so that the same error is met on a stream too.
+STREAMABLE = [
+    name
+    for name, (body, _) in CHAT_CORPUS.items()
+    if body.startswith(b'{"model"') and body.endswith(b"}") and name != "stream options alone"
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"), [(name, False) for name in CHAT_CORPUS] + [(name, True) for name in STREAMABLE]
+)
+def test_hostile_chat_bodies(shared: Any, name: str, stream: bool) -> None:
+    body, status = CHAT_CORPUS[name]
+    if stream:
+        body = body[:-1] + b',"stream":true}'
+    with shared.client() as client:
+        began = time.monotonic()
+        answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        took = time.monotonic() - began
+        assert answer.status_code == status, answer.text[:300]
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error" and error["message"]
+        assert len(answer.content) < 8192 and took < 2
+        for leak in ("Traceback", "/work/", ".py", "pydantic", "xxxxxxxxxx"):
+            assert leak not in answer.text
+        assert answer.headers["x-request-id"]
+        assert client.post("/v1/chat/completions", json=GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "param"),
+    [
+        ("unknown model", "model_not_found", "model"),
+        ("context", "context_length_exceeded", "messages"),
+        ("more than the context", "context_length_exceeded", "max_tokens"),
+        ("tools", "unsupported_parameter", "tools"),
+        ("unknown field", "unknown_parameter", "quantum"),
+        ("hot", "invalid_value", "temperature"),
+        ("unknown role", "invalid_value", "messages[0].role"),
+        ("image", "unsupported_parameter", "messages[0].content[0].type"),
+        ("strange part", "invalid_value", "messages[0].content[0].type"),
+        ("no model", "missing_required_parameter", "model"),
+    ],
+)
+def test_errors_name_code_and_field(shared: Any, name: str, code: str, param: str) -> None:
+    with shared.client() as client:
+        content = CHAT_CORPUS[name][0]
+        answer = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+
+
+def test_context_error_has_both_numbers(shared: Any) -> None:
+    with shared.client() as client:
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 300})
+    assert answer.status_code == 400
+    assert "256" in answer.json()["error"]["message"] and "300" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": [[]]},
+        {"prompt": [1, "a"]},
+        {"prompt": [-1]},
+        {"prompt": [2**40]},
+        {"prompt": [True]},
+        {"prompt": [399999]},
+        {"prompt": {}},
+        {"prompt": [1] * 1_000_000},
+        {"prompt": ["x"] * 1000},
+        {"prompt": "x", "best_of": 2},
+        {"prompt": "x", "suffix": "y"},
+        {"prompt": "x", "echo": True, "logprobs": 1},
+        {"prompt": "x", "logprobs": 21},
+    ],
+)
+def test_hostile_completions(shared: Any, fields: dict[str, Any]) -> None:
+    with shared.client() as client:
+        began = time.monotonic()
+        answer = client.post("/v1/completions", json={"model": "tiny", **fields})
+        assert time.monotonic() - began < 2
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_routes_methods_and_media_types(shared: Any) -> None:
+    with shared.client() as client:
+        for method, path, status in [
+            ("GET", "/nowhere", 404),
+            ("GET", "/v1/models/none", 404),
+            ("GET", "/v1/chat/completions/", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("DELETE", "/v1/models", 405),
+        ]:
+            answer = client.request(method, path)
+            assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "POST" in client.get("/v1/chat/completions").headers["allow"]
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/json; charset=latin-1"):
+            answer = client.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
+            assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
+        answer = client.post(
+            "/v1/chat/completions", json=GOOD, headers={"content-encoding": "gzip", "content-type": "application/json"}
+        )
+        assert answer.status_code == 415
+
+
+def _exchange(shared: Any, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", shared.router.http_port), 5) as sock:
+        sock.sendall(request)
+        sock.settimeout(5)
+        received = b""
+        try:
+            while piece := sock.recv(65536):
+                received += piece
+        except ConnectionResetError:
+            pass
+        return received
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nbig: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nendless: " + b"a" * 200_000, b"431"),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"431"),
+        (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
+    ],
+)
+def test_what_is_not_http(shared: Any, request_bytes: bytes, status: bytes) -> None:
+    received = _exchange(shared, request_bytes)
+    assert received.startswith(b"HTTP/1.1 " + status), received[:200]
+    assert b'"error"' in received and b"x-request-id" in received
+
+
+def test_a_body_in_pieces_is_bounded_without_its_length(shared: Any) -> None:
+    def pieces() -> Any:
+        for _ in range(100):
+            yield b" " * 65536
+
+    with shared.client() as client:
+        answer = client.post(
+            "/v1/chat/completions", content=pieces(), headers={"content-type": "application/json"}, timeout=10
+        )
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_null_fields_count_as_absent(shared: Any) -> None:
+    nulls = dict.fromkeys(
+        ["tools", "temperature", "stop", "response_format", "logit_bias", "seed", "n", "stream", "metadata", "audio"]
+    )
+    with shared.client() as client:
+        answer = client.post("/v1/chat/completions", json={**GOOD, **nulls})
+        assert answer.status_code == 200, answer.text
+        harmless = {"response_format": {"type": "text"}, "tools": [], "store": False, "service_tier": "auto"}
+        assert client.post("/v1/chat/completions", json={**GOOD, **harmless}).status_code == 200
+
+
+def test_slow_bodies_time_out(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica()], limits={"body_seconds": 0.2})
+
+    def slowly() -> Any:
+        yield b"{"
+        time.sleep(1)
+        yield b"}"
+
+    with harness.client() as client:
+        try:
+            answer = client.post("/v1/completions", content=slowly(), headers={"content-type": "application/json"})
+        except httpx.HTTPError:
+            pytest.fail("the connection was cut instead of answered")
+    assert answer.status_code == 408

@@ -1,0 +1,209 @@
+"""Clients that leave, replicas that refuse, stall or die, and floods."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def _post(harness: Any, **fields: Any) -> httpx.Response:
+    with harness.client() as client:
+        return client.post("/v1/chat/completions", json={**BODY, **fields})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_disconnect_cancels_at_the_replica(
+    harness: Any, make_replica: Any, eventually: Any, stream: bool, phase: str
+) -> None:
+    replica = make_replica(token_seconds=0.05, first_seconds=20 if phase == "prefill" else 0)
+    harness.start([replica])
+    with harness.client() as client:
+        client.timeout = httpx.Timeout(5, read=0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            with client.stream("POST", "/v1/chat/completions", json={**BODY, "n": 2, "stream": stream}) as answer:
+                began = time.monotonic()
+                for _ in answer.iter_raw():
+                    if time.monotonic() - began > 0.3:
+                        raise httpx.ReadTimeout("enough")
+    eventually(lambda: {submit.attempt_id for submit in replica.submits} == set(replica.cancels), 2)
+    assert len(replica.submits) == 2
+    eventually(lambda: harness.router.services.admission.running == 0)
+    eventually(lambda: not any(link.attempts for link in harness.router.services.fleet.links))
+
+
+def test_a_disconnect_in_the_queue_leaves_it(harness: Any, make_replica: Any, eventually: Any) -> None:
+    replica = make_replica(first_seconds=20)
+    harness.start([replica], limits={"max_concurrent_requests": 1})
+    admission = harness.router.services.admission
+    for _ in range(2):
+        with harness.client() as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=BODY, timeout=httpx.Timeout(5, read=0.2))
+    eventually(lambda: admission.running == 0)
+    assert len(replica.submits) == 2 or len(replica.submits) == 1
+
+
+def test_a_refusal_goes_to_another_replica(harness: Any, make_replica: Any) -> None:
+    full, free = make_replica(replica_id="full", refuse=True), make_replica(replica_id="free")
+    harness.start([full, free])
+    for _ in range(4):
+        assert _post(harness).status_code == 200
+    assert len(free.submits) == 4 and full.submits
+
+
+def test_all_full_is_503_with_retry_after(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(refuse=True)])
+    for stream in (False, True):
+        answer = _post(harness, stream=stream)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "overloaded"
+
+
+def test_death_before_the_first_token_is_not_seen(harness: Any, make_replica: Any, expected_reply: str) -> None:
+    dying = make_replica(replica_id="a", die_after=0)
+    harness.start([dying, make_replica(replica_id="b")])
+    texts = [_post(harness).json()["choices"][0]["message"]["content"] for _ in range(4)]
+    assert texts == [expected_reply] * 4 and dying.submits
+
+
+def test_death_after_tokens_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(die_after=5, token_seconds=0.02)])
+    answer = _post(harness, stream=True)
+    last = [line for line in answer.text.split("\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert "[DONE]" not in answer.text
+
+
+def test_death_of_the_only_replica_is_503(harness: Any, make_replica: Any, eventually: Any) -> None:
+    harness.start([make_replica(die_after=0)])
+    assert _post(harness).status_code == 503
+    with harness.client() as client:
+        eventually(lambda: client.get("/health").status_code == 503)
+        assert client.get("/health/live").status_code == 200
+        assert _post(harness).json()["error"]["code"] == "no_replica_ready"
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_skipped_tokens_are_a_lost_replica_not_a_hole(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(skip_after=3)])
+    answer = _post(harness)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+
+
+def test_a_failed_request_fails_alone(harness: Any, make_replica: Any) -> None:
+    replica = make_replica(end_with_error=True)
+    harness.start([replica])
+    answer = _post(harness)
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "generation_failed"
+    replica.end_with_error = False
+    assert _post(harness).status_code == 200
+
+
+def test_a_stalled_replica_gets_no_work_and_loses_what_has_not_begun(
+    harness: Any, make_replica: Any, eventually: Any, expected_reply: str
+) -> None:
+    slow = make_replica(replica_id="slow", first_seconds=0.2)
+    harness.start([slow])
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(_post(harness)))
+    thread.start()
+    eventually(lambda: bool(slow.submits))
+    slow.frozen = True
+    with harness.client() as client:
+        eventually(lambda: client.get("/health/ready").status_code == 503, 4)
+    other = make_replica(replica_id="other")
+    harness.call(other.start())
+    harness.replicas.append(other)
+    _add_member(harness, [slow, other])
+    thread.join(10)
+    assert answers[0].json()["choices"][0]["message"]["content"] == expected_reply
+    assert len(other.submits) == 1
+
+
+def _add_member(harness: Any, replicas: list[Any]) -> None:
+    from headrace_router.config import StaticMember
+    from headrace_router.membership import static_list
+
+    members = tuple(StaticMember(address=r.address, replica_id=r.replica_id) for r in replicas)
+    harness.loop.call_soon_threadsafe(harness.router.services.fleet.update, static_list(members))
+
+
+def test_a_restarted_replica_is_found_again(harness: Any, make_replica: Any, eventually: Any, tokenizer: Any) -> None:
+    first = make_replica()
+    harness.start([first])
+    assert _post(harness).status_code == 200
+    harness.call(first.kill())
+    again = make_replica(address=first.address, boot_id=b"c" * 16)
+    harness.call(again.start())
+    harness.replicas.append(again)
+    eventually(lambda: _post(harness).status_code == 200)
+    assert again.sent_tokenizers == 0  # the digest was known
+
+
+def test_a_draining_member_finishes_but_gets_nothing_new(harness: Any, make_replica: Any, eventually: Any) -> None:
+    leaving, staying = make_replica(replica_id="a", token_seconds=0.02), make_replica(replica_id="b")
+    harness.start([leaving, staying])
+    leaving.load.draining = True
+    eventually(lambda: sum(link.ready for link in harness.router.services.fleet.links) == 1)
+    for _ in range(3):
+        assert _post(harness).status_code == 200
+    assert len(staying.submits) == 3 and not leaving.submits
+    _add_member(harness, [staying])
+    eventually(lambda: len(harness.router.services.fleet.links) == 1)
+
+
+def test_burst_is_spread_before_loads_are_reported(harness: Any, make_replica: Any) -> None:
+    replicas = [make_replica(replica_id=name, first_seconds=0.3) for name in "abc"]
+    harness.start(replicas)
+    threads = [threading.Thread(target=_post, args=(harness,)) for _ in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(len(replica.submits) for replica in replicas) <= 4
+
+
+def test_floods_are_refused_at_once(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(first_seconds=0.5)], limits={"max_concurrent_requests": 2, "max_queued_requests": 1})
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda: codes.append(_post(harness).status_code)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200] * 3 + [503] * 5
+
+
+def test_silence_is_filled_with_comments(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(first_seconds=0.5)], keep_alive_seconds=0.1)
+    text = _post(harness, stream=True, max_tokens=3).text
+    assert text.startswith('data: {"id":"chatcmpl-')  # the role is first, whatever the silence
+    assert text.count(": keep-alive\n\n") >= 3 and text.endswith("data: [DONE]\n\n")
+
+
+def test_a_deadline_ends_the_request_and_frees_it(harness: Any, make_replica: Any, eventually: Any) -> None:
+    replica = make_replica(first_seconds=20)
+    harness.start([replica], limits={"request_seconds": 0.3})
+    answer = _post(harness)
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+    assert 0 < replica.submits[0].deadline_ms <= 300
+    eventually(lambda: len(replica.cancels) == 1, 1)
+
+
+def test_shutdown_lets_streams_finish_and_refuses_new_requests(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(token_seconds=0.01)], shutdown_seconds=5)
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(_post(harness, stream=True).text))
+    thread.start()
+    time.sleep(0.3)
+    harness.call(harness.router.stop())
+    thread.join(5)
+    assert texts[0].endswith("data: [DONE]\n\n")
+    with pytest.raises(httpx.ConnectError):
+        _post(harness)
+    harness.router = None
