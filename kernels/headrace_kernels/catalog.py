@@ -1,9 +1,11 @@
 """Every op with its backends, best first. A new backend (Triton, say) is one more line per op here."""
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from headrace_kernels.cpu import library
@@ -71,5 +73,12 @@ def describe() -> list[str]:
     """Sentences for the start-up notes: which backends run, and what would make them faster."""
     reason = library.missing()
     if reason is None:
-        return ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
-    return [f"CPU kernels: torch only, slower, since {reason}."]
+        notes = ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
+    else:
+        notes = [f"CPU kernels: torch only, slower, since {reason}."]
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive" and torch.get_num_threads() > 1:
+        notes.append(
+            "OpenMP threads spin while they wait, which is many times slower where other processes share the cores; "
+            "set OMP_WAIT_POLICY=passive before start."
+        )
+    return notes

@@ -32,3 +32,14 @@ def test_one_copy_of_the_weight():
     assert len(dense) + (layer._packed is not None) == 1
     with torch.inference_mode():
         assert layer(torch.randn(2, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize(("out", "inner"), [(960, 576), (576, 1023), (576, 1024), (576, 1536), (100, 4096)])
+def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(out, inner):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    layer, x = PackedLinear(torch.randn(out, inner), torch.randn(out)), torch.randn(130, inner)
+    together = layer(x)
+    for rows in (1, 2, 3, 7, 32, 65):
+        assert torch.equal(layer(x[:rows]), together[:rows])
+    assert layer(x[:1][None]).shape == (1, 1, out)

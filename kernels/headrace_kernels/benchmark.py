@@ -1,0 +1,128 @@
+"""Times of the CPU ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows]``.
+
+Shapes are SmolLM2-135M's. Runs are interleaved, and each line gives the fastest: on a shared machine that is the one that
+was left alone (set OMP_WAIT_POLICY=passive there). Weights rotate through more memory than the caches hold, as they do
+in a model.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from headrace_kernels import PackedLinear, catalog
+from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.registry import Op
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, VOCAB = 9, 3, 64, 16, 576, 49152
+_ROTATED_BYTES = 64 << 20
+
+
+def fastest(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of the fastest run of each, taken in turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def linear() -> None:
+    """Packed against plain linears."""
+    for out, inner in ((960, HIDDEN), (HIDDEN, HIDDEN), (3072, HIDDEN), (HIDDEN, 1536), (VOCAB, HIDDEN)):
+        copies = max(1, _ROTATED_BYTES // (out * inner * 4))
+        weights = [torch.randn(out, inner) for _ in range(copies)]
+        packed = [PackedLinear(weight) for weight in weights]
+        for rows in (1, 8, 32, 128, 256):
+            x = torch.randn(rows, inner)
+            turn = iter(range(1 << 30))
+            times = fastest(
+                {
+                    "torch": lambda: functional.linear(x, weights[next(turn) % copies]),  # noqa: B023
+                    "packed": lambda: packed[next(turn) % copies](x),  # noqa: B023
+                },
+                rounds=40 if out < VOCAB else 5,
+            )
+            plain, fast = times["torch"], times["packed"]
+            print(
+                f"linear {inner}->{out} rows {rows:3d}: torch {plain * 1e6:7.0f} us, packed {fast * 1e6:7.0f} us, "
+                f"{plain / fast:4.1f}x, {2 * out * inner * rows / fast / 1e9:4.0f} GFLOP/s, "
+                f"{out * inner * 4 / fast / 1e9:3.0f} GB/s"
+            )
+
+
+def attention() -> None:
+    """Every attention backend on decode, prefill and mixed batches of (query length, sequence length)."""
+    batches = {
+        "1 decode at 128": [(1, 128)],
+        "1 decode at 2048": [(1, 2048)],
+        "1 decode at 8192": [(1, 8192)],
+        "32 decode at 200": [(1, 200)] * 32,
+        "prefill 512": [(512, 512)],
+        "prefill 256 at 2048": [(256, 2048)],
+        "prefill 256 + 31 decode": [(256, 256)] + [(1, 200)] * 31,
+    }
+    for name, lens in batches.items():
+        counts = [-(-length // BLOCK) for _, length in lens]
+        ids = torch.split(torch.randperm(sum(counts)).int(), counts)
+        meta = AttentionMeta(
+            query_starts=torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).int(),
+            seq_lens=torch.tensor([length for _, length in lens], dtype=torch.int32),
+            block_tables=torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True),
+            slots=torch.empty(0, dtype=torch.int64),
+            max_query_len=max(q for q, _ in lens),
+            max_seq_len=max(length for _, length in lens),
+        )
+        query = torch.randn(sum(q for q, _ in lens), HEADS, HEAD_DIM)
+        pool = torch.randn(2, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
+        runs: dict[str, Callable[[], object]] = {}
+        for backend in catalog.PAGED_ATTENTION.available():
+            runs[backend] = functools.partial(catalog.PAGED_ATTENTION.named(backend), query, pool, meta, scale=0.125)
+        times = fastest(runs, rounds=15)
+        flops = sum(q * (length - q / 2) * 4 * HEADS * HEAD_DIM for q, length in lens)
+        parts = [f"{backend} {t * 1e6:6.0f} us ({flops / t / 1e9:3.0f} GFLOP/s)" for backend, t in times.items()]
+        print(f"attention {name}: {', '.join(parts)}")
+
+
+def rows() -> None:
+    """Row ops: norms, activation, rope, noise."""
+    for count in (1, 32, 256):
+        x, weight = torch.randn(count, HIDDEN), torch.ones(HIDDEN)
+        gate_up, cos = torch.randn(count, 3072), torch.randn(count, HEAD_DIM)
+        query, key = torch.randn(count, HEADS, HEAD_DIM), torch.randn(count, KV_HEADS, HEAD_DIM)
+        _compare(count, catalog.RMS_NORM, x, weight, 1e-5)
+        _compare(count, catalog.ADD_RMS_NORM, x, x, weight, 1e-5)
+        _compare(count, catalog.SILU_MUL, gate_up)
+        _compare(count, catalog.APPLY_ROPE, query, key, cos, cos)
+    for count in (1, 32):
+        scores, keys = torch.randn(count, VOCAB) * 3, torch.arange(count)
+        _compare(count, catalog.GUMBEL_ARGMAX, scores, keys)
+        _compare(count, catalog.ROW_LOGSUMEXP, scores)
+
+
+def _compare(count: int, op: Op[Any], *arguments: object) -> None:
+    runs: dict[str, Callable[[], object]] = {
+        name: functools.partial(op.named(name), *arguments) for name in op.available()
+    }
+    times = fastest(runs, rounds=40)
+    print(f"{op.name} rows {count:3d}: " + ", ".join(f"{name} {t * 1e6:6.1f} us" for name, t in times.items()))
+
+
+def main() -> None:
+    """Runs the named part, or all."""
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {' '.join(catalog.describe())}")
+    parts = {"linear": linear, "attention": attention, "rows": rows}
+    with torch.inference_mode():
+        for name, part in parts.items():
+            if name in sys.argv[1:] or len(sys.argv) == 1:
+                part()
+
+
+if __name__ == "__main__":
+    main()
