@@ -305,7 +305,7 @@ extern "C" void headrace_attention(float* out, const float* query, int64_t query
     const std::unique_ptr<float[]> partial(new float[partial_rows * (head_dim + 2)]);
     float *peaks = partial.get(), *totals = peaks + partial_rows, *mixed = totals + partial_rows;
     const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
-    const int team = (int)std::min<int64_t>(count, threads_for(work, 1 << 15, (int)threads));
+    const int team = (int)std::min<int64_t>(count, threads_for(work, 1 << 18, (int)threads));
 
 #pragma omp parallel num_threads(team) if (team > 1)
     {
@@ -342,7 +342,7 @@ extern "C" void headrace_write_kv(const float* key, int64_t key_token_stride, in
                                   const float* value, int64_t value_token_stride, int64_t value_head_stride,
                                   float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
                                   int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
-    const int team = threads_for(tokens * kv_heads * head_dim, 1 << 16, (int)threads);
+    const int team = threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads);
     float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t t = 0; t < tokens; t++) {

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // elements per thread
+constexpr int64_t GRAIN = 1 << 17;  // elements per thread: waking one takes about 40 us where waiting threads sleep
 
 // The sum of squares; lanes first, so that its order depends on n alone.
 inline float sum_of_squares(const float* x, int64_t n) {

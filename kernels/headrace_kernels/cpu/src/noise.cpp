@@ -98,7 +98,7 @@ Best best_of(const float* scores, uint64_t key, int64_t from, int64_t to) {
 
 extern "C" void headrace_gumbel_noise(float* out, const int64_t* keys, int64_t rows, int64_t vocab, int64_t threads) {
     const int64_t pieces = (vocab + PIECE - 1) / PIECE;
-    const int team = threads_for(rows * vocab, 1 << 13, (int)threads);
+    const int team = threads_for(rows * vocab, 1 << 15, (int)threads);
 #pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t p = 0; p < pieces; p++)
@@ -115,7 +115,7 @@ extern "C" void headrace_gumbel_argmax(int64_t* out, const float* scores, int64_
                                        int64_t rows, int64_t vocab, int64_t threads) {
     const int64_t pieces = (vocab + PIECE - 1) / PIECE;
     std::vector<Best> best(rows * pieces);
-    const int team = threads_for(rows * vocab, 1 << 13, (int)threads);
+    const int team = threads_for(rows * vocab, 1 << 15, (int)threads);
 #pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t p = 0; p < pieces; p++)

@@ -46,7 +46,7 @@ extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t 
                                        int64_t threads) {
     const int64_t pieces = (n + PIECE - 1) / PIECE;
     std::vector<Part> parts(rows * pieces);
-    const int team = threads_for(rows * n, 1 << 14, (int)threads);
+    const int team = threads_for(rows * n, 1 << 17, (int)threads);
 #pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t p = 0; p < pieces; p++)
