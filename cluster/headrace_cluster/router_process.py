@@ -32,6 +32,7 @@ def router_config(spec: ClusterSpec, controller: str, secret: bytes) -> RouterCo
         policy=routers.policy,
         keep_alive_seconds=routers.keep_alive_seconds,
         shutdown_seconds=routers.shutdown_seconds,
+        log_level=routers.log_level,
     )
 
 

@@ -89,6 +89,7 @@ class RoutersSpec(_Section):
     policy: Literal["least-load", "round-robin"] = "least-load"
     keep_alive_seconds: float = Field(default=15, gt=0, description="of silence on a stream before a comment is sent")
     shutdown_seconds: float = Field(default=5, ge=0, description="for requests in flight after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
 
 
 class AdminSpec(_Section):

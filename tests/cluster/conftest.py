@@ -1,0 +1,102 @@
+"""Shared by the control plane's tests."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.spec import ModelSpec
+from headrace_worker.config import ReplicaConfig, ReplicaStarted
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # ranks import the fake replica by name, and so do we
+
+from fake_replica import FakeReplica  # noqa: E402
+
+SECRET = b"a secret of this test"
+
+
+@pytest.fixture(autouse=True)
+def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the user's own folder or settings."""
+    for name in ("HEADRACE_CONFIG", "HEADRACE_ADMIN_KEY", "HEADRACE_PORT", "HEADRACE_ADMIN_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    monkeypatch.setenv("HEADRACE_HOME", str(home))
+    return home
+
+
+class FakeDriver:
+    """Runs fake replicas in this process. Tests end them, fail them, or look at what was asked."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaName, FakeReplica] = {}
+        self.calls: list[tuple[str, ReplicaName]] = []
+        self.failures: list[StartFailedError] = []  # of the next starts
+        self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
+
+    async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
+        self.calls.append(("launch", name))
+        config = ReplicaConfig(
+            replica_id=name.replica_id, generation=name.generation, model=model.name, source="", secret=SECRET
+        )
+        self.replicas[name] = FakeReplica(config)
+        self._deaths[name] = asyncio.get_running_loop().create_future()
+        return [RankFacts(0, 1000 + name.generation, "here")]
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.replicas[name].start()
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        return Progress("loading", 0.5)
+
+    async def died(self, name: ReplicaName) -> str:
+        return await self._deaths[name]
+
+    async def drain(self, name: ReplicaName) -> None:
+        self.calls.append(("drain", name))
+        self.replicas[name].drain()
+
+    async def stop(self, name: ReplicaName) -> None:
+        self.calls.append(("stop", name))
+        if name in self.replicas:
+            self.replicas.pop(name).stop()
+
+    def kill(self, name: ReplicaName, cause: str = "rank 0 was killed") -> None:
+        """As if a rank's process had died."""
+        self.replicas[name].stop()
+        self._deaths[name].set_result(cause)
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    yield fake
+    for replica in fake.replicas.values():
+        replica.stop()
+
+
+@pytest.fixture
+def secret() -> bytes:
+    return SECRET
+
+
+@pytest.fixture
+def eventually() -> Callable[..., object]:
+    """await eventually(condition): until it holds, or fails after some seconds."""
+
+    async def wait(condition: Callable[[], object], seconds: float = 8) -> object:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not (value := condition()):
+            assert loop.time() < deadline, "the condition did not come true in time"
+            await asyncio.sleep(0.02)
+        return value
+
+    return wait

@@ -1,0 +1,233 @@
+"""The reconciler: events in, actions out; the clock is a number."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_cluster.controller.reconciler import (
+    BACKOFF_LIMIT_SECONDS,
+    Launch,
+    Reconciler,
+    State,
+    Stop,
+    desired_replicas,
+)
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.spec import HealthSpec, parse_spec
+
+HEALTH = HealthSpec()
+
+
+def _reconciler(replicas: int = 1) -> Reconciler:
+    return Reconciler(desired_replicas(parse_spec({"models": [{"replicas": replicas}]})), HEALTH)
+
+
+def _ready(reconciler: Reconciler, now: float = 0.0) -> ReplicaName:
+    (launch,) = reconciler.actions(now)
+    assert isinstance(launch, Launch)
+    reconciler.heard(launch.name, State.READY, 0.01, now)
+    return launch.name
+
+
+def test_builds_each_replica_once() -> None:
+    reconciler = _reconciler(2)
+    names = [action.name for action in reconciler.actions(0.0)]
+    assert names == [ReplicaName("smollm2-0", 1), ReplicaName("smollm2-1", 1)]
+    assert reconciler.actions(1.0) == []
+    assert not reconciler.ready
+    for name in names:
+        reconciler.heard(name, State.READY, 0.01, 1.0)
+    assert reconciler.ready
+
+
+def test_a_dead_replica_is_rebuilt_at_once_with_the_next_generation() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.died(name, "rank 0 was killed", 5.0)
+    assert reconciler.records["smollm2-0"].state is State.DEAD
+    (launch,) = reconciler.actions(5.0)
+    assert launch.name == ReplicaName("smollm2-0", 2)
+
+
+def test_repeated_deaths_back_off_and_are_called_a_crash_loop() -> None:
+    reconciler = _reconciler()
+    now, waits = 0.0, []
+    name = _ready(reconciler)
+    for _ in range(10):
+        reconciler.died(name, "out of memory", now)
+        died = now
+        while not (actions := reconciler.actions(now)):
+            now += 0.25
+        waits.append(now - died)
+        name = actions[0].name
+        reconciler.heard(name, State.READY, 0.01, now)
+    assert waits[:5] == [0, 1, 2, 4, 8]
+    assert max(waits) == BACKOFF_LIMIT_SECONDS
+    reconciler.died(name, "out of memory", now)
+    loop = reconciler.crash_loop(reconciler.records["smollm2-0"], now)
+    assert "crash loop" in loop and "out of memory" in loop and "next try in" in loop
+    assert reconciler.fatal == ""  # it was ready once: the cluster goes on
+
+
+def test_old_failures_are_forgotten() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    for now in (0.0, 1000.0, 2000.0):
+        reconciler.died(name, "x", now)
+        (launch,) = reconciler.actions(now)
+        name = launch.name
+        reconciler.heard(name, State.READY, 0.01, now)
+
+
+def test_silence_makes_unhealthy_then_replaces() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    record = reconciler.records["smollm2-0"]
+    assert reconciler.actions(HEALTH.silence_seconds) == [] and record.state is State.READY
+    assert reconciler.actions(2.5) == [] and record.state is State.UNHEALTHY
+    assert "silent" in record.cause
+    assert reconciler.actions(2.5 + HEALTH.replace_seconds) == []
+    assert reconciler.actions(2.6 + HEALTH.replace_seconds) == [Stop(name, drain=False)]
+    (launch,) = reconciler.actions(2.7 + HEALTH.replace_seconds)
+    assert launch.name.generation == 2
+
+
+def test_silence_that_ends_in_time_costs_nothing() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.actions(10.0)
+    reconciler.heard(name, State.READY, 0.01, 12.0)
+    assert reconciler.records["smollm2-0"].state is State.READY
+    assert reconciler.records["smollm2-0"].cause == ""
+    assert reconciler.actions(13.0) == []
+
+
+def test_a_long_step_is_no_silence() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.heard(name, State.READY, 3.0, 0.0)  # predicted: the next step takes 3 s
+    reconciler.actions(11.9)
+    assert reconciler.records["smollm2-0"].state is State.READY
+    reconciler.actions(12.1)
+    assert reconciler.records["smollm2-0"].state is State.UNHEALTHY
+
+
+def test_a_named_error_at_the_first_start_is_fatal() -> None:
+    reconciler = _reconciler()
+    (launch,) = reconciler.actions(0.0)
+    reconciler.start_failed(launch.name, "too little memory", 1.0, final=True)
+    assert reconciler.fatal == "too little memory"
+    assert reconciler.actions(100.0) == []
+
+
+def test_an_unnamed_one_is_tried_again_twice() -> None:
+    reconciler = _reconciler()
+    now = 0.0
+    for generation in (1, 2, 3):
+        assert reconciler.fatal == ""
+        while not (actions := reconciler.actions(now)):
+            now += 0.5
+        assert actions[0].name.generation == generation
+        reconciler.start_failed(actions[0].name, "killed", now, final=False)
+    assert reconciler.fatal == "killed"
+
+
+def test_a_failed_restart_of_what_was_ready_is_not_fatal() -> None:
+    reconciler = _reconciler()
+    reconciler.died(_ready(reconciler), "killed", 1.0)
+    (launch,) = reconciler.actions(1.0)
+    reconciler.start_failed(launch.name, "too little memory", 2.0, final=True)
+    assert reconciler.fatal == ""
+    assert reconciler.actions(2.5) == []
+    assert len(reconciler.actions(3.1)) == 1
+
+
+def test_a_start_that_never_ends_is_given_up() -> None:
+    reconciler = _reconciler()
+    (launch,) = reconciler.actions(0.0)
+    (stop,) = reconciler.actions(HEALTH.start_seconds + 1)
+    assert stop == Stop(launch.name, drain=False)
+    assert "not ready after" in reconciler.records["smollm2-0"].cause
+
+
+def test_last_words_of_an_old_generation_change_nothing() -> None:
+    reconciler = _reconciler()
+    old = _ready(reconciler)
+    reconciler.died(old, "killed", 1.0)
+    (launch,) = reconciler.actions(1.0)
+    for event in (
+        lambda: reconciler.heard(old, State.READY, 0.01, 2.0),
+        lambda: reconciler.died(old, "again", 2.0),
+        lambda: reconciler.start_failed(old, "again", 2.0, final=True),
+        lambda: reconciler.stopped(old, 2.0),
+    ):
+        event()
+        record = reconciler.records["smollm2-0"]
+        assert (record.state, record.generation) == (State.STARTING, launch.name.generation)
+
+
+def test_what_is_not_wanted_any_more_drains_and_goes() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.set_desired(())
+    assert reconciler.actions(1.0) == [Stop(name, drain=True)]
+    reconciler.heard(name, State.READY, 0.01, 1.1)  # a late message does not bring it back
+    assert reconciler.records["smollm2-0"].state is State.DRAINING
+    assert reconciler.actions(2.0) == [] and not reconciler.idle
+    reconciler.stopped(name, 3.0)
+    assert reconciler.actions(3.0) == []
+    assert reconciler.idle and reconciler.records == {}
+
+
+def test_ids_stay_unique_where_models_end_alike() -> None:
+    spec = parse_spec({"models": [{"source": "a/tiny", "replicas": 2}, {"source": "b/tiny"}]})
+    assert [entry.replica_id for entry in desired_replicas(spec)] == ["tiny-0", "tiny-1", "tiny-2"]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@given(
+    events=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["ready", "die", "fail", "silence", "stall"]), st.floats(0, 40))
+    )
+)
+def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tuple[int, str, float]]) -> None:
+    """Generations only grow, no build starts before the last one is dead or told to stop, nothing is lost."""
+    reconciler = _reconciler(replicas)
+    alive: dict[str, ReplicaName] = {}
+    generations: dict[str, int] = {}
+    now = 0.0
+
+    def act() -> None:
+        for action in reconciler.actions(now):
+            key = action.name.replica_id
+            if isinstance(action, Launch):
+                assert key not in alive
+                assert action.name.generation == generations.get(key, 0) + 1
+                generations[key] = action.name.generation
+                alive[key] = action.name
+            else:
+                assert alive.pop(key) == action.name
+
+    act()
+    for index, kind, delay in events:
+        name = alive.get(f"smollm2-{index % replicas}")
+        if name is not None and kind == "ready":
+            reconciler.heard(name, State.READY, 0.01, now)
+        elif name is not None and kind == "stall":
+            reconciler.heard(name, State.UNHEALTHY, 0.01, now)
+        elif name is not None and kind == "die":
+            alive.pop(name.replica_id)
+            reconciler.died(name, "died", now)
+        elif name is not None and kind == "fail":
+            alive.pop(name.replica_id)
+            reconciler.start_failed(name, "failed", now, final=False)
+        now += delay
+        act()
+    if not reconciler.fatal:
+        now += BACKOFF_LIMIT_SECONDS + HEALTH.replace_seconds + HEALTH.silence_seconds
+        act()
+        now += BACKOFF_LIMIT_SECONDS + HEALTH.replace_seconds
+        act()
+        now += BACKOFF_LIMIT_SECONDS
+        act()
+        assert len(alive) == replicas

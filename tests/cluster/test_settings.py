@@ -1,0 +1,121 @@
+"""Flag > environment > file > default, and what is not a setting."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cluster.errors import SpecError
+from headrace_cluster.settings import OPTIONS, build_spec, from_environment, unknown_variables
+
+KUBERNETES = {
+    "HEADRACE_PORT": "tcp://10.0.0.7:8000",
+    "HEADRACE_GRPC_PORT": "tcp://10.0.0.7:8001",
+    "HEADRACE_SERVICE_HOST": "10.0.0.7",
+    "HEADRACE_SERVICE_PORT": "8000",
+    "HEADRACE_SERVICE_PORT_HTTP": "8000",
+    "HEADRACE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+    "HEADRACE_PORT_8000_TCP_ADDR": "10.0.0.7",
+    "HEADRACE_PORT_8000_TCP_PORT": "8000",
+    "HEADRACE_PORT_8000_TCP_PROTO": "tcp",
+    "HEADRACE_ROUTER_SERVICE_HOST": "10.0.0.8",
+    "HEADRACE_ROUTER_PORT": "tcp://10.0.0.8:8000",
+}
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_precedence(tmp_path: Path) -> None:
+    path = _file(tmp_path, "routers: {port: 1001, grpc_port: 1002, host: localhost}\nmodels: [{replicas: 2, tp: 2}]\n")
+    environ = {"HEADRACE_PORT": "2001", "HEADRACE_REPLICAS": "3", "HEADRACE_ADMIN_PORT": "2003"}
+    spec = build_spec({"port": 3001, "dtype": None}, path, environ)
+    assert spec.routers.port == 3001  # flag
+    assert (spec.models[0].replicas, spec.admin.port) == (3, 2003)  # environment
+    assert (spec.routers.grpc_port, spec.routers.host, spec.models[0].tp) == (1002, "localhost", 2)  # file
+    assert spec.models[0].block_size == 16  # default
+
+
+def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
+    values = {
+        "device": "cpu",
+        "dtype": "float32",
+        "load_format": "gguf",
+        "kv_cache_memory": "1GiB",
+        "host": "localhost",
+        "trust_remote_code": "true",
+        "allow_no_auth": "true",
+        "cluster": "other",
+        "model": "a/b",
+        "served_model_name": "name",
+    }
+    numbers = {option.name: str(4321 + place) for place, option in enumerate(OPTIONS) if option.name.endswith("port")}
+    for option in OPTIONS:
+        value = values.get(option.name) or numbers.get(option.name) or "7"
+        by_flag = build_spec({option.name: value}, environ={})
+        assert by_flag != build_spec({}, environ={}), option.name
+        assert by_flag == build_spec({}, environ={option.variable: value}), option.name
+
+
+def test_what_kubernetes_injects_is_no_setting() -> None:
+    assert from_environment(KUBERNETES) == {}
+    assert unknown_variables(KUBERNETES) == []
+    assert build_spec({}, environ=KUBERNETES) == build_spec({}, environ={})
+
+
+def test_variables_of_others_and_empty_ones_are_left_alone() -> None:
+    environ = {"HEADRACE_TORCH": "skip", "HEADRACE_HOME": "/x", "HEADRACE_PORT": "  ", "PATH": "/bin"}
+    assert from_environment(environ) == {}
+    assert unknown_variables(environ) == []
+
+
+def test_a_slip_of_the_pen_is_named_with_its_neighbour() -> None:
+    assert unknown_variables({"HEADRACE_REPLICSA": "2"}) == [
+        "the environment variable HEADRACE_REPLICSA sets nothing (did you mean HEADRACE_REPLICAS?)"
+    ]
+
+
+def test_a_wrong_variable_is_a_spec_error() -> None:
+    with pytest.raises(SpecError, match=r"models\[0\]\.replicas"):
+        build_spec({}, environ={"HEADRACE_REPLICAS": "many"})
+
+
+def test_model_flags_need_one_model(tmp_path: Path) -> None:
+    path = _file(tmp_path, "models: [{source: a/b}, {source: c/d}]")
+    assert len(build_spec({}, path, {}).models) == 2
+    with pytest.raises(SpecError, match=r"--tp .* lists 2"):
+        build_spec({"tp": 2}, path, {})
+
+
+def test_keys_from_the_environment() -> None:
+    spec = build_spec({}, environ={"HEADRACE_API_KEYS": "first-key-1, second-key-2"})
+    assert [key.key.get_secret_value() for key in spec.auth.keys] == ["first-key-1", "second-key-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: 8000", "unknown key 'port'"),
+        ("- a", "keys and values"),
+        ("a: [", "not YAML"),
+        ("routers: 5", "routers"),
+        ("models: {}", "models"),
+        ("routers: {port: 1, port: 2}", "stands twice"),
+        ("x: !!python/object/apply:os.getpid []", "not YAML"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        build_spec({"port": 9} if "routers: 5" in text else {}, _file(tmp_path, text), {})
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"nowhere\.yaml cannot be read"):
+        build_spec({}, tmp_path / "nowhere.yaml", {})
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = _file(tmp_path, "cluster: from-file")
+    assert build_spec({}, environ={"HEADRACE_CONFIG": str(path)}).cluster == "from-file"

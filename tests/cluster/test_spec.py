@@ -1,0 +1,99 @@
+"""The spec: what is accepted, and what a refusal says."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cluster.errors import SpecError
+from headrace_cluster.sizes import format_bytes, parse_bytes
+from headrace_cluster.spec import ClusterSpec, default_name, parse_spec
+
+
+def test_an_empty_spec_serves_the_embedded_model() -> None:
+    spec = parse_spec({})
+    assert [(model.name, model.source, model.replicas) for model in spec.models] == [("smollm2", "smollm2", 1)]
+    assert (spec.routers.host, spec.routers.port, spec.routers.grpc_port, spec.admin.port) == (
+        "127.0.0.1",
+        8000,
+        8001,
+        8002,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("smollm2", "smollm2"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("/data/models/my model/", "my-model"),
+        ("./weights/tiny.Q4_1.gguf", "tiny.Q4_1"),
+    ],
+)
+def test_a_model_is_named_after_its_source(source: str, name: str) -> None:
+    assert default_name(source) == name
+
+
+def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert default_name("a/b") == "b"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"model": []}, "unknown key 'model'"),
+        ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce'"),
+        ({"models": []}, "models"),
+        ({"models": [{"tp": 0}]}, "models[0].tp"),
+        ({"models": [{"kv_cache_memory": "lots"}]}, "2GiB"),
+        ({"models": [{"dtype": "int3"}]}, "models[0].dtype"),
+        ({"models": [{}, {}]}, "'smollm2' is given twice"),
+        ({"routers": {"port": 70000}}, "routers.port"),
+        ({"routers": {"port": 9000, "grpc_port": 9000}}, "both 9000"),
+        ({"routers": {"port": 8002}}, "both 8002"),
+        ({"admin": {"host": "0.0.0.0"}}, "admin.host"),
+        ({"limits": {"no": 1}}, "unknown key 'limits.no'"),
+        ({"cluster": "Not A Name"}, "cluster"),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_its_field(data: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(data)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_wrong_key_is_not_repeated_in_the_message() -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec({"auth": {"keys": ["tiny s3cret"]}})
+    assert "s3cret" not in str(raised.value)
+
+
+def test_one_wrong_model_is_one_sentence() -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec({"models": [{"replicas": 0}]})
+    assert str(raised.value).startswith("models[0].replicas") and ";" not in str(raised.value)
+
+
+def test_the_spec_survives_json() -> None:
+    spec = parse_spec({"models": [{"source": "smollm2", "kv_cache_memory": "1.5GiB"}], "ray": {"address": "auto"}})
+    assert spec.models[0].kv_cache_memory == 3 << 29
+    assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("0", 0), ("2GiB", 2 << 30), ("512M", 512_000_000), ("1.5 kib", 1536), ("7b", 7)]
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 GiBs", "nan"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="amount of memory"):
+        parse_bytes(text)
+
+
+def test_sizes_for_people() -> None:
+    assert [format_bytes(n) for n in (5, 2048, 3 << 20, 5 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
