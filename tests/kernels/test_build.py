@@ -17,7 +17,7 @@ def _start(code: str, **environment: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(str(ROOT / room) for room in ("kernels", "proto"))
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": path, "HEADRACE_CPU_KERNELS": "on", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
