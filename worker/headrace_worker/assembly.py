@@ -33,9 +33,11 @@ class Assembly:
     max_model_len: int
 
 
-def assemble(config: ReplicaConfig, report: Report = lambda stage, fraction: None) -> Assembly:
-    """Loads, sizes and warms up. Raises a HeadraceError with a sentence when it cannot."""
-    model = load(config, report)
+def assemble(
+    config: ReplicaConfig, report: Report = lambda stage, fraction: None, model: LoadedModel | None = None
+) -> Assembly:
+    """Loads (unless a loaded model is given), sizes and warms up. Raises a HeadraceError with a sentence."""
+    model = model or load(config, report)
     max_model_len = _max_model_len(config, model)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     report("sizing the KV cache", 0.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace_worker.assembly import Assembly, assemble
 from headrace_worker.config import ReplicaConfig
+from headrace_worker.model.load import LoadedModel
 from headrace_worker.plan import RowSampling, SampledLogprobs
 from headrace_worker.request import Finish, Request
 
@@ -39,8 +40,8 @@ class Completion:
 class OfflineEngine:
     """Generates for batches of prompts with continuous batching."""
 
-    def __init__(self, config: ReplicaConfig) -> None:
-        self.assembly: Assembly = assemble(config)
+    def __init__(self, config: ReplicaConfig, model: LoadedModel | None = None) -> None:
+        self.assembly: Assembly = assemble(config, model=model)
 
     def generate(self, prompts: Sequence[Prompt], after_step: Callable[[], None] = lambda: None) -> list[Completion]:
         """Completions in the order of the prompts. `after_step` is called after every step."""

@@ -1,0 +1,144 @@
+"""The whole engine (scheduler, KV manager, runner, sampler) against plain transformers in float32.
+
+The oracle is teacher-forced: one plain forward over prompt + outputs, whose best token at every position must be the
+engine's. That is greedy decoding position by position. Where the two best logits are closer than 1e-3 either may
+win; such ties are counted and must be rare.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from headrace_worker.plan import RowSampling
+
+TIE = 1e-3
+MODELS = ("smollm2", "llama", "qwen3", "mistral")
+GREEDY = RowSampling(temperature=0.0, logprobs=3)
+
+
+class Subject:
+    """A model both as Headrace loads it and as plain transformers has it."""
+
+    def __init__(self, config: ReplicaConfig, plain: Any, loaded: LoadedModel) -> None:
+        self.config = config
+        self.plain = plain
+        self.loaded = loaded
+
+    def engine(self, **options: Any) -> OfflineEngine:
+        fields = {field: getattr(self.config, field) for field in self.config.__struct_fields__}
+        defaults = {"max_num_seqs": 32, "max_model_len": 200, "kv_cache_memory": 1 << 28}
+        return OfflineEngine(ReplicaConfig(**fields | defaults | options), self.loaded)
+
+    def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+        random = Random(seed)
+        top = min(self.loaded.vocab_size, 40_000)
+        return [[random.randrange(3, top) for _ in range(length)] for length in lengths]
+
+    def check(self, prompt: Sequence[int], completion: Completion) -> int:
+        """Compares one completion with the oracle; returns the number of ties."""
+        assert completion.error == ""
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.inference_mode():
+            logits = self.plain(ids).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = logits.log_softmax(-1)
+        ties = 0
+        for row, token in enumerate(completion.token_ids):
+            best = int(logits[row].argmax())
+            if token != best:
+                assert float(logits[row, best] - logits[row, token]) < TIE, f"output {row}: {token} is not {best}"
+                ties += 1
+            reported = completion.logprobs[row]
+            assert abs(reported.logprob - float(logprobs[row, token])) < 1e-3
+            expected = logprobs[row].topk(3).values.tolist()
+            assert reported.top_logprobs == pytest.approx(expected, abs=1e-3)
+        return ties
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def subject(
+    request: pytest.FixtureRequest,
+    tiny: Callable[[str], Path],
+    replica: Callable[..., ReplicaConfig],
+    add_tokenizer: Callable[[Path], None],
+) -> Subject:
+    if request.param == "smollm2":
+        config = replica("smollm2", block_size=16)
+        untouched = load(config, plan=SurgeryPlan.none())
+        plain = AutoModelForCausalLM.from_config(untouched.config, attn_implementation="sdpa", dtype=torch.float32)
+        plain.load_state_dict(untouched.module.state_dict(), strict=False)
+        plain.tie_weights()
+        return Subject(config, plain.eval(), load(config))
+    folder = tiny(request.param)
+    add_tokenizer(folder)
+    config = replica(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return Subject(config, plain, load(config))
+
+
+def run(engine: OfflineEngine, prompts: list[list[int]], lengths: Sequence[int]) -> list[Completion]:
+    """Generates and checks the bookkeeping at every step; everything is given back in the end."""
+    work = [Prompt(prompt, length, GREEDY, ignore_eos=True) for prompt, length in zip(prompts, lengths, strict=True)]
+    completions = engine.generate(work, after_step=engine.assembly.engine.scheduler.check)
+    assert [len(completion.token_ids) for completion in completions] == list(lengths)
+    assert engine.assembly.kv.pool.used == 0
+    return completions
+
+
+def assert_oracle(subject: Subject, prompts: list[list[int]], completions: list[Completion]) -> None:
+    ties = sum(subject.check(*pair) for pair in zip(prompts, completions, strict=True))
+    assert ties <= len(prompts)
+
+
+def test_alone(subject: Subject) -> None:
+    engine = subject.engine()
+    for prompt in subject.prompts([1, 7, 40]):
+        assert_oracle(subject, [prompt], run(engine, [prompt], [12]))
+
+
+def test_in_a_mixed_batch_of_32(subject: Subject) -> None:
+    random = Random(2)
+    prompts = subject.prompts([random.randrange(1, 70) for _ in range(32)])
+    lengths = [random.randrange(1, 20) for _ in range(32)]
+    assert_oracle(subject, prompts, run(subject.engine(), prompts, lengths))
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_with_chunked_prefill(subject: Subject, budget: int) -> None:
+    prompts = subject.prompts([90, 3, 33, 64, 16, 17], seed=3)
+    engine = subject.engine(max_num_batched_tokens=budget)
+    assert_oracle(subject, prompts, run(engine, prompts, [10] * 6))
+
+
+def test_with_prefix_hits(subject: Subject) -> None:
+    stem = subject.prompts([50], seed=4)[0]
+    prompts = [stem[: 20 + 4 * index] + tail for index, tail in enumerate(subject.prompts([5] * 8, seed=5))]
+    engine = subject.engine()
+    run(engine, [stem], [4])
+    completions = run(engine, prompts, [10] * 8)
+    assert all(completion.cached_tokens > 0 for completion in completions)
+    assert_oracle(subject, prompts, completions)
+    # Once more, now that the prompts themselves are cached.
+    again = run(engine, prompts, [10] * 8)
+    assert_oracle(subject, prompts, again)
+    assert sum(c.cached_tokens for c in again) > sum(c.cached_tokens for c in completions)
+
+
+def test_after_preemption(subject: Subject) -> None:
+    layout = subject.loaded.layout
+    # Room for two and a half requests (one where a window bounds them), so that eight push each other out.
+    share = 1.0 if any(group.window for group in layout.groups) else 2.5
+    blocks = 1 + int(share * len(layout.groups) * (96 // layout.block_size))
+    engine = subject.engine(max_model_len=96, kv_cache_memory=blocks * layout.block_bytes)
+    prompts = subject.prompts([30] * 8, seed=6)
+    completions = run(engine, prompts, [60] * 8)
+    assert sum(completion.preemptions for completion in completions) > 0
+    assert_oracle(subject, prompts, completions)
