@@ -27,7 +27,7 @@ from headrace_router.router_metrics import RouterMetrics
 from headrace_router.services import Services
 from headrace_router.tokenizer_pool import TokenizerPool
 
-HOUSEKEEPING_SECONDS = 0.25
+HOUSEKEEPING_SECONDS = 0.1
 KEEP_ALIVE_CONNECTION_SECONDS = 75
 
 log = structlog.get_logger("headrace.router")

@@ -25,12 +25,12 @@ def test_a_disconnect_cancels_at_the_replica(
     harness.start([replica])
     with harness.client() as client:
         client.timeout = httpx.Timeout(5, read=0.5)
-        with pytest.raises(httpx.ReadTimeout):
-            with client.stream("POST", "/v1/chat/completions", json={**BODY, "n": 2, "stream": stream}) as answer:
-                began = time.monotonic()
-                for _ in answer.iter_raw():
-                    if time.monotonic() - began > 0.3:
-                        raise httpx.ReadTimeout("enough")
+        body = {**BODY, "n": 2, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout), client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            began = time.monotonic()
+            for _ in answer.iter_raw():
+                if time.monotonic() - began > 0.3:
+                    raise httpx.ReadTimeout("enough")
     eventually(lambda: {submit.attempt_id for submit in replica.submits} == set(replica.cancels), 2)
     assert len(replica.submits) == 2
     eventually(lambda: harness.router.services.admission.running == 0)
@@ -45,7 +45,7 @@ def test_a_disconnect_in_the_queue_leaves_it(harness: Any, make_replica: Any, ev
         with harness.client() as client, pytest.raises(httpx.ReadTimeout):
             client.post("/v1/chat/completions", json=BODY, timeout=httpx.Timeout(5, read=0.2))
     eventually(lambda: admission.running == 0)
-    assert len(replica.submits) == 2 or len(replica.submits) == 1
+    eventually(lambda: len(replica.cancels) == len(replica.submits))
 
 
 def test_a_refusal_goes_to_another_replica(harness: Any, make_replica: Any) -> None:

@@ -37,12 +37,15 @@ def info_routes(services: Services, app: FastAPI) -> APIRouter:
         found = services.fleet.model(model)
         return _json(next(entry for entry in _entries(found) if entry["id"] == model))
 
-    @routes.api_route("/health/live", methods=["GET", "HEAD"], tags=["health"], summary="Whether the process lives")
+    @routes.head("/health/live", include_in_schema=False)
+    @routes.get("/health/live", tags=["health"], summary="Whether the process lives")
     async def live() -> Response:
         return _json({"status": "live"})
 
-    @routes.api_route("/health/ready", methods=["GET", "HEAD"], tags=["health"], summary="Whether requests are served")
-    @routes.api_route("/health", methods=["GET", "HEAD"], tags=["health"], summary="Whether requests are served")
+    @routes.head("/health/ready", include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health/ready", tags=["health"], summary="Whether requests are served")
+    @routes.get("/health", tags=["health"], summary="Whether requests are served")
     async def ready() -> Response:
         if not services.ready:
             closing = services.admission.closed

@@ -1,0 +1,129 @@
+"""Small parts by themselves: policies, counters, JSON, the attempt's order of tokens, choices."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace_proto.replica_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Counters, Delta, Load, Sampling
+from headrace_router import strict_json
+from headrace_router.attempt import Attempt, Outcome
+from headrace_router.auth import OPEN_TENANT
+from headrace_router.choice import Choice
+from headrace_router.errors import InvalidRequestError
+from headrace_router.model_card import LoadedTokenizer, ModelCard
+from headrace_router.policy import LeastLoad, RoundRobin, Work
+from headrace_router.replica_counters import ReplicaCounters
+from headrace_router.request import ChoicePlan, GenerationRequest, Prompt
+
+WORK = Work(prompt_token_ids=(), output_tokens_so_far=0, tenant_salt=b"", max_tokens=1)
+
+
+@dataclass
+class Candidate:
+    replica_id: str = "r"
+    load: Load = field(default_factory=Load)
+    unreported: int = 0
+
+
+def test_least_load_counts_running_waiting_and_unreported() -> None:
+    policy = LeastLoad()
+    candidates = [
+        Candidate(load=Load(running=3)),
+        Candidate(load=Load(running=1, waiting=1), unreported=2),
+        Candidate(load=Load(running=2)),
+    ]
+    assert [policy.choose(candidates, WORK) for _ in range(5)] == [2] * 5
+
+
+def test_equal_replicas_take_turns() -> None:
+    candidates = [Candidate() for _ in range(3)]
+    for policy in (LeastLoad(), RoundRobin()):
+        chosen = [policy.choose(candidates, WORK) for _ in range(9)]
+        assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_counters_never_go_back() -> None:
+    counters = ReplicaCounters()
+    totals = [
+        counters.totals(("m", "r"), boot, Counters(generation_tokens=count))[1]
+        for boot, count in [(b"1", 5), (b"1", 9), (b"2", 1), (b"2", 4), (b"3", 0)]
+    ]
+    assert totals == [5, 9, 10, 13, 13]
+
+
+@pytest.mark.parametrize("text", ["1e999", "[1e999]", "-1e999"])
+def test_numbers_beyond_double_are_refused_or_infinite_never_a_crash(text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        strict_json.parse(text.encode(), 10)
+
+
+def test_json_depth_is_counted_exactly() -> None:
+    assert strict_json.parse(b'{"a":[{"b":1}]}', 3) == {"a": [{"b": 1}]}
+    with pytest.raises(strict_json.JsonError):
+        strict_json.parse(b'{"a":[{"b":1}]}', 2)
+
+
+def test_an_attempt_drops_repeats_and_refuses_gaps() -> None:
+    async def play() -> None:
+        seen: list[int] = []
+        cancelled: list[bytes] = []
+        attempt = Attempt(b"a", 2, lambda ids, *_: seen.extend(ids), cancelled.append)
+        attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
+        attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
+        attempt.receive(Delta(first_index=3, token_ids=[11, 12]))
+        assert seen == [10, 11, 12] and attempt.open
+        attempt.receive(Delta(first_index=6, token_ids=[13]))
+        assert attempt.outcome.result() is Outcome.LOST and cancelled == [b"a"]
+        attempt.receive(Delta(first_index=5, token_ids=[99]))
+        assert seen == [10, 11, 12]
+
+    asyncio.run(play())
+
+
+@pytest.fixture(scope="module")
+def card(tokenizer: Any) -> ModelCard:
+    from headrace_proto.replica_pb2 import ModelFacts
+
+    return ModelCard(ModelFacts(max_model_len=100, vocab_size=400), LoadedTokenizer(tokenizer.to_str().encode()))
+
+
+def _choice(card: ModelCard, stop: tuple[str, ...] = (), **sampling: Any) -> Choice:
+    plan = ChoicePlan(0, Prompt([5]), Sampling(**sampling))
+    request = GenerationRequest(
+        card=card, tenant=OPEN_TENANT, label="x", prompts=[plan.prompt], choices=[plan], stop=stop
+    )
+    return Choice(plan, request)
+
+
+def test_stop_strings_wait_for_min_tokens(card: ModelCard) -> None:
+    ids = [card.encoder.encode_prompt(letter)[0] for letter in "abab"]
+    choice = _choice(card, stop=("b",), min_tokens=3)
+    update = choice.consume(ids, (), FINISH_NONE, "")
+    assert update is not None and (update.text, update.finish_reason) == ("aba", "stop")
+    assert len(choice.output_token_ids) == 4
+
+
+def test_held_text_comes_out_at_the_end(card: ModelCard) -> None:
+    ids = card.encoder.encode_prompt("abc")
+    choice = _choice(card, stop=("bcd",))
+    first = choice.consume(ids, (), FINISH_NONE, "")
+    last = choice.consume([], (), FINISH_LENGTH, "")
+    assert last is not None
+    assert (first.text if first else "") + last.text == "abc" and last.finish_reason == "length"
+    assert (first.token_ids if first else []) + last.token_ids == ids
+
+
+def test_half_a_character_at_the_end_is_not_shown(card: ModelCard) -> None:
+    ids = card.encoder.encode_prompt("a🙂")
+    choice = _choice(card)
+    update = choice.consume(ids[:-1], (), FINISH_LENGTH, "")
+    assert update is not None and "\ufffd" not in update.text and update.finish_reason == "length"
+
+
+def test_the_ending_token_is_counted_without_text(card: ModelCard) -> None:
+    (token_id,) = card.encoder.encode_prompt("a")
+    choice = _choice(card)
+    update = choice.consume([token_id, token_id], (), FINISH_STOP, "")
+    assert update is not None and update.text == "a" and len(choice.output_token_ids) == 2

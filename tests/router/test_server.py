@@ -1,0 +1,233 @@
+"""The router as a process and as a member of a cluster: ports, signals, membership, metrics, pages."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
+from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+from headrace_proto.errors import ListenError
+from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
+from headrace_proto.secret import SecretInterceptor
+from headrace_router.config import RouterConfig
+from headrace_router.server import RouterServer
+
+SECRET = b"s" * 32
+BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
+
+
+class FakeController(ControlServicer):
+    """Sends whatever list it is given, as often as it changes."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.routers: list[Any] = []
+        self.left: list[str] = []
+        self.list = MemberList(epoch=b"e", version=1)
+        self.changed = asyncio.Event()
+        self.server: Any = None
+        self.port = 0
+
+    async def start(self) -> None:
+        options = [("grpc.so_reuseport", 0)]
+        self.server = grpc.aio.server(interceptors=[SecretInterceptor(SECRET)], options=options)
+        add_ControlServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def tell(self, members: MemberList) -> None:
+        self.list = members
+        self.changed.set()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[MemberList]:
+        self.routers.append(request.router)
+        try:
+            while True:
+                yield self.list
+                await self.changed.wait()
+                self.changed.clear()
+        finally:
+            self.left.append(request.router.id)
+
+
+def test_members_come_from_the_controller_and_stay_while_it_is_away(
+    harness: Any, make_replica: Any, eventually: Any
+) -> None:
+    async def make() -> FakeController:
+        made = FakeController()
+        await made.start()
+        return made
+
+    controller = harness.call(make())
+    replica = make_replica()
+    harness.start([], controller=f"127.0.0.1:{controller.port}", router_id="router-x")
+    eventually(lambda: bool(controller.routers))
+    told = controller.routers[0]
+    assert told.id == "router-x" and told.pid == os.getpid() and told.http.endswith(str(harness.router.http_port))
+    with harness.client() as client:
+        assert client.get("/health").status_code == 503
+        harness.call(replica.start())
+        harness.replicas.append(replica)
+
+        def members(version: int, state: Any = REPLICA_STATE_READY, address: str = replica.address) -> MemberList:
+            entry = ModelEntry(name="tiny", aliases=["small"], created=1234)
+            member = Member(identity=replica.facts().identity, address=address, state=state)
+            return MemberList(epoch=b"e", version=version, members=[member], models=[entry])
+
+        harness.call(controller.tell(members(5)))
+        eventually(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/completions", json={**BODY, "model": "small"}).json()["model"] == "tiny"
+        listed = client.get("/v1/models").json()
+        assert [(entry["id"], entry["created"], entry["max_model_len"]) for entry in listed["data"]] == [
+            ("tiny", 1234, 256),
+            ("small", 1234, 256),
+        ]
+        assert client.get("/v1/models/small").json()["root"] == "tiny"
+
+        harness.call(controller.tell(members(3, address="127.0.0.1:1")))  # older: dropped
+        time.sleep(0.1)
+        assert client.get("/health").status_code == 200
+
+        harness.call(controller.server.stop(0))
+        time.sleep(0.3)
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+        async def again() -> None:
+            controller.list = members(6, REPLICA_STATE_DRAINING)
+            await controller.start()
+
+        harness.call(again())
+        eventually(lambda: client.get("/health").status_code == 503)
+        assert client.post("/v1/completions", json=BODY).json()["error"]["code"] == "no_replica_ready"
+    harness.call(controller.server.stop(0))
+
+
+def _metric(text: str, name: str) -> dict[str, float]:
+    """Samples of a metric, by their labels as written."""
+    lines = [line for line in text.split("\n") if line.startswith(name + "{") or line.startswith(name + " ")]
+    return {line[len(name) :].rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_metrics_have_the_names_of_the_field_and_are_fresh(harness: Any, make_replica: Any, eventually: Any) -> None:
+    replica = make_replica()
+    harness.start([replica])
+    labels = '{model_name="tiny",replica="r0"}'
+    with harness.client() as client:
+        client.post("/v1/completions", json=BODY)
+        client.get("/nowhere")
+        replica.load.running, replica.load.kv_usage = 7, 0.5
+        replica.load.counters.generation_tokens = 41
+
+        def scrape() -> str:
+            return client.get("/metrics").text
+
+        eventually(lambda: _metric(scrape(), "vllm:num_requests_running")[labels] == 7)
+        text = scrape()
+        assert _metric(text, "vllm:kv_cache_usage_perc")[labels] == 0.5
+        assert _metric(text, "vllm:generation_tokens_total")[labels] == 41
+        assert _metric(text, "headrace_kv_blocks_free")[labels] == 75
+        assert _metric(text, "vllm:time_to_first_token_seconds_count")[labels] == 1
+        assert _metric(text, "vllm:inter_token_latency_seconds_count")[labels] >= 1
+        assert _metric(text, "headrace_request_errors_total")['{code="not_found",status="404"}'] == 1
+        (reason,) = _metric(text, "vllm:request_success_total")
+        assert 'finished_reason="length"' in reason
+        assert 'block_size="16"' in next(iter(_metric(text, "vllm:cache_config_info")))
+        for name in (
+            "vllm:num_requests_waiting",
+            "vllm:prompt_tokens_total",
+            "vllm:prefix_cache_queries_total",
+            "vllm:prefix_cache_hits_total",
+            "vllm:num_preemptions_total",
+            "vllm:e2e_request_latency_seconds_count",
+            "vllm:request_queue_time_seconds_count",
+            "vllm:request_time_per_output_token_seconds_count",
+        ):
+            assert labels in _metric(text, name), name
+
+        harness.call(replica.kill())
+        again = make_replica(address=replica.address, boot_id=b"c" * 16)
+        again.load.counters.generation_tokens = 2
+        harness.call(again.start())
+        harness.replicas.append(again)
+        eventually(lambda: _metric(scrape(), "vllm:generation_tokens_total")[labels] == 43)  # never goes back
+
+
+def test_pages_load_nothing_from_outside(shared: Any) -> None:
+    with shared.client() as client:
+        page = client.get("/docs")
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        document = client.get("/openapi.json").json()
+        body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+        assert body["schema"]["$ref"].rsplit("/", 1)[-1] in document["components"]["schemas"]
+        text = json.dumps(document)
+        names = {part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
+        assert names <= set(document["components"]["schemas"])
+        assert set(client.get("/version").json()) == {"version"}
+        assert client.head("/health").status_code == 200
+
+
+def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for fields in ({"port": port, "grpc_port": 0}, {"port": 0, "grpc_port": port}):
+
+            async def start(fields: dict[str, int] = fields) -> None:
+                await RouterServer(RouterConfig(secret=SECRET, **fields)).start()
+
+            with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{port}"):
+                harness.call(start())
+
+
+CHILD = """
+import sys
+from headrace_router.config import RouterConfig
+from headrace_router.main import run
+sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret=b"s" * 32)))
+"""
+
+
+def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = CHILD + "\n"
+    guard = "import sys\nfor name in ('torch', 'ray', 'transformers', 'headrace_worker'): sys.modules[name] = None\n"
+    child = subprocess.Popen(
+        [sys.executable, "-c", guard + code, "127.0.0.1", str(port)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        for _ in range(200):
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/health/live", trust_env=False).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        began = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=15)
+    finally:
+        child.kill()
+    assert child.returncode == 0, err
+    assert time.monotonic() - began < 6
+    assert out == b"" and all(json.loads(line)["router"] for line in err.decode().strip().split("\n"))
+
+
+def test_the_process_refuses_to_be_open_to_all() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD, "0.0.0.0", "0"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "without API keys" in done.stderr and "Traceback" not in done.stderr
