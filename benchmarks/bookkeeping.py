@@ -12,6 +12,7 @@ from random import Random
 from statistics import median
 
 import machine
+
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.engine import Engine
 from headrace_worker.kv.manager import KVManager, ModelScope

@@ -19,11 +19,12 @@ from typing import Any
 
 import machine
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import OfflineEngine, Prompt
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 VOCABULARY = 49_000
 Workload = list[tuple[list[int], int]]

@@ -134,11 +134,12 @@ def test_with_prefix_hits(subject: Subject) -> None:
 
 def test_after_preemption(subject: Subject) -> None:
     layout = subject.loaded.layout
-    # Room for two and a half requests (one where a window bounds them), so that eight push each other out.
-    share = 1.0 if any(group.window for group in layout.groups) else 2.5
+    # Room for two and a half requests, so that sixteen push each other out; for one where a window bounds what each
+    # of them grows to, and then prompts that are small when they come in.
+    share, length = (1.0, 2) if any(group.window for group in layout.groups) else (2.5, 30)
     blocks = 1 + int(share * len(layout.groups) * (96 // layout.block_size))
     engine = subject.engine(max_model_len=96, kv_cache_memory=blocks * layout.block_bytes)
-    prompts = subject.prompts([30] * 8, seed=6)
-    completions = run(engine, prompts, [60] * 8)
+    prompts = subject.prompts([length] * 16, seed=6)
+    completions = run(engine, prompts, [60] * 16)
     assert sum(completion.preemptions for completion in completions) > 0
     assert_oracle(subject, prompts, completions)
