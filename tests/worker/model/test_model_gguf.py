@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model.build import read_config
+from headrace_worker.model.facts import read_facts
 from headrace_worker.model.gguf import GgufWeights, gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
@@ -112,8 +114,9 @@ def test_tokenizer_equals_transformers(embedded: GgufFile) -> None:
         assert found.decode(ids, skip_special_tokens=False) == oracle.decode(ids, skip_special_tokens=False)
 
 
-def test_facts_of_the_embedded_model(replica: Callable[..., Any]) -> None:
-    facts = load(replica("smollm2", load_format="dummy")).facts
+def test_facts_of_the_embedded_model(embedded: GgufFile) -> None:
+    source = resolve("smollm2")
+    facts = read_facts(source, read_config(source, embedded), embedded, vocab_size=49152)
     assert facts.eos_token_ids == (2,) and facts.bos_token_id == 1 and not facts.add_bos
     assert facts.special_tokens["bos_token"] == "<|im_start|>" and facts.special_tokens["eos_token"] == "<|im_end|>"
     assert (facts.max_positions, facts.vocab_size) == (8192, 49152)
