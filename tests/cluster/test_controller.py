@@ -1,0 +1,231 @@
+"""Supervisor, member list, Control/Watch and admin API, over replicas that run in this process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from conftest import FakeDriver
+
+from headrace_cluster.controller.admin import admin_app, listen
+from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.driver import StartFailedError
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.reconciler import State
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.spec import parse_spec
+from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
+from headrace_proto.errors import ListenError
+from headrace_proto.secret import secret_metadata
+
+Eventually = Callable[..., Awaitable[Any]]
+
+HEALTH = {
+    "interval_seconds": 0.05,
+    "silence_seconds": 0.3,
+    "replace_seconds": 0.4,
+    "drain_seconds": 2,
+    "start_seconds": 20,
+}
+FIRST = ReplicaName("smollm2-0", 1)
+SECOND = ReplicaName("smollm2-0", 2)
+
+
+@asynccontextmanager
+async def _supervised(
+    driver: FakeDriver, secret: bytes, replicas: int = 1
+) -> AsyncIterator[tuple[Supervisor, Membership]]:
+    spec = parse_spec({"models": [{"replicas": replicas, "aliases": ["small"]}], "health": HEALTH})
+    membership = Membership()
+    supervisor = Supervisor(spec, driver, membership, secret)
+    supervisor.start()
+    try:
+        yield supervisor, membership
+    finally:
+        await supervisor.stop()
+
+
+def test_life_and_status(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret, replicas=2) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.ready)
+            driver.replicas[FIRST].running = 3
+            await eventually(lambda: supervisor.status()["replicas"][0]["load"]["running"] == 3)
+            document = json.loads(json.dumps(supervisor.status()))
+            replica = document["replicas"][0]
+            assert {key: replica[key] for key in ("id", "model", "revision", "role", "state", "ranks")} == {
+                "id": "smollm2-0",
+                "model": "smollm2",
+                "revision": "r1",
+                "role": "both",
+                "state": "ready",
+                "ranks": [{"rank": 0, "pid": 1001, "node": "here", "device": "cpu"}],
+            }
+            assert set(replica["load"]) == {"running", "waiting", "kv_usage"}
+            assert [entry["id"] for entry in document["replicas"]] == ["smollm2-0", "smollm2-1"]
+            assert set(supervisor.started()) == {"smollm2-0", "smollm2-1"}
+            driver.replicas[FIRST].running = 0
+        assert driver.replicas == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_replica_leaves_the_list_and_comes_back(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, membership):
+            lists = membership.watch()
+            await eventually(lambda: supervisor.reconciler.ready)
+            first = await _until(lists, lambda members: _ready(members) == [1])
+            driver.kill(FIRST)
+            await _until(lists, lambda members: _ready(members) == [])
+            again = await _until(lists, lambda members: _ready(members) == [2])
+            assert again.epoch == first.epoch and again.version > first.version
+            assert again.members[0].address != first.members[0].address
+            assert [(entry.name, list(entry.aliases)) for entry in again.models] == [("smollm2", ["small"])]
+            # The old build is gone before the new one is placed: they want the same memory.
+            calls = [call for call in driver.calls if call[0] in ("launch", "stop")]
+            assert calls[:3] == [("launch", FIRST), ("stop", FIRST), ("launch", SECOND)]
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_replica_is_out_then_replaced(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.ready)
+            replica = driver.replicas[FIRST]
+            replica.silent.set()
+            record = supervisor.reconciler.records["smollm2-0"]
+            await eventually(lambda: record.state is State.UNHEALTHY)
+            assert "silent" in supervisor.status()["replicas"][0]["note"]
+            replica.silent.clear()
+            await eventually(lambda: supervisor.reconciler.ready)
+            assert record.generation == 1
+            replica.silent.set()
+            await eventually(lambda: record.generation == 2 and supervisor.reconciler.ready)
+            assert ("stop", FIRST) in driver.calls and FIRST not in driver.replicas
+
+    asyncio.run(scenario())
+
+
+def test_the_first_start_that_fails_is_the_clusters_failure(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    driver.failures = [StartFailedError("too little memory", final=True)]
+
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.fatal == "too little memory")
+            assert supervisor.status()["replicas"][0]["note"] == "too little memory"
+
+    asyncio.run(scenario())
+
+
+def test_stop_waits_for_requests_in_flight(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.ready)
+            replica = driver.replicas[FIRST]
+            replica.running = 1
+            await eventually(lambda: supervisor.status()["replicas"][0]["load"]["running"] == 1)
+            stopping = asyncio.create_task(supervisor.stop())
+            await eventually(lambda: replica.draining)
+            await eventually(lambda: supervisor.status()["replicas"][0]["state"] == "draining")
+            await asyncio.sleep(0.3)
+            assert ("stop", FIRST) not in driver.calls
+            replica.running = 0
+            await asyncio.wait_for(stopping, 1.5)
+            assert ("stop", FIRST) in driver.calls
+
+    asyncio.run(scenario())
+
+
+def test_watch_needs_the_secret_and_registers_the_router(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, membership):
+            server, port = await start_control_server(membership, secret, "127.0.0.1", 0)
+            with pytest.raises(ListenError, match="--control-port"):
+                await start_control_server(membership, secret, "127.0.0.1", port)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                router = control_pb2.RouterInfo(id="r-1", pid=7, http="127.0.0.1:1", grpc="127.0.0.1:2")
+                request = control_pb2.WatchRequest(router=router)
+                for metadata in ((), secret_metadata(b"another secret")):
+                    with pytest.raises(grpc.aio.AioRpcError) as raised:
+                        await stub.Watch(request, metadata=metadata).read()
+                    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                call = stub.Watch(request, metadata=secret_metadata(secret))
+                members = await call.read()
+                while not _ready(members):
+                    members = await call.read()
+                assert members.members[0].identity.replica_id == "smollm2-0"
+                assert [entry["id"] for entry in supervisor.status()["routers"]] == ["r-1"]
+                call.cancel()
+                await eventually(lambda: supervisor.status()["routers"] == [])
+            await server.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_admin_needs_key_and_host() -> None:
+    stopped: list[bool] = []
+
+    async def stop() -> None:
+        stopped.append(True)
+
+    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop)
+    good = {"Authorization": "Bearer the-key"}
+
+    async def ask(method: str, path: str, headers: dict[str, str], host: str = "127.0.0.1:8002") -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{host}") as client:
+            return await client.request(method, path, headers=headers)
+
+    async def scenario() -> None:
+        for path in ("/status", "/stop", "/nothing", "/docs", "/openapi.json"):
+            for method in ("GET", "POST", "OPTIONS"):
+                for headers in ({}, {"Authorization": "Bearer the-kez"}, {"Authorization": "the-key"}):
+                    answer = await ask(method, path, headers)
+                    assert answer.status_code == 401 and "message" in answer.json()["error"]
+                assert (await ask(method, path, good, host="evil.example:8002")).status_code == 403
+        assert stopped == []
+        for host in ("localhost:8002", "[::1]:8002", "127.0.0.1"):
+            assert (await ask("GET", "/status", good, host)).json() == {"replicas": [], "routers": []}
+        answer = await ask("GET", "/status", good | {"Origin": "http://evil.example"})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert (await ask("GET", "/stop", good)).status_code == 405
+        assert (await ask("GET", "/nothing", good)).status_code == 404
+        assert (await ask("POST", "/stop", good)).status_code == 202
+        assert stopped == [True]
+
+    asyncio.run(scenario())
+
+
+def test_the_admin_port_is_not_shared() -> None:
+    bound = listen("127.0.0.1", 0)
+    bound.listen()
+    with pytest.raises(ListenError, match="--admin-port"):
+        listen("127.0.0.1", bound.getsockname()[1])
+    bound.close()
+
+
+def _ready(members: control_pb2.MemberList) -> list[int]:
+    return [m.identity.generation for m in members.members if m.state == replica_pb2.REPLICA_STATE_READY]
+
+
+async def _until(
+    lists: AsyncIterator[control_pb2.MemberList], condition: Callable[[control_pb2.MemberList], bool]
+) -> control_pb2.MemberList:
+    async with asyncio.timeout(8):
+        async for members in lists:
+            if condition(members):
+                return members
+    raise AssertionError("the list ended")

@@ -1,0 +1,205 @@
+"""Ray for real: serves start, heal, stop and are killed as processes. The replicas run no engine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_cluster.reaper import Mark
+
+HERE = Path(__file__).parent
+START_SECONDS = 90
+
+
+class Live:
+    """One serve in a process group of its own."""
+
+    def __init__(self, home: Path, **spec: Any) -> None:
+        defaults = {"admin": {"port": 0}, "models": [{"source": "smollm2", "replicas": 2}]}
+        self.home = home
+        self.log = home.with_suffix(".log")
+        environ = os.environ | {
+            "HEADRACE_HOME": str(home),
+            "PYTHONPATH": str(HERE),
+            # Somebody else's Ray: it must not be looked at.
+            "RAY_ADDRESS": "192.0.2.55:6379",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "live_serve.py"), json.dumps(defaults | spec)],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            start_new_session=True,
+        )
+        self.folder = ""
+
+    def state(self) -> dict[str, Any]:
+        """The newest state file."""
+        (path,) = self.home.glob("serve-*.json")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def headrace(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [
+            sys.executable,
+            "-m",
+            "headrace_cluster",
+            *arguments,
+            "--admin-port",
+            str(self.state()["admin_port"]),
+        ]
+        environ = os.environ | {"HEADRACE_HOME": str(self.home)}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.headrace("status", "--json").stdout)
+        return found
+
+    def await_ready(self) -> None:
+        _eventually(lambda: "is ready after" in self.said() or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, self.said()
+        self.folder = next(folder for folder in map(_ray_folder, _children(self.process.pid)) if folder)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def left(self) -> list[int]:
+        """Processes that this serve started and that still run."""
+        mark = Mark("HEADRACE_SERVE_ID=unknown", self.folder)
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [pid for pid in pids if pid != os.getpid() and mark.on(pid)]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry))
+        except OSError:
+            continue
+    return found
+
+
+def _ray_folder(pid: int) -> str:
+    """The folder that a Ray process logs into; empty for others."""
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    before, found, _ = command.partition("/session_2")
+    return before[before.rindex("/tmp/") :] if found else ""
+
+
+def _eventually(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def serves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Live, Live]]:
+    """Three side by side: two that work, one whose model refuses to start."""
+    base = tmp_path_factory.mktemp("live")
+    lean = {"dashboard": False}
+    refused = [{"source": "smollm2", "name": "refuse"}]
+    found = (Live(base / "a"), Live(base / "b", ray=lean), Live(base / "c", ray=lean, models=refused))
+    yield found
+    for live in found:
+        live.close()
+
+
+def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(serves: tuple[Live, Live, Live]) -> None:
+    refused = serves[2]
+    assert refused.process.wait(START_SECONDS) == 1
+    assert "headrace: too little memory: the model needs 3 GiB" in refused.said()
+    assert "Traceback" not in refused.said()
+    assert list(refused.home.glob("serve-*")) == list(refused.home.glob("ray-token-*")) == []
+    assert list(refused.home.glob("logs/serve-*/worker-*")), "logs are kept where the message says"
+
+
+def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) -> None:
+    first, second, _ = serves
+    for live in (first, second):
+        live.await_ready()
+    cores = len(os.sched_getaffinity(0))
+    status = first.status()
+    assert [(r["id"], r["state"], r["generation"]) for r in status["replicas"]] == [
+        ("smollm2-0", "ready", 1),
+        ("smollm2-1", "ready", 1),
+    ]
+    assert f"{max(1, cores // 2)} threads" in first.said()  # in the environment of a rank, before its libraries load
+
+    # A killed rank is out at once, named, and comes back as the next generation.
+    victim = status["replicas"][0]["ranks"][0]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    _eventually(lambda: first.status()["replicas"][0]["generation"] == 2, 5)
+    _eventually(lambda: first.status()["replicas"][0]["state"] == "ready", 15)
+    assert f"(process {victim}) was killed" in first.said()
+    assert first.status()["replicas"][1]["generation"] == 1
+
+    # SIGKILL leaves nothing; the neighbour does not notice.
+    first.process.kill()
+    _eventually(lambda: not first.left(), 10)
+    _eventually(lambda: list(first.home.glob("*-*")) == [], 2)
+    assert [r["state"] for r in second.status()["replicas"]] == ["ready", "ready"]
+    assert first.process.stdout is not None and first.process.stdout.read() == b""
+
+    # Ctrl-C reaches the whole process group; the stop is in order all the same.
+    os.killpg(second.process.pid, signal.SIGINT)
+    assert second.process.wait(30) == 0
+    assert second.said().rstrip().endswith("headrace: stopped")
+    assert "was killed" not in second.said()
+    assert second.left() == []
+    assert list(second.home.glob("*-*")) == []
+
+
+@pytest.mark.slow
+def test_a_joined_ray_keeps_what_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    token.write_text("0" * 64)
+    holder_code = (
+        "import ray, sys\n"
+        "options = {'include_dashboard': False, 'object_store_memory': 100 << 20, 'log_to_driver': False}\n"
+        "link = ray.init(address='local', **options)\n"
+        "class Other:\n    def ping(self): return 1\n"
+        "other = ray.remote(Other).options(name='other', namespace='theirs', num_cpus=0).remote()\n"
+        "ray.get(other.ping.remote())\n"
+        "print(link.address_info['gcs_address'], flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print(ray.get(other.ping.remote()), len(ray.util.list_named_actors(all_namespaces=True)), flush=True)\n"
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", holder_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    live = None
+    try:
+        address = holder.stdout.readline().decode().strip()
+        live = Live(tmp_path / "home", ray={"address": address})
+        _eventually(lambda: live is not None and "is ready after" in live.said(), START_SECONDS)
+        stopped = live.headrace("stop")
+        assert (stopped.returncode, stopped.stdout) == (0, "")
+        assert live.process.wait(1) == 0
+        holder.stdin.write(b"\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline().split() == [b"1", b"1"]
+        assert holder.wait(20) == 0
+    finally:
+        if live is not None:
+            live.close()
+        holder.kill()
+        holder.wait()

