@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
+from headrace_proto import CONTRACT_VERSION
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_READY,
@@ -31,7 +32,6 @@ from headrace_router.attempt import Attempt, OnTokens, Outcome
 from headrace_router.card_cache import CardCache
 from headrace_router.model_card import ModelCard, ModelFactsError
 
-CONTRACT_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_FRAME_TOKENS = 256 << 10  # prompt tokens in one RouterFrame: about 1 MiB
 CONNECT_SECONDS = 5.0
@@ -168,8 +168,12 @@ class ReplicaLink:
         self.attempts.pop(attempt_id, None)
 
     def _cancel(self, attempt_id: bytes) -> None:
-        self._cancels.append(attempt_id)
-        self._wake.set()
+        """Sends a cancel; or, when its submit is still here, neither: within a frame, cancels come first."""
+        kept = [submit for submit in self._submits if submit.attempt_id != attempt_id]
+        if len(kept) == len(self._submits):
+            self._cancels.append(attempt_id)
+            self._wake.set()
+        self._submits = kept
 
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF
@@ -280,7 +284,7 @@ class ReplicaLink:
                 await call.write(self._next_frame())
 
     def _next_frame(self) -> RouterFrame:
-        """All that waits to be sent, up to about 1 MiB of prompts. A cancel never overtakes its submit."""
+        """All that waits to be sent, up to about 1 MiB of prompts."""
         tokens = count = 0
         for submit in self._submits:
             tokens += len(submit.prompt_token_ids) + len(submit.output_token_ids)
@@ -288,7 +292,5 @@ class ReplicaLink:
             if tokens >= MAX_FRAME_TOKENS:
                 break
         submits, self._submits = self._submits[:count], self._submits[count:]
-        cancels: list[bytes] = []
-        if not self._submits:
-            cancels, self._cancels = self._cancels, []
+        cancels, self._cancels = self._cancels, []
         return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])

@@ -1,6 +1,6 @@
 """What a request is once it is validated, whichever door it came through (RELIABILITY R5)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.auth import Tenant
@@ -35,7 +35,6 @@ class GenerationRequest:
     choices: list[ChoicePlan]
     stop: tuple[str, ...] = ()
     deadline_seconds: float | None = None
-    detached_stop_ids: frozenset[int] = field(default_factory=frozenset)
 
     @property
     def prompt_tokens(self) -> int:

@@ -107,7 +107,7 @@ def test_hostile_chat_bodies(shared: Any, name: str, stream: bool) -> None:
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error" and error["message"]
         assert len(answer.content) < 8192 and took < 2
-        for leak in ("Traceback", "/work/", ".py", "pydantic", "xxxxxxxxxx"):
+        for leak in ("Traceback", "site-packages", ".py", "pydantic", "xxxxxxxxxx"):
             assert leak not in answer.text
         assert answer.headers["x-request-id"]
         assert client.post("/v1/chat/completions", json=GOOD).status_code == 200

@@ -127,3 +127,25 @@ def test_the_ending_token_is_counted_without_text(card: ModelCard) -> None:
     choice = _choice(card)
     update = choice.consume([token_id, token_id], (), FINISH_STOP, "")
     assert update is not None and update.text == "a" and len(choice.output_token_ids) == 2
+
+
+def test_a_cancel_never_overtakes_its_submit() -> None:
+    from headrace_proto.control_pb2 import Member
+    from headrace_proto.replica_pb2 import Submit
+    from headrace_router.card_cache import CardCache
+    from headrace_router.replica_link import ReplicaLink
+
+    async def play() -> None:
+        link = ReplicaLink(
+            Member(address="127.0.0.1:1"), router_id="r", secret=b"s", cards=CardCache(), stall_seconds=30
+        )
+        link._connected = True
+        early, late = (link.submit(Submit(), lambda *_: None) for _ in range(2))
+        early.cancel()
+        first = link._next_frame()
+        late.cancel()
+        second = link._next_frame()
+        assert [submit.attempt_id for submit in first.submits] == [late.id] and not first.cancels
+        assert [cancel.attempt_id for cancel in second.cancels] == [late.id] and not second.submits
+
+    asyncio.run(play())
