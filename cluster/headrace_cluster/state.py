@@ -86,8 +86,13 @@ def save(state: ServeState) -> Path:
 
 def load(admin_port: int) -> ServeState | None:
     """The serve that owns this admin port; None when there is none, or its process is gone."""
-    state = _read(state_path(admin_port))
+    state = last(admin_port)
     return state if state is not None and state.process.alive else None
+
+
+def last(admin_port: int) -> ServeState | None:
+    """The serve that owned this admin port last, alive or not: in a joined Ray its cluster may outlive it."""
+    return _read(state_path(admin_port))
 
 
 def running() -> list[ServeState]:

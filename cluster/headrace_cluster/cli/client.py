@@ -69,7 +69,7 @@ class AdminClient:
         import os
 
         self._port = port
-        self.state = state.load(port)
+        self.state = state.last(port)
         self._key = os.environ.get("HEADRACE_ADMIN_KEY", "") or (self.state.admin_key if self.state is not None else "")
         if not self._key:
             raise NotRunningError(self._nobody())
