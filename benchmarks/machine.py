@@ -9,6 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+# Import this before torch: waiting OpenMP threads that spin fight over the cores of a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 RESULTS = Path(__file__).parent / "results"
 
 

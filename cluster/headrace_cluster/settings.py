@@ -102,7 +102,7 @@ def read_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+        data = _loader()(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise SpecError(f"the config file {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -173,7 +173,7 @@ def _near(variable: str) -> str:
 
 
 def _loader() -> Any:
-    """YAML's safe loader, but a key that stands twice is an error instead of a silent loss."""
+    """YAML's safe loader class, but a key that stands twice is an error instead of a silent loss."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from headrace_proto.errors import HeadraceError
 
 Run = TypeVar("Run", bound=Callable[..., object])
 
 
-class KernelBackendError(HeadraceError):
+class KernelBackendError(RuntimeError):
     """A backend was asked for by name that does not exist or is not available here."""
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -209,7 +210,12 @@ class RayDriver:
     def _rank_environment(self, threads: int) -> dict[str, str]:
         # Read when libraries load, hence before the process starts; Ray would set one thread.
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        return {name: str(threads) for name in names} | {"TOKENIZERS_PARALLELISM": "false"} | self._environment
+        fixed = {
+            "TOKENIZERS_PARALLELISM": "false",
+            # Waiting threads that spin take the cores from the router and from other ranks on a shared machine.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        }
+        return {name: str(threads) for name in names} | fixed | self._environment
 
     def _config(self, name: ReplicaName, model: ModelSpec, threads: int) -> bytes:
         source = Path(model.source).expanduser()

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from headrace_proto.errors import HeadraceError
 
 SOURCES = Path(__file__).parent / "src"
 _FLAGS = (
@@ -33,7 +32,7 @@ _TIMEOUT_S = 120
 _APT = "apt-get install g++"
 
 
-class KernelBuildError(HeadraceError):
+class KernelBuildError(RuntimeError):
     """The C++ kernels could not be compiled here."""
 
 
