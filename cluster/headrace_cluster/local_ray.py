@@ -44,7 +44,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
     _quiet()
     import ray
 
-    _hush()
+    _tame()
     try:
         context = ray.init(
             address="local",
@@ -67,7 +67,7 @@ def join(spec: ClusterSpec) -> RayLink:
     _quiet()
     import ray
 
-    _hush()
+    _tame()
     address = spec.ray.address
     try:
         context = ray.init(
@@ -111,11 +111,14 @@ def _quiet() -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # this environment, not a new one per worker
 
 
-def _hush() -> None:
-    """Ray prints deaths of workers to stdout, in a paragraph; the controller has a sentence for them."""
-    from ray._private import worker
+def _tame() -> None:
+    """Takes back two things that Ray does to its driver."""
+    from ray._private import utils, worker
 
+    # It prints deaths of workers to stdout, in a paragraph; the controller has a sentence for them.
     worker.print_to_stdstream = lambda *_args, **_kwargs: None
+    # It takes SIGTERM and exits where the program is; the stop of `serve` is in order.
+    utils.set_sigterm_handler = lambda _handler: None
 
 
 def _link(context: Any, *, owned: bool) -> RayLink:

@@ -81,8 +81,8 @@ class Serve:
             display.update("model", "found", 1.0)
             own = self._spec.ray.address is None
             display.update("Ray", "starting" if own else f"joining {self._spec.ray.address}", 0.2)
-            self._session.connect()
-            self._signals.install()
+            with self._signals.deferred():  # a Ray that is half up cannot be left
+                self._session.connect()
             display.update("Ray", "up; starting the controller", 0.8)
             opened = self._session.open_controller()
             display.update("Ray", "up", 1.0)

@@ -35,6 +35,7 @@ class ClusterSession:
         self.token_file: Path | None = None
         self._replica_class = replica_class
         self._controller: Any = None
+        self._touched_ray = False
         self._temp_dir: Path | None = None
         self._paths: list[Path] = []
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -54,6 +55,7 @@ class ClusterSession:
 
     def connect(self) -> RayLink:
         """Starts or joins Ray. Raises RayStartError."""
+        self._touched_ray = True
         if self.spec.ray.address is not None:
             self.link = local_ray.join(self.spec)
             return self.link
@@ -133,10 +135,10 @@ class ClusterSession:
 
     def close(self, *, keep_logs: bool) -> None:
         """Ends replicas, controller and, if it is ours, Ray: in this order, and nothing else. Idempotent."""
-        if self.link is not None:
+        if self._touched_ray:
             self._close_controller()
             local_ray.leave()
-            self.link = None
+            self._touched_ray = False
         if self._temp_dir is not None:
             reaper.kill_marked(self._mark(), spare=self._spared())
             if keep_logs and local_ray.keep_logs(self._temp_dir, self.logs):

@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -20,9 +21,18 @@ class StopSignals:
         self._first = 0.0
 
     def install(self) -> None:
-        """Takes the signals over; again after a library has taken them."""
+        """Takes the signals over."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """What is inside is not interrupted by the first signal; KeyboardInterrupt comes at its end."""
+        self.interrupting = False
+        yield
+        self.interrupting = True
+        if self.requested.is_set():
+            raise KeyboardInterrupt
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested.is_set():
