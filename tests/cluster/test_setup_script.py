@@ -45,23 +45,8 @@ class Checkout:
         (folder / "pyproject.toml").write_text("[project]\n")
         tools = folder / "tools"
         tools.mkdir()
-        names = [
-            "sh",
-            "dirname",
-            "readlink",
-            "cksum",
-            "cat",
-            "mkdir",
-            "rm",
-            "mv",
-            "ls",
-            "sleep",
-            "cp",
-            "grep",
-            "uname",
-            "ln",
-        ]
-        names += ["flock", "tail", "ln"]
+        names = ["sh", "dirname", "readlink", "cksum", "cat", "mkdir", "rm", "mv", "ls", "sleep", "cp", "grep", "uname"]
+        names += ["ln", "flock", "tail"]
         for name in names:
             found = shutil.which(name)
             assert found is not None
