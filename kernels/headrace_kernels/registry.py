@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-
 Run = TypeVar("Run", bound=Callable[..., object])
 
 

@@ -118,7 +118,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked its lengths and `is_full`."""
         self.waiting.push(request)
-        self.counters.prompt_tokens += request.prompt_len
         if request.deadline is not None:
             self._arrivals += 1
             heappush(self._deadlines, (request.deadline, self._arrivals, request))
@@ -347,6 +346,7 @@ class Scheduler:
             output.logprobs.append(result.logprobs[position])
         if not request.announced:
             request.announced = True
+            self.counters.prompt_tokens += request.prompt_len  # once it is computed: what was refused never counts
             output.cached_tokens = request.cached_tokens
             output.queue_seconds = (request.started or request.arrival) - request.arrival
         self.counters.generation_tokens += 1

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-
 SOURCES = Path(__file__).parent / "src"
 _FLAGS = (
     "-std=c++17",
