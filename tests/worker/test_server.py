@@ -153,14 +153,15 @@ def test_nothing_is_answered_without_the_secret(make_rig: Make) -> None:
         async with grpc.aio.insecure_channel(rig.address) as channel:
             stub = rig.stub(channel)
 
-            async def hello() -> AsyncIterator[pb.RouterFrame]:
+            async def silence() -> AsyncIterator[pb.RouterFrame]:
+                await asyncio.Event().wait()  # a write that meets the refusal is an error of its own in the client
                 yield pb.RouterFrame(hello=HELLO)
 
             calls = [
                 lambda: stub.Describe(pb.DescribeRequest(), metadata=metadata),
                 lambda: stub.WatchCache(pb.CacheWatchRequest(), metadata=metadata),
                 lambda: stub.WatchHealth(pb.HealthRequest(), metadata=metadata),
-                lambda: stub.Serve(hello(), metadata=metadata),
+                lambda: stub.Serve(silence(), metadata=metadata),
             ]
             for start in calls:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
