@@ -1,0 +1,58 @@
+"""One running `headrace serve` that most tests share, and helpers to start more."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # helpers of this folder, whatever the import mode
+
+from headrace_process import SMALL, Serve  # noqa: E402
+from metrics_page import Metrics  # noqa: E402
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """The embedded model, as `headrace serve` starts it, with a small KV cache. For tests that break nothing."""
+    serve = Serve(tmp_path_factory.mktemp("e2e") / "home", *SMALL)
+    try:
+        yield serve.await_ready()
+    finally:
+        serve.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    """start(*flags): one more serve, with a home of its own; it is ended after the test."""
+    started: list[Serve] = []
+
+    def make(*flags: str, ports: bool = True) -> Serve:
+        serve = Serve(tmp_path / f"home{len(started)}", *flags, ports=ports)
+        started.append(serve)
+        return serve
+
+    yield make
+    for serve in started:
+        serve.close()
+
+
+@pytest.fixture
+def http(server: Serve) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Serve) -> Iterator[openai.OpenAI]:
+    """The official client, retries off: the first answer is what is tested."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture
+def metrics(server: Serve) -> Callable[[], Metrics]:
+    return lambda: Metrics(server.url)

@@ -1,0 +1,171 @@
+"""`headrace serve` as its users start it: a process of its own, found by what it prints, judged from outside."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+START_SECONDS = 120
+SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB")
+NOBODY = "192.0.2.55:6379"  # an address of documentation (RFC 5737): no Ray answers there
+
+
+def eventually(condition: Callable[[], object], seconds: float, what: str = "the condition") -> None:
+    """Returns once the condition holds; fails when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {seconds} s"
+        time.sleep(0.05)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Ours, without settings of the caller, and with somebody else's Ray in it: it must not be looked at."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "RAY_"))}
+    return kept | {"HEADRACE_HOME": str(home), "RAY_ADDRESS": NOBODY, "OMP_WAIT_POLICY": "passive", "NO_COLOR": "1"}
+
+
+def headrace(home: Path, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
+    """One command, to its end."""
+    command = [sys.executable, "-m", "headrace_cluster", *arguments]
+    options = {"capture_output": True, "text": True, "timeout": seconds, "check": False}
+    return subprocess.run(command, env=environment(home), **options)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True)
+class Socket:
+    """Where a process listens."""
+
+    address: str
+    port: int
+    process: str
+
+
+class Serve:
+    """One `headrace serve` on ports that the system picks, in a process group of its own."""
+
+    def __init__(self, home: Path, *flags: str, ports: bool = True) -> None:
+        self.home = home
+        self.log = home.with_suffix(".log")
+        free = ("--port", "0", "--grpc-port", "0", "--admin-port", "0") if ports else ()
+        with self.log.open("w") as log, home.with_suffix(".out").open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace_cluster", "serve", *free, *flags],
+                env=environment(home),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.family: dict[int, psutil.Process] = {}
+        self.url = ""
+        self.grpc = ""
+        self.admin_port = 0
+
+    # -- what it says -----------------------------------------------------------------------------------------
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def printed(self) -> str:
+        return self.home.with_suffix(".out").read_text()
+
+    def await_ready(self) -> "Serve":
+        """Until the banner is out and /health/ready says so."""
+        eventually(lambda: "Talk to it" in self.said or self.process.poll() is not None, START_SECONDS, "the banner")
+        assert self.process.poll() is None, self.said
+        self.url = self._listed(r"API +(http://\S+)/v1")
+        self.grpc = self._listed(r"gRPC +(\S+)")
+        self.admin_port = int(self._listed(r"admin +http://[\d.]+:(\d+)"))
+        assert httpx.get(f"{self.url}/health/ready", trust_env=False).status_code == 200
+        self.remember()
+        return self
+
+    def _listed(self, pattern: str) -> str:
+        found = re.search(rf"^  {pattern}", self.said, re.MULTILINE)
+        assert found, f"the banner has no {pattern}:\n{self.said}"
+        return found[1]
+
+    # -- who it is --------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Notes every process below it, so that those that lose their parent are still known."""
+        root = psutil.Process(self.process.pid)
+        self.family |= {process.pid: process for process in [root, *root.children(recursive=True)]}
+
+    def left(self) -> list[str]:
+        """What still runs of all that it started: known processes, and any with its home in the environment."""
+        found = [process for process in self.family.values() if _alive(process)]
+        mark = f"HEADRACE_HOME={self.home}".encode()
+        for process in psutil.process_iter():
+            if process.pid not in self.family and _alive(process) and _in_environment(mark, process.pid):
+                found.append(process)
+        return [f"{process.pid} {_title(process)}" for process in found]
+
+    def listening(self) -> list[Socket]:
+        """Every TCP socket on which a process of ours, or of our Ray, listens."""
+        self.remember()
+        found = []
+        for process in self.family.values():
+            if _alive(process):
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        address = connection.laddr.ip.removeprefix("::ffff:")
+                        found.append(Socket(address, connection.laddr.port, _title(process)))
+        return found
+
+    def memory(self, pid: int) -> int:
+        """Resident bytes of one of its processes."""
+        return int(psutil.Process(pid).memory_info().rss)
+
+    # -- its life ---------------------------------------------------------------------------------------------
+
+    def run(self, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
+        """A client command against it."""
+        return headrace(self.home, *arguments, seconds=seconds)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status after that signal."""
+        self.remember()
+        self.process.send_signal(number)
+        return self.process.wait(40)
+
+    def close(self) -> None:
+        """Ends it whatever state it is in; its reaper does the rest."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _in_environment(mark: bytes, pid: int) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200] or process.name()
+    except psutil.Error:
+        return "?"
