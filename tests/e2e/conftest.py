@@ -11,6 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # helpers of this folder, whatever the import mode
 
+import headrace_process  # noqa: E402
 from headrace_process import SMALL, Serve  # noqa: E402
 from metrics_page import Metrics  # noqa: E402
 
@@ -56,3 +57,9 @@ def client(server: Serve) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def metrics(server: Serve) -> Callable[[], Metrics]:
     return lambda: Metrics(server.url)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """eventually(condition, seconds, what): until it holds, or fails."""
+    return headrace_process.eventually
