@@ -1,0 +1,126 @@
+"""The commands that talk to a running server: what they print where, and how they end."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace_process import Serve, headrace
+
+
+def test_the_banner_lists_every_address(server: Serve) -> None:
+    said = server.said
+    for path in ("/v1", "/docs", "/health", "/metrics"):
+        assert f"{server.url}{path}" in said
+    for pattern in (
+        r"gRPC +127\.0\.0\.1:\d+",
+        r"admin +http://127\.0\.0\.1:\d+",
+        r"Ray +http://\S+ +\(token: cat \S+\)",
+    ):
+        assert re.search(pattern, said), pattern
+    assert re.search(r"smollm2-0 +cpu, float32, \d+ threads, weights .*, KV cache .* \([\d,]+ tokens\)", said)
+    token = re.search(r"token: cat (\S+?)\)", said)
+    assert token and Path(token[1]).stat().st_mode & 0o777 == 0o600
+    assert server.printed == "", "stdout is for data"
+    assert "Traceback" not in said
+
+
+def test_status_for_programs(server: Serve) -> None:
+    began = time.monotonic()
+    done = server.run("status", "--json", "--admin-port", str(server.admin_port))
+    assert time.monotonic() - began < 5  # one second when nothing else runs
+    assert (done.returncode, done.stderr) == (0, "")
+    document: dict[str, Any] = json.loads(done.stdout)
+    (replica,) = document["replicas"]
+    assert {"id", "model", "revision", "role", "state", "load", "ranks"} <= replica.keys()
+    assert (replica["id"], replica["model"], replica["role"], replica["state"]) == (
+        "smollm2-0",
+        "smollm2",
+        "both",
+        "ready",
+    )
+    assert replica["revision"]
+    assert set(replica["load"]) == {"running", "waiting", "kv_usage"}
+    (rank,) = replica["ranks"]
+    assert set(rank) == {"rank", "pid", "node", "device"} and (rank["rank"], rank["device"]) == (0, "cpu")
+    (router,) = document["routers"]
+    assert {"id", "pid", "http", "grpc"} <= router.keys()
+    assert server.url.endswith(router["http"]) and router["grpc"] == server.grpc
+    server.remember()
+    assert {rank["pid"], router["pid"]} <= server.family.keys()
+
+
+def test_status_for_people(server: Serve) -> None:
+    done = server.run("status", "--admin-port", str(server.admin_port))
+    assert done.returncode == 0 and "smollm2-0" in done.stdout and "ready" in done.stdout
+
+
+def test_chat_once(server: Serve) -> None:
+    port = server.url.rpartition(":")[2]
+    question = "What is the capital of France? Answer in one sentence."
+    done = server.run("chat", "--once", question, "--port", port, "--temperature", "0", "--max-tokens", "24")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paris" in done.stdout and done.stdout.endswith("\n")
+    refused = server.run("chat", "--once", "x", "--port", port, "--model", "gpt-9")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "gpt-9" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+def test_without_a_server_a_sentence_says_what_starts_one(tmp_path: Path) -> None:
+    for command in (
+        ["chat", "--once", "x", "--port", "1"],
+        ["status", "--admin-port", "1"],
+        ["stop", "--admin-port", "1"],
+    ):
+        done = headrace(tmp_path / "home", *command)
+        assert (done.returncode, done.stdout) == (1, ""), command
+        assert "headrace serve" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("nonsense",), ("serve", "--porf", "1"), ("serve", "--port", "many"), ("serve", "--port", "70000"), ("router",)],
+)
+def test_wrong_usage_exits_with_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = headrace(tmp_path / "home", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr and done.stderr
+
+
+def test_the_admin_port_needs_its_key(server: Serve, tmp_path: Path) -> None:
+    import httpx
+
+    url = f"http://127.0.0.1:{server.admin_port}"
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        for method, path in (("GET", "/status"), ("POST", "/stop")):
+            assert httpx.request(method, url + path, headers=headers, trust_env=False).status_code == 401
+    key = json.loads((server.home / f"serve-{server.admin_port}.json").read_text())["admin_key"]
+    good = {"authorization": f"Bearer {key}"}
+    assert httpx.get(f"{url}/status", headers=good, trust_env=False).status_code == 200
+    rebound = httpx.get(f"{url}/status", headers=good | {"host": "evil.example"}, trust_env=False)
+    assert rebound.status_code in (400, 403, 421), "DNS rebinding"
+    assert server.process.poll() is None
+    stranger = headrace(tmp_path / "home", "status", "--admin-port", str(server.admin_port))
+    assert stranger.returncode == 1
+
+
+def test_our_sockets_are_on_loopback_only(server: Serve) -> None:
+    """All but Ray's, which bind every interface (or the node's) and need its token; those are listed by name."""
+    beyond = [socket for socket in server.listening() if socket.address not in ("127.0.0.1", "::1")]
+    ours = [socket for socket in beyond if not _is_of_ray(socket.process)]
+    assert ours == []
+    # Our own code lives in these processes too: each of them has one socket of Ray's core worker beyond loopback.
+    for name in ("ray::RankActor", "ray::ControllerActor"):
+        assert sum(socket.process.startswith(name) for socket in beyond) == 1
+    assert sum(socket.process.endswith("serve") or " serve " in socket.process for socket in beyond) == 1
+    local = {socket.port for socket in server.listening()} - {socket.port for socket in beyond}
+    ports = {int(address.rpartition(":")[2]) for address in (server.url, server.grpc)} | {server.admin_port}
+    assert ports <= local
+
+
+def _is_of_ray(command: str) -> bool:
+    of_ray = ("ray::", "ray-dashboard", "/ray/core/src/ray/", "/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/")
+    # The process of `serve` is a Ray driver: Ray's core worker listens in it.
+    return any(part in command for part in of_ray) or " serve" in command
