@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 START_SECONDS = 120
-SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB")
+SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are taken when they are first used
 NOBODY = "192.0.2.55:6379"  # an address of documentation (RFC 5737): no Ray answers there
 
 

@@ -1,0 +1,43 @@
+"""The oracle: the embedded model in an untouched transformers model, float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.model.load import load
+from headrace_worker.model.surgery import SurgeryPlan
+
+TIE = 1e-3  # where the two best logits are closer, either may win (docs/design.md)
+
+
+class PlainModel:
+    """Judges greedy tokens by one forward over prompt + outputs: each must be the best after all before it."""
+
+    def __init__(self) -> None:
+        config = ReplicaConfig(replica_id="plain", model="plain", source="smollm2", secret=b"", dtype="float32")
+        loaded = load(config, plan=SurgeryPlan.none())
+        self._model: Any = AutoModelForCausalLM.from_config(
+            loaded.config, attn_implementation="sdpa", dtype=torch.float32
+        )
+        self._model.load_state_dict(loaded.module.state_dict(), strict=False)
+        self._model.tie_weights()
+        self._model.eval()
+
+    def ties(self, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float] = ()) -> int:
+        """How many of `output` are ties; fails where a token is not the best, or a logprob is off by 1e-3."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)
+        found = 0
+        for row, token in enumerate(output):
+            best = int(logits[row].argmax())
+            if token != best:
+                gap = float(logits[row, best] - logits[row, token])
+                assert gap < TIE, f"output {row}: {token}, where transformers has {best} by {gap}"
+                found += 1
+            if row < len(logprobs):
+                assert abs(logprobs[row] - float(expected[row, token])) < 1e-3
+        return found

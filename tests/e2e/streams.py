@@ -1,0 +1,94 @@
+"""Many completions at once over HTTP, each watched event by event, some of them hung up on."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+
+@dataclass
+class Outcome:
+    """What became of one streamed completion."""
+
+    status: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    done: bool = False  # [DONE] came
+    dropped: bool = False  # by us
+    error: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """As promised (RELIABILITY I1, I3): one finish reason, usage that counts what came, [DONE], no error."""
+        if not self.done or self.error or self.finish_reason is None or self.usage is None:
+            return False
+        return bool(self.usage["completion_tokens"] == len(self.token_ids))
+
+
+async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_after: int | None) -> Outcome:
+    outcome = Outcome()
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    async with session.post("/v1/completions", json=asked) as answer:
+        outcome.status = answer.status
+        if answer.status != 200:
+            outcome.error = await answer.text()
+            return outcome
+        async for raw in answer.content:
+            line = raw.decode().strip()
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                assert not outcome.done
+                outcome.done = True
+                continue
+            _take(outcome, json.loads(line[6:]))
+            if drop_after is not None and len(outcome.token_ids) >= drop_after:
+                outcome.dropped = True
+                answer.close()
+                return outcome
+    return outcome
+
+
+def _take(outcome: Outcome, event: dict[str, Any]) -> None:
+    assert not outcome.done, "an event after [DONE]"
+    if "error" in event:
+        outcome.error = event["error"]["message"]
+    if event.get("usage"):
+        assert outcome.usage is None, "two usage events"
+        outcome.usage = event["usage"]
+    for choice in event.get("choices", []):
+        assert choice["index"] == 0 and outcome.finish_reason is None, "an event after the finish reason"
+        outcome.text += choice["text"]
+        outcome.token_ids += choice["token_ids"]
+        if choice["logprobs"]:
+            outcome.logprobs += choice["logprobs"]["token_logprobs"]
+        outcome.finish_reason = choice["finish_reason"]
+
+
+def run_streams(
+    url: str, bodies: Sequence[dict[str, Any]], drops: dict[int, int | float] | None = None, seconds: float = 120
+) -> list[Outcome]:
+    """All bodies at once. `drops`: hang up on request i after that many tokens (int) or seconds (float)."""
+
+    async def one(session: aiohttp.ClientSession, index: int, body: dict[str, Any]) -> Outcome:
+        drop = (drops or {}).get(index)
+        if not isinstance(drop, float):
+            return await _stream(session, body, drop)
+        try:
+            async with asyncio.timeout(drop):
+                return await _stream(session, body, None)
+        except TimeoutError:
+            return Outcome(dropped=True)
+
+    async def run() -> list[Outcome]:
+        options = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=seconds)}
+        async with aiohttp.ClientSession(url, **options) as session:  # type: ignore[arg-type]
+            return await asyncio.gather(*(one(session, index, body) for index, body in enumerate(bodies)))
+
+    return asyncio.run(run())

@@ -1,0 +1,98 @@
+"""256 streams at once: all complete, memory stays bounded, and those who hang up leave nothing behind."""
+
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from headrace_process import Serve
+from metrics_page import Metrics
+from streams import run_streams
+from test_oracle import NEIGHBOURS
+
+MIB = 1 << 20
+COUNT = 256
+OUTPUT = 16
+ROUTER_MIB = 64  # connections, parsers and JSON of 256 clients; glibc keeps what it once had
+RANK_MIB = 128  # activations and logits of the largest batch, 256 rows x 49,152 floats = 48 MiB, and their copies
+
+
+def _bodies(seed: int, tokens: int = OUTPUT) -> list[dict[str, Any]]:
+    random = Random(seed)
+    options: list[dict[str, Any]] = [{"temperature": 0.0}, *NEIGHBOURS]
+    return [
+        {
+            "model": "smollm2",
+            "prompt": [random.randrange(20, 40_000) for _ in range(random.randrange(8, 28))],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "seed": index,
+            **options[index % len(options)],
+        }
+        for index in range(COUNT)
+    ]
+
+
+def _freed(metrics: Callable[[], Metrics], since: float) -> None:
+    """Everything is free within two seconds or two steps of `since`, whichever is longer (RELIABILITY I9)."""
+    while busy := metrics().busy:
+        allowed = max(2.0, 2 * metrics()["headrace_predicted_step_seconds"])
+        assert time.monotonic() - since < allowed + 1.0, f"still busy (a second for the scrape included): {busy}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def pids(server: Serve) -> tuple[int, int]:
+    """(router, rank)"""
+    import json
+
+    document = json.loads(server.run("status", "--json", "--admin-port", str(server.admin_port)).stdout)
+    return document["routers"][0]["pid"], document["replicas"][0]["ranks"][0]["pid"]
+
+
+def test_256_streams_complete_and_memory_stays(
+    server: Serve, metrics: Callable[[], Metrics], pids: tuple[int, int]
+) -> None:
+    before = metrics()
+    sizes: list[tuple[int, int]] = []
+    tokens = 0
+    for round_number in range(3):
+        outcomes = run_streams(server.url, _bodies(round_number))
+        ended = time.monotonic()
+        bad = [outcome for outcome in outcomes if not outcome.complete]
+        assert not bad, bad[:3]
+        tokens += sum(len(outcome.token_ids) for outcome in outcomes)
+        _freed(metrics, ended)
+        sizes.append((server.memory(pids[0]), server.memory(pids[1])))
+        print(f"round {round_number}: router {sizes[-1][0] // MIB} MiB, rank {sizes[-1][1] // MIB} MiB")
+    after = metrics()
+    assert tokens == 3 * COUNT * OUTPUT
+    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == tokens
+    assert after["headrace_request_errors_total"] == before["headrace_request_errors_total"]
+    # Flat: after the first round the pool's pages are taken, and what remains is the allocators' noise.
+    assert sizes[-1][0] - sizes[0][0] < ROUTER_MIB * MIB
+    assert sizes[-1][1] - sizes[0][1] < RANK_MIB * MIB
+
+
+def test_a_third_hangs_up_midway(server: Serve, metrics: Callable[[], Metrics]) -> None:
+    random = Random(9)
+    drops: dict[int, int | float] = {
+        index: random.choice([1, 2, 5, 9, 13, random.uniform(0.01, 1.5)])
+        for index in random.sample(range(COUNT), int(COUNT * 0.3))
+    }
+    outcomes = run_streams(server.url, _bodies(10), drops)
+    ended = time.monotonic()
+    for index, outcome in enumerate(outcomes):
+        assert outcome.dropped if index in drops else outcome.complete, (index, drops.get(index), outcome)
+    _freed(metrics, ended)
+
+
+def test_all_hang_up_at_once(server: Serve, metrics: Callable[[], Metrics]) -> None:
+    """In every phase: some are queued, some prefill, some decode, and none would end by itself."""
+    for seconds in (0.3, 3.0):
+        outcomes = run_streams(server.url, _bodies(11, tokens=500), dict.fromkeys(range(COUNT), seconds))
+        ended = time.monotonic()
+        assert all(outcome.dropped for outcome in outcomes)
+        _freed(metrics, ended)
+    assert run_streams(server.url, _bodies(12)[:1])[0].complete

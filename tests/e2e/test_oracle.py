@@ -1,0 +1,68 @@
+"""Through the whole path, tokens are those of plain transformers, and of nobody's neighbours (RELIABILITY I6, I16)."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from headrace_process import Serve
+from plain_model import PlainModel
+from streams import Outcome, run_streams
+
+# Every sampling option that the engine has, one neighbour each and all together.
+NEIGHBOURS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {"260": 5.0, "198": -100.0}},
+    {"temperature": 2.0, "top_p": 0.5, "top_k": 100, "min_p": 0.01, "min_tokens": 10, "logprobs": 5},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "stop": ["zzz"], "min_tokens": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainModel]:
+    yield PlainModel()
+
+
+def _prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(20, 40_000) for _ in range(random.randrange(1, longest))] for _ in range(count)]
+
+
+def _greedy(prompt: list[int], tokens: int = 16) -> dict[str, Any]:
+    options = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 1}
+    return {"model": "smollm2", "prompt": prompt, **options}
+
+
+def _judge(plain: PlainModel, bodies: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
+    ties = 0
+    for body, outcome in zip(bodies, outcomes, strict=True):
+        assert outcome.complete and len(outcome.token_ids) == body["max_tokens"], outcome
+        ties += plain.ties(body["prompt"], outcome.token_ids, outcome.logprobs)
+    assert ties <= len(bodies) // 8 + 1
+
+
+def test_alone(server: Serve, plain: PlainModel) -> None:
+    bodies = [_greedy(prompt) for prompt in _prompts(4, seed=1)]
+    _judge(plain, bodies, [run_streams(server.url, [body])[0] for body in bodies])
+
+
+def test_among_32_neighbours_with_mixed_options(server: Serve, plain: PlainModel) -> None:
+    greedy = [_greedy(prompt) for prompt in _prompts(8, seed=2)]
+    others = [
+        {"model": "smollm2", "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": place, **options}
+        for place, (prompt, options) in enumerate(zip(_prompts(24, seed=3), NEIGHBOURS * 3, strict=False))
+    ]
+    outcomes = run_streams(server.url, greedy + others)
+    _judge(plain, greedy, outcomes[: len(greedy)])
+    # The sampled ones are what they are alone. One may differ by a tie of two perturbed scores; a leak moves many.
+    differ = 0
+    for body, among in zip(others, outcomes[len(greedy) :], strict=True):
+        (alone,) = run_streams(server.url, [body])
+        assert alone.complete and among.complete
+        differ += alone.token_ids != among.token_ids
+    assert differ <= 1
