@@ -42,6 +42,7 @@ def plain_model(source: str) -> Any:
     """The same weights in an untouched transformers model."""
     config = ReplicaConfig(replica_id="peer", model="peer", source=source, secret=b"", dtype="float32")
     loaded = load(config, plan=SurgeryPlan.none())
+    loaded.config.use_cache = True  # Headrace keeps its own cache and switches this one off
     model = AutoModelForCausalLM.from_config(loaded.config, attn_implementation="sdpa", dtype=torch.float32)
     model.load_state_dict(loaded.module.state_dict(), strict=False)
     model.tie_weights()
@@ -74,11 +75,15 @@ def run_generate_batch(model: Any, work: Workload) -> int:
     longest = max(length for _, length in work)
     settings = GenerationConfig(max_new_tokens=longest, eos_token_id=-1, do_sample=False, pad_token_id=0)
     model.set_attn_implementation("paged|sdpa")
-    try:
-        with torch.inference_mode():
-            model.generate_batch(inputs=[prompt for prompt, _ in work], generation_config=settings, progress_bar=False)
+    try:  # not in inference mode: it changes tensors of its own in place
+        outputs = model.generate_batch(
+            inputs=[prompt for prompt, _ in work], generation_config=settings, progress_bar=False
+        )
     finally:
         model.set_attn_implementation("sdpa")
+    made = sum(len(output.generated_tokens) for output in outputs.values())
+    if made < longest * len(work):
+        raise RuntimeError(f"generate_batch made {made} of {longest * len(work)} tokens")
     return sum(length for _, length in work)
 
 
