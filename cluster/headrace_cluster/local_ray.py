@@ -108,6 +108,8 @@ def keep_logs(temp_dir: Path, destination: Path) -> bool:
 def _quiet() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing leaves this machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Its handler takes SIGTERM from ours, prints a stack and aborts the process three seconds later.
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # this environment, not a new one per worker
 
 

@@ -80,6 +80,10 @@ class RouterProcess:
         self._started_at = time.monotonic()
         self._restart_at = None
 
+    def keep_ports(self, http: int, grpc: int) -> None:
+        """Ports that it was given by the system: started again, it listens where clients know it."""
+        self._config = self._config.model_copy(update={"port": http, "grpc_port": grpc})
+
     def watch(self, *, may_restart: bool) -> str:
         """Starts it again after it died; returns a sentence when that was just noticed, else an empty string.
 

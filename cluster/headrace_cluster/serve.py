@@ -147,11 +147,12 @@ class Serve:
         return path
 
     def _save_router(self, place: RouterPlace) -> None:
-        assert self._state is not None
+        assert self._state is not None and self._router is not None
         host = reachable(self._spec.routers.host)
         http_url = f"http://{host_port(host, _port(place.http))}"
         if self._state.http_url == http_url:
             return
+        self._router.keep_ports(_port(place.http), _port(place.grpc) if place.grpc else 0)
         grpc_address = host_port(host, _port(place.grpc)) if place.grpc else ""
         self._state = replace(self._state, http_url=http_url, grpc_address=grpc_address)
         state.save(self._state)
