@@ -65,6 +65,7 @@ class Serve:
                 start_new_session=True,
             )
         self.family: dict[int, psutil.Process] = {}
+        self.memory_when_ready: dict[int, int] = {}
         self.url = ""
         self.grpc = ""
         self.admin_port = 0
@@ -88,6 +89,7 @@ class Serve:
         self.admin_port = int(self._listed(r"admin +http://[\d.]+:(\d+)"))
         assert httpx.get(f"{self.url}/health/ready", trust_env=False).status_code == 200
         self.remember()
+        self.memory_when_ready = {pid: self.memory(pid) for pid, process in self.family.items() if _alive(process)}
         return self
 
     def _listed(self, pattern: str) -> str:
@@ -132,12 +134,6 @@ class Serve:
     def run(self, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
         """A client command against it."""
         return headrace(self.home, *arguments, seconds=seconds)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit status after that signal."""
-        self.remember()
-        self.process.send_signal(number)
-        return self.process.wait(40)
 
     def close(self) -> None:
         """Ends it whatever state it is in; its reaper does the rest."""

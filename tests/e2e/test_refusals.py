@@ -1,0 +1,85 @@
+"""What cannot be served: one sentence, a non-zero exit, nothing left, and soon."""
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from headrace_process import Serve
+
+FREE = ("--port", "0", "--grpc-port", "0", "--admin-port", "0")
+
+
+def _sentence(serve: Serve, within: float) -> str:
+    """What a serve says at its end; it must fail with one sentence and leave nothing."""
+    began = time.monotonic()
+    while serve.process.poll() is None:
+        serve.remember()
+        time.sleep(0.1)
+        assert time.monotonic() - began < within, f"still running:\n{serve.said}"
+    lines = [line for line in serve.said.splitlines() if not line.startswith("headrace: [")]
+    assert serve.process.returncode == 1
+    assert lines and all(line.startswith("headrace: ") for line in lines), serve.said
+    sentences = [line for line in lines if "logs of all processes are in" not in line]
+    assert len(sentences) == 1, serve.said
+    assert "Traceback" not in serve.said and serve.printed == ""
+    deadline = time.monotonic() + 5
+    while left := serve.left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert not list(serve.home.glob("*-*")), "no key outlives it"
+    return sentences[0]
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--admin-port"])
+def test_a_port_in_use(start: Callable[..., Serve], flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        others = [part for pair in zip(FREE[::2], FREE[1::2], strict=True) if pair[0] != flag for part in pair]
+        sentence = _sentence(start(*others, flag, port, ports=False), within=10)
+    assert port in sentence and flag in sentence and "in use" in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("/nowhere/model",), ("/nowhere/model", "check the path")),
+        (("./no-such.gguf",), ("no-such.gguf", "check the path")),
+        (("--host", "0.0.0.0"), ("0.0.0.0", "--allow-no-auth")),
+        (("--kv-cache-memory", "lots"), ("lots", "2GiB")),
+        (("--dtype", "float64"), ("dtype", "float32")),
+        (("--replicas", "-1"), ("replicas",)),
+        (("-f", "/nowhere.yaml"), ("/nowhere.yaml",)),
+    ],
+)
+def test_what_is_known_before_anything_starts(
+    start: Callable[..., Serve], flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    sentence = _sentence(start(*flags), within=10)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_an_unknown_key_in_a_file(start: Callable[..., Serve], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("models: [{source: smollm2, replicsa: 2}]\n")
+    assert "replicsa" in _sentence(start("-f", str(path)), within=10)
+
+
+def test_a_file_that_is_no_model(start: Callable[..., Serve], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 200)
+    sentence = _sentence(start(str(path)), within=90)
+    assert "gguf" in sentence.lower()
+
+
+def test_too_little_memory(start: Callable[..., Serve]) -> None:
+    sentence = _sentence(start("--kv-cache-memory", "1MiB"), within=90)
+    assert "--kv-cache-memory" in sentence and "--max-model-len" in sentence
+
+
+def test_more_ranks_than_a_replica_can_have(start: Callable[..., Serve]) -> None:
+    """Until replicas are sharded, tp 2 is refused by name and not run as tp 1."""
+    assert "tp 2" in _sentence(start("--tp", "2"), within=90)
