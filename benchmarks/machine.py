@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Import this before torch: waiting OpenMP threads that spin fight over the cores of a shared machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 RESULTS = Path(__file__).parent / "results"
 

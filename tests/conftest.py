@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 # Before any test imports torch: the threads of several processes share few cores, and spinning ones block the others.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (install|pack))\b")
 

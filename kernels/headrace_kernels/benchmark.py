@@ -1,7 +1,7 @@
 """Times of the CPU ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows]``.
 
 Shapes are SmolLM2-135M's. Runs are interleaved, and each line gives the fastest: on a shared machine the one that
-was left alone (set OMP_WAIT_POLICY=passive there). Weights rotate through more memory than the caches hold, as they do
+was left alone (set GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches hold, as they do
 in a model.
 """
 

@@ -76,9 +76,10 @@ def describe() -> list[str]:
         notes = ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
     else:
         notes = [f"CPU kernels: torch only, slower, since {reason}."]
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive" and torch.get_num_threads() > 1:
+    settled = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
+    if not settled and torch.get_num_threads() > 1:
         notes.append(
-            "OpenMP threads spin while they wait, which is many times slower where other processes share the cores; "
-            "set OMP_WAIT_POLICY=passive before start."
+            "OpenMP threads spin for long while they wait, which is many times slower where other processes share the "
+            "cores; set GOMP_SPINCOUNT=2000 before start."
         )
     return notes

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import structlog
 from blake3 import blake3
 
+from headrace_kernels import describe
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import EngineDeadError
 from headrace_worker.assembly import Assembly, assemble
@@ -69,7 +70,7 @@ class Replica:
             block_size=model.layout.block_size,
             weight_bytes=model.weight_bytes,
             load_seconds=time.monotonic() - began,
-            notes=[*model.notes, size.note],
+            notes=[*describe(), *model.notes, size.note],
         )
 
     def wait(self) -> None:

@@ -210,12 +210,15 @@ class RayDriver:
     def _rank_environment(self, threads: int) -> dict[str, str]:
         # Read when libraries load, hence before the process starts; Ray would set one thread.
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        fixed = {
-            "TOKENIZERS_PARALLELISM": "false",
-            # Waiting threads that spin take the cores from the router and from other ranks on a shared machine.
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
-        }
-        return {name: str(threads) for name in names} | fixed | self._environment
+        # OpenMP threads that wait spin for milliseconds by default, and so take the cores from the router and from
+        # other ranks on a shared machine; a short spin keeps most of its gain. The operator's own setting wins.
+        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+        return (
+            {name: str(threads) for name in names}
+            | {"TOKENIZERS_PARALLELISM": "false"}
+            | (waiting or {"GOMP_SPINCOUNT": "2000"})
+            | self._environment
+        )
 
     def _config(self, name: ReplicaName, model: ModelSpec, threads: int) -> bytes:
         source = Path(model.source).expanduser()
