@@ -24,7 +24,9 @@ NEVER = {
     "cluster": set(),
 }
 PURE = {
-    "worker": ("kv/*.py", "scheduler.py", "queue.py", "request.py", "engine.py", "latency.py", "plan.py", "layout.py"),
+    "worker": tuple(
+        f"{name}.py" for name in "kv/* scheduler scheduled_step queue request engine latency plan layout".split()
+    ),
     "router": ("policy/*.py",),
 }
 PURE_NEVER = {"torch", "ray", "grpc", "asyncio", "time", "threading", "random", "socket", "numpy"}

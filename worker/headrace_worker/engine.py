@@ -11,7 +11,8 @@ from headrace_worker.kv.blocks import CacheChange
 from headrace_worker.latency import StepCost, StepLatency
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.request import Finish, Output, Request
-from headrace_worker.scheduler import ScheduledStep, Scheduler, SchedulerCounters
+from headrace_worker.scheduled_step import ScheduledStep
+from headrace_worker.scheduler import Scheduler, SchedulerCounters
 
 log = structlog.get_logger(__name__)
 

@@ -8,13 +8,14 @@ A plan may be made while earlier steps still run: sampled tokens that nobody has
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from headrace_worker.kv.manager import BlockTable, KVManager
-from headrace_worker.plan import RowInit, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.kv.manager import KVManager
+from headrace_worker.plan import RowInit, StepResult, TableUpdate
 from headrace_worker.queue import WaitingQueue
 from headrace_worker.request import Finish, Output, Request
+from headrace_worker.scheduled_step import ScheduledStep, StepDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,6 @@ class SchedulerLimits:
 
 
 @dataclass(slots=True)
-class ScheduledStep:
-    """A plan and whom its work items belong to."""
-
-    plan: StepPlan
-    requests: list[Request]  # per work item
-    holdings: list[BlockTable]  # per work item: the table the plan writes to, to tell a later one of the same request
-    prefill_tokens: int = 0
-    decode_sequences: int = 0
-    kv_tokens: int = 0
-
-
-@dataclass(slots=True)
 class SchedulerCounters:
     """Monotonic counts for metrics."""
 
@@ -48,37 +37,6 @@ class SchedulerCounters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget: int
-    frees: list[int]
-    inits: list[RowInit] = field(default_factory=list)
-    tables: list[TableUpdate] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    holdings: list[BlockTable] = field(default_factory=list)
-    prefill_tokens: int = 0
-    kv_tokens: int = 0
-    preempted: bool = False
-
-    def add(self, request: Request, table: BlockTable, count: int) -> None:
-        start = request.computed
-        end = start + count
-        sample = count == request.missing
-        self.work.append(Work(request.row, start, count, sample))
-        self.requests.append(request)
-        self.holdings.append(table)
-        self.budget -= count
-        self.kv_tokens += end
-        if count > 1:
-            self.prefill_tokens += count
-        request.computed = end
-        if sample:
-            request.in_flight += 1
 
 
 class Scheduler:
@@ -149,7 +107,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
-        draft = _Draft(self.limits.max_num_batched_tokens, self._freed_rows)
+        draft = StepDraft(self.limits.max_num_batched_tokens, self._freed_rows)
         if self._suspects:
             self._schedule_suspect(draft)
         else:
@@ -160,9 +118,7 @@ class Scheduler:
             return None
         self._freed_rows = []
         self._step += 1
-        plan = StepPlan(self._step, draft.frees, draft.inits, draft.tables, draft.work)
-        decode = len(draft.work) - sum(1 for work in draft.work if work.count > 1)
-        return ScheduledStep(plan, draft.requests, draft.holdings, draft.prefill_tokens, decode, draft.kv_tokens)
+        return draft.finish(self._step)
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[Output]:
         """Takes in what a step sampled. Tokens of requests that ended meanwhile are dropped, never counted."""
@@ -223,7 +179,7 @@ class Scheduler:
         if sorted(rows) != list(range(self.limits.max_num_seqs)):
             raise RuntimeError("rows are lost or held twice")
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: StepDraft) -> None:
         """Requests that miss one position first, so that a long prompt never holds a stream up.
 
         A share of the budget is kept for prompts that wait, and who got no turn is first in the next step: with
@@ -251,7 +207,7 @@ class Scheduler:
             if request.row >= 0 and draft.budget > 0:
                 self._place(draft, request, min(request.missing, draft.budget))
 
-    def _place(self, draft: _Draft, request: Request, count: int) -> None:
+    def _place(self, draft: StepDraft, request: Request, count: int) -> None:
         """Adds work for a running request; makes room by preempting the last that came, itself in the end."""
         table = request.table
         if table is None:
@@ -269,19 +225,19 @@ class Scheduler:
             draft.tables.extend(updates)
         draft.add(request, table, count)
 
-    def _victim(self, draft: _Draft) -> Request | None:
+    def _victim(self, draft: StepDraft) -> Request | None:
         """The running request of least priority, latest arrival first, that this step does not compute."""
         planned = {id(request) for request in draft.requests}
         candidates = [request for request in self.running if id(request) not in planned]
         return max(candidates, key=lambda request: (request.priority, request.arrival), default=None)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         while draft.budget > 0 and self._rows:
             request = self.waiting.peek()
             if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
                 return
 
-    def _admit_one(self, draft: _Draft, request: Request) -> bool:
+    def _admit_one(self, draft: StepDraft, request: Request) -> bool:
         tokens = request.tokens
         self.kv.extend_chain(request.chain, tokens, len(tokens) // self.kv.block_size)
         hit = self.kv.lookup(request.chain, len(tokens) - 1)
@@ -310,7 +266,7 @@ class Scheduler:
         self._place(draft, request, chunk_end - hit.tokens)
         return True
 
-    def _schedule_suspect(self, draft: _Draft) -> None:
+    def _schedule_suspect(self, draft: StepDraft) -> None:
         """One suspect alone: the one that runs, or else the next that waits; others make room if they must."""
         for request in self.running:
             if request.suspect:
