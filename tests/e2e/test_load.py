@@ -15,8 +15,8 @@ MIB = 1 << 20
 COUNT = 256
 OUTPUT = 16
 ROUTER_MIB = 64  # connections, parsers and JSON of 256 clients; glibc keeps what it once had
-# The pool's pages, taken as they are first used, and activations: logits of 256 rows are 48 MiB, sampling copies some of
-# them, and glibc's arenas keep what such blocks leave between them (measured: 430 MiB after 13 rounds, then flat).
+# The pool's pages, taken as they are first used, and activations: logits of 256 rows are 48 MiB, sampling copies some
+# of them, and glibc's arenas keep what such blocks leave between them (measured: 430 MiB after 13 rounds, then flat).
 POOL_MIB = 512
 RANK_MIB = POOL_MIB + 600
 
