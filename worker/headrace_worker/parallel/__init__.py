@@ -1,0 +1,1 @@
+"""One replica over several ranks: who computes what with whom."""
