@@ -1,0 +1,115 @@
+"""Router and engine together, where neither alone can show it."""
+
+import threading
+from random import Random
+from typing import Any
+
+import httpx
+
+
+def _prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(10, 300) for _ in range(length)] for _ in range(count)]
+
+
+def _together(calls: list[Any]) -> list[httpx.Response]:
+    answers: dict[int, httpx.Response] = {}
+
+    def call(place: int) -> None:
+        answers[place] = calls[place]()
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [answers[place] for place in range(len(calls))]
+
+
+def _ids(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def test_two_replicas_share_the_work_and_agree(house: Any) -> None:
+    house.add_replica()
+    house.add_replica()
+    house.open()
+    prompts = _prompts(12)
+    alone = [_ids(house.complete(prompt, max_tokens=20)) for prompt in prompts]
+    answers = _together([lambda p=prompt: house.complete(p, max_tokens=20) for prompt in prompts])
+    assert [_ids(answer) for answer in answers] == alone
+    with house.client() as client:
+        page = client.get("/metrics").text
+    done = [line for line in page.splitlines() if line.startswith("vllm:request_success_total{")]
+    assert {place for place in ("tiny-0", "tiny-1") if any(place in line for line in done)} == {"tiny-0", "tiny-1"}
+
+
+def test_tenants_do_not_share_cached_prompts(house: Any) -> None:
+    house.add_replica()
+    house.open(auth={"keys": [{"name": "a", "key": "key-of-a-1"}, {"name": "b", "key": "key-of-b-1"}]})
+    (prompt,) = _prompts(1, length=64)
+
+    def cached(key: str) -> int:
+        usage = house.complete(prompt, key, max_tokens=2).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("key-of-a-1"), cached("key-of-b-1")] == [0, 0]
+    assert cached("key-of-a-1") == cached("key-of-b-1") > 0
+    assert house.complete(prompt, "key-of-c-1").status_code == house.complete(prompt).status_code == 401
+
+
+def test_every_request_has_one_outcome_when_a_replica_stops(house: Any) -> None:
+    house.add_replica()
+    house.add_replica()
+    house.open()
+    prompts = _prompts(16)
+    expected = [
+        _ids(answer) for answer in _together([lambda p=prompt: house.complete(p, max_tokens=300) for prompt in prompts])
+    ]
+    stopper = threading.Timer(0.15, house.replicas[0].stop)
+    stopper.start()
+    answers = _together([lambda p=prompt: house.complete(p, max_tokens=300) for prompt in prompts])
+    stopper.join()
+    for answer, tokens in zip(answers, expected, strict=True):
+        if answer.status_code == 200:
+            assert _ids(answer) == tokens
+        else:
+            assert answer.status_code in (502, 503) and answer.json()["error"]["message"]
+    with house.client() as client:
+        retried = "headrace_retries_total{" in client.get("/metrics").text
+    assert retried or any(answer.status_code != 200 for answer in answers), "it stopped in the middle of them"
+    house.eventually(lambda: house.ready == ["tiny-1"], 3)
+    again = [_ids(house.complete(prompt, max_tokens=300)) for prompt in prompts[:4]]
+    assert again == expected[:4], "the replica that is left serves all"
+
+
+def test_a_drained_replica_gets_nothing_new(house: Any) -> None:
+    house.add_replica()
+    house.add_replica()
+    house.open()
+    house.replicas[1].drain()
+    answers = _together([lambda p=prompt: house.complete(p, max_tokens=5) for prompt in _prompts(8)])
+    assert all(len(_ids(answer)) == 5 for answer in answers)
+
+
+def test_a_replica_of_another_cluster_is_not_used(house: Any) -> None:
+    house.add_replica(secret=b"another secret altogether")
+    house.open(await_ready=False)
+    answer = house.complete([5, 6, 7], max_tokens=2)
+    assert answer.status_code in (404, 503)
+    assert house.ready == []
+    with house.client() as client:
+        assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
+
+
+def test_more_than_the_cache_holds_waits_and_completes(house: Any) -> None:
+    """Sixteen requests whose KV is more than twice the pool: preempted or queued, each with the tokens it has alone."""
+    house.add_replica(kv_cache_memory=1 << 19, max_model_len=256)
+    house.open()
+    prompts = _prompts(16, length=60, seed=4)
+    answers = _together([lambda p=prompt: house.complete(p, max_tokens=150) for prompt in prompts])
+    for prompt, answer in zip(prompts[:4], answers, strict=False):
+        assert _ids(answer) == _ids(house.complete(prompt, max_tokens=150))
+    assert all(len(_ids(answer)) == 150 for answer in answers)
