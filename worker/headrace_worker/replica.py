@@ -1,5 +1,6 @@
 """A replica: loads the model, sizes its cache, warms up, then serves until it is stopped or its loop dies."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ class Replica:
         config = self._config
         assembly = assemble(config, self._report)
         model, size, limits = assembly.model, assembly.size, assembly.limits
+        # What was loaded stays for good: a full collection would walk all of it in the middle of a step.
+        gc.collect()
+        gc.freeze()
         self._report("listening", 0.0)
         server = self._server = ReplicaServer(config.host, config.port, config.secret)
         loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))
