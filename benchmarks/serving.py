@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py                                    starts a server of its own
     python benchmarks/serving.py --base-url http://127.0.0.1:8000   measures one that runs, Headrace or another
-    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --save
+    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers generate,generate_batch --save
 
 Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, streamed):
     equal   64 tokens out each
@@ -10,6 +10,10 @@ Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, stream
 Per concurrency C: max(4, C) requests, C of them open at any time. TTFT is the time to the first event with tokens, TPOT
 the mean time per token after the first of one request, ITL the time between two events of one request. The client is a
 process of its own and takes its part of the same processors.
+
+Peers run in turn with the server, in this process, on the same requests and weights, without HTTP: transformers'
+`generate` in static batches of C, and its `generate_batch` (equal lengths, C > 1). They have no TTFT: a batch answers
+when it is done. `--peers ''` leaves them out.
 
 Prefix caching cannot help: prompts are random and new in every round. `--base-url` needs /v1/completions with token-id
 prompts, `ignore_eos` and `stream_options.include_usage`. aiohttp comes with Ray.
@@ -160,8 +164,35 @@ async def first_model(url: str) -> str:
         return str((await answer.json())["data"][0]["id"])
 
 
+class Peers:
+    """transformers on the same weights, in this process; loaded when there is one to run."""
+
+    def __init__(self, names: list[str], source: str) -> None:
+        self._names = names
+        if names:
+            import offline
+
+            self._offline = offline
+            self._model = offline.plain_model(source)
+
+    def run(self, name: str, concurrency: int, work: list[Request]) -> dict[str, float]:
+        """Output tok/s of each peer on this work."""
+        speeds = {}
+        for peer in self._names:
+            if peer == "generate_batch" and (name != "equal" or concurrency == 1):
+                continue
+            run = {"generate": self._offline.run_generate, "generate_batch": self._offline.run_generate_batch}[peer]
+            began = time.perf_counter()
+            tokens = sum(
+                run(self._model, work[start : start + concurrency]) for start in range(0, len(work), concurrency)
+            )
+            speeds[f"{peer}_tok_s"] = round(tokens / (time.perf_counter() - began), 1)
+        return speeds
+
+
 def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over rounds, per workload and concurrency; rounds are interleaved."""
+    peers = Peers([peer for peer in arguments.peers.split(",") if peer], arguments.model)
     model = asyncio.run(first_model(url))
     random = Random(SystemRandom().getrandbits(64) if arguments.seed is None else arguments.seed)
     asyncio.run(drive(url, model, workload("equal", 2, random), 2))  # what is made on first use
@@ -172,7 +203,8 @@ def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for round_number in range(arguments.rounds):
         for name, concurrency in cases:
             work = workload(name, max(4, concurrency), random)
-            runs[name, concurrency].append(summarise(*asyncio.run(drive(url, model, work, concurrency))))
+            figures = summarise(*asyncio.run(drive(url, model, work, concurrency)))
+            runs[name, concurrency].append(figures | peers.run(name, concurrency, work))
             print(f"round {round_number} {name:5s} x{concurrency:<3d} {runs[name, concurrency][-1]}", flush=True)
     return {
         f"{name}/x{concurrency}": {key: median(run[key] for run in done) for key in done[0]}
@@ -187,17 +219,21 @@ def main() -> None:
     parser.add_argument("--workloads", default="equal,mixed")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", default="generate,generate_batch", help="of transformers, on --model's weights")
     parser.add_argument("--seed", type=int, help="of the prompts; the default draws one, so that no prompt comes twice")
     parser.add_argument("--save", action="store_true", help="write results/serving.json")
     arguments = parser.parse_args()
     server = contextlib.nullcontext(arguments.base_url) if arguments.base_url else own_server(arguments.model)
     with server as url:
         result = measure(url, arguments)
-    print(f"\n{'workload':12s}{'tok/s':>8s}{'TTFT p50':>10s}{'p99':>9s}{'TPOT':>8s}{'ITL p99':>9s}   (ms)")
+    print(
+        f"\n{'workload':12s}{'tok/s':>8s}{'TTFT p50':>10s}{'p99':>9s}{'TPOT':>8s}{'ITL p99':>9s}   (ms)   peers, tok/s"
+    )
     for name, row in result.items():
         print(
             f"{name:12s}{row['output_tok_s']:8.1f}{row['ttft_p50_ms']:10.1f}{row['ttft_p99_ms']:9.1f}"
-            f"{row['tpot_p50_ms']:8.2f}{row['itl_p99_ms']:9.1f}"
+            f"{row['tpot_p50_ms']:8.2f}{row['itl_p99_ms']:9.1f}          "
+            + ", ".join(f"{key.removesuffix('_tok_s')} {row[key]:.1f}" for key in row if key.startswith("generate"))
         )
     if arguments.save:
         print(machine.save("serving", {"medians": result, "rounds": arguments.rounds}))

@@ -13,6 +13,8 @@ from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
 from headrace_worker.model.source import ModelSource
 
 _DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# The embedded file carries no generation_config.json; SmolLM2-Instruct's model card samples with these.
+_EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 _NAMED_TOKENS = ("bos", "eos", "unk", "pad")
 
 
@@ -37,11 +39,12 @@ def read_facts(
 ) -> ModelFacts:
     """Collect the facts. `vocab_size` is the number of logits that the model computes."""
     if gguf is not None:
-        return _gguf_facts(config, gguf, vocab_size)
+        defaults = _EMBEDDED_DEFAULTS if source.embedded else {}
+        return _gguf_facts(config, gguf, vocab_size, defaults)
     return _folder_facts(source, config, vocab_size, trust_remote_code)
 
 
-def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int) -> ModelFacts:
+def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, float]) -> ModelFacts:
     data = gguf.metadata
     tokenizer = gguf_tokenizer(data)
     tokens: list[str] = data["tokenizer.ggml.tokens"]
@@ -59,6 +62,7 @@ def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int) -> ModelFacts:
         add_bos=bool(data.get("tokenizer.ggml.add_bos_token", False)),
         max_positions=int(config.max_position_embeddings),
         vocab_size=vocab_size,
+        defaults=defaults,
     )
 
 

@@ -49,20 +49,20 @@ def size_kv(
     if kv_cache_memory is not None:
         if kv_cache_memory > available:
             raise MemoryTooSmallError(
-                f"The KV cache is to take {_gib(kv_cache_memory)}, but {_gib(available)} are free: "
+                f"The KV cache is to take {_size(kv_cache_memory)}, but {_size(available)} are free: "
                 "give a smaller --kv-cache-memory."
             )
         budget, reason = kv_cache_memory, "as --kv-cache-memory says"
     else:
         share = _CUDA_SHARE if device.type == "cuda" else _CPU_SHARE
-        budget, reason = int(available * share), f"{share:.0%} of the {_gib(available)} that are free"
+        budget, reason = int(available * share), f"{share:.0%} of the {_size(available)} that are free"
         if most < budget:
             budget, reason = most, f"enough for {max_num_seqs} requests of {max_model_len} tokens"
     if budget < smallest:
         tokens = max(0, budget // layout.block_bytes - 1) // len(layout.groups) * layout.block_size
         advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
         raise MemoryTooSmallError(
-            f"One request of {max_model_len} tokens needs a KV cache of {_gib(smallest)}, but it gets {_gib(budget)} "
+            f"One request of {max_model_len} tokens needs a KV cache of {_size(smallest)}, but it gets {_size(budget)} "
             f"({reason}): use {advice}, or a larger --kv-cache-memory."
         )
     blocks = budget // layout.block_bytes
@@ -70,7 +70,7 @@ def size_kv(
     return KvSize(
         num_blocks=blocks,
         num_bytes=blocks * layout.block_bytes,
-        note=f"KV cache: {_gib(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
+        note=f"KV cache: {_size(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
     )
 
 
@@ -103,5 +103,5 @@ def _read_int(path: str) -> int | None:
         return None
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
