@@ -32,7 +32,8 @@ class CacheLayout(Struct, frozen=True):
 
     @property
     def layers_per_group(self) -> int:
-        return len(self.groups[0].layers)
+        """Layer slots of the pool: with several pipeline stages a group may have fewer layers on this rank."""
+        return max(len(group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:

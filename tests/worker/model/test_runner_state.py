@@ -66,7 +66,7 @@ def test_pools_start_at_zero_and_groups_share_them() -> None:
     assert [tuple(pool.shape) for pool in pools] == [(2, 9, 2, 4, 8)] * 2
     assert not any(pool.any() for pool in pools)
     caches = bind_layers(layout, pools)
-    assert [(cache.group, cache.window) for cache in caches] == [(0, 0), (0, 0), (1, 6), (1, 6)]
+    assert [(caches[layer].group, caches[layer].window) for layer in range(4)] == [(0, 0), (0, 0), (1, 6), (1, 6)]
     assert caches[0].pool is caches[2].pool and caches[1].pool is caches[3].pool
     assert sum(pool.nbytes for pool in pools) == 9 * layout.block_bytes
     with pytest.raises(MemoryTooSmallError, match="cannot be allocated"):

@@ -36,8 +36,10 @@ class LayerCache:
 class StepContext:
     """What the layers of one forward pass need besides the hidden states."""
 
-    layers: Sequence[LayerCache] | Mapping[int, LayerCache]  # by model layer index
+    layers: Mapping[int, LayerCache]  # by model layer index
     metas: Sequence[AttentionMeta]  # by cache group
+    hidden_in: Tensor | None = None  # [1, T, N] from the stage before; None on the first
+    hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
 
 
 class _Current(threading.local):
@@ -59,6 +61,13 @@ def step_context(step: StepContext) -> Iterator[None]:
         _current.step = None
 
 
+def current_step() -> StepContext:
+    """The step that this thread runs."""
+    if _current.step is None:
+        raise StepContextError("The model ran outside a step: load it through the runner.")
+    return _current.step
+
+
 def attend(
     layer: int,
     query: Tensor,
@@ -74,9 +83,7 @@ def attend(
 
     `window` is what the model's code says (None = it says nothing) and must be the cache group's.
     """
-    step = _current.step
-    if step is None:
-        raise StepContextError("The model ran outside a step: load it through the runner.")
+    step = current_step()
     cache = step.layers[layer]
     if window is not None and window != cache.window:
         raise StepContextError(

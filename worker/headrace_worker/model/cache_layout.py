@@ -1,38 +1,57 @@
 """The cache layout of a model: which layers share a span and KV shape, split into groups of equally many layers."""
 
-from math import gcd
 from typing import Any
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.model.sharding import local_kv_heads
+from headrace_worker.model.sharding.stages import stage_layers
+from headrace_worker.parallel.context import SINGLE, ParallelContext
 
 
-def cache_layout(config: Any, block_size: int, element_bytes: int) -> CacheLayout:
-    """Derive the layout from a transformers text config (all layers on this rank).
+def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: ParallelContext = SINGLE) -> CacheLayout:
+    """Derive a rank's layout from a transformers text config.
 
+    All ranks have the same groups, since a block belongs to a group on all of them; a group's layers are those of the
+    rank's stage, and with several stages there may be fewer of them than the pool has slots, even none.
     Raises ModelUnsupportedError for layers whose state is not a softmax-attention KV cache.
     """
-    layers = int(config.num_hidden_layers)
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     windows = layer_windows(config)
-    by_window: dict[int, list[int]] = {}
-    for layer in range(layers):
-        by_window.setdefault(windows[layer], []).append(layer)
-    size = gcd(*(len(members) for members in by_window.values()))
+    stages = stage_layers(len(windows), parallel.pp_size)
+    counts = {window: [windows[first:stop].count(window) for first, stop in stages] for window in sorted(set(windows))}
+    groups_of = _groups(counts)
+    first, stop = stages[parallel.pp_rank]
     groups: list[CacheGroupSpec] = []
-    for window, members in sorted(by_window.items()):
-        for first in range(0, len(members), size):
+    for window, number in groups_of.items():
+        members = [layer for layer in range(first, stop) if windows[layer] == window]
+        share = -(-len(members) // number)
+        for index in range(number):
             groups.append(
                 CacheGroupSpec(
                     index=len(groups),
-                    layers=tuple(members[first : first + size]),
-                    num_kv_heads=heads,
-                    head_dim=head_dim,
+                    layers=tuple(members[index * share : (index + 1) * share]),
+                    num_kv_heads=local_kv_heads(config, parallel),
+                    head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
                     window=window,
                 )
             )
     return CacheLayout(block_size=block_size, groups=tuple(groups), element_bytes=element_bytes)
+
+
+def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
+    """How many groups the layers of each window make, from their number on each stage.
+
+    A token takes a block of every group, and a block takes the pool's slots, as many as the largest group of a stage
+    has layers: of the ways to split, the one whose fullest stage takes least memory, then the one with fewest groups.
+    On one stage nothing is lost: groups of the largest size that divides all numbers.
+    """
+    choices = []
+    for size in range(1, max(max(numbers) for numbers in counts.values()) + 1):
+        groups = {window: max(-(-number // size) for number in numbers) for window, numbers in counts.items()}
+        slots = max(-(-number // groups[window]) for window, numbers in counts.items() for number in numbers)
+        total = sum(groups.values())
+        choices.append((slots * total, total, groups))
+    return min(choices, key=lambda choice: choice[:2])[2]
 
 
 def layer_windows(config: Any) -> list[int]:

@@ -15,7 +15,8 @@ import torch
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
-from headrace_worker.model.weights import check_name
+from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
+from headrace_worker.model.weights import check_name, join
 
 # GGUF architecture -> transformers model_type
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -97,6 +98,7 @@ class GgufWeights:
     """Tensors of a GGUF file under transformers' names, dequantized to float32 when read."""
 
     def __init__(self, file: GgufFile) -> None:
+        self.read_bytes = 0
         self._file = file
         self._arch = str(file.metadata["general.architecture"])
         self._by_name: dict[str, GgufTensor] = {}
@@ -110,12 +112,21 @@ class GgufWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._by_name[name].shape
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, cuts: Cuts = ()) -> torch.Tensor:
         check_name(name, self._by_name)
         tensor = self._by_name[name]
-        values = self._dequantize(tensor)
-        if self._arch in _INTERLEAVED_ROTARY and (".q_proj." in name or ".k_proj." in name):
-            values = self._unpermute(values, "q_proj" in name)
+        ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(tensor.shape)]
+        permuted = self._arch in _INTERLEAVED_ROTARY and (".q_proj." in name or ".k_proj." in name)
+        head = self._head_rows(tensor, "q_proj" in name) if permuted else 0
+        return join(ranges, lambda spans: self._read_block(tensor, spans, head))
+
+    def _read_block(self, tensor: GgufTensor, spans: tuple[Span, ...], head: int) -> torch.Tensor:
+        """One span of each dimension; `head`: rows of a head if they are to be put in transformers' order."""
+        values = self._dequantize(tensor, spans)
+        if head:
+            # From (pair, half) order to (half, pair) order: transformers rotates halves.
+            shape = values.shape
+            values = values.reshape(shape[0] // head, head // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
         # Unquantized tensors are views of the read-only map.
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
@@ -124,15 +135,25 @@ class GgufWeights:
         tensor = self._file.tensors.get(ROPE_FACTORS)
         return None if tensor is None else torch.from_numpy(self._dequantize(tensor).copy())
 
-    def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
+    def _dequantize(self, tensor: GgufTensor, spans: tuple[Span, ...] | None = None) -> np.ndarray:
+        """The elements of one span per dimension (all without), from the quantization blocks that hold them."""
+        shape = tensor.shape
+        spans = spans or tuple((0, size) for size in shape)
         try:
             kind = gguf.GGMLQuantizationType(tensor.type_id)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            columns = tensor.shape[-1] // block * block_bytes
-            count = int(np.prod(tensor.shape[:-1], dtype=np.int64)) * columns
-            raw = np.frombuffer(self._file.buffer, np.uint8, count, tensor.offset).reshape(-1, columns)
-            values = np.asarray(gguf.dequantize(raw, kind), dtype=np.float32)
-            return values.reshape(tensor.shape)
+            row_bytes = shape[-1] // block * block_bytes
+            count = int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes
+            raw = np.frombuffer(self._file.buffer, np.uint8, count, tensor.offset).reshape(*shape[:-1], row_bytes)
+            first, stop = spans[-1]
+            start = first // block  # quantization blocks run along rows
+            columns = slice(start * block_bytes, -(-stop // block) * block_bytes)
+            chosen = raw[(*(slice(*span) for span in spans[:-1]), columns)]
+            self.read_bytes += chosen.nbytes
+            rows = np.ascontiguousarray(chosen).reshape(-1, chosen.shape[-1])
+            values = np.asarray(gguf.dequantize(rows, kind), dtype=np.float32)
+            values = values[:, first - start * block : stop - start * block]
+            return values.reshape([end - begin for begin, end in spans])
         except NotImplementedError as error:
             raise ModelUnsupportedError(
                 f"GGUF tensor {tensor.name} has a quantization that is not read: convert it to Q8_0, Q4_1 or F16."
@@ -142,13 +163,11 @@ class GgufWeights:
                 f"GGUF tensor {tensor.name} does not fit its file: the file is cut short or damaged; download it again."
             ) from error
 
-    def _unpermute(self, values: np.ndarray, query: bool) -> np.ndarray:
-        """Rows of each head from (pair, half) order to (half, pair) order, as transformers rotates halves."""
+    def _head_rows(self, tensor: GgufTensor, query: bool) -> int:
         heads = self._file.metadata[f"{self._arch}.attention.head_count"]
         if not query:
             heads = self._file.metadata.get(f"{self._arch}.attention.head_count_kv", heads)
-        rest = values.shape[1:]
-        return values.reshape(heads, values.shape[0] // heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)
+        return tensor.shape[0] // int(heads)
 
 
 def _transformers_name(name: str) -> str:

@@ -15,12 +15,15 @@ from headrace_worker.layout import CacheLayout
 from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, read_config
 from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.converted import converted
 from headrace_worker.model.device import choose_device, choose_dtype, set_threads
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.sharding import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill
+from headrace_worker.parallel.context import SINGLE, ParallelContext
 
 Report = Callable[[str, float], None]  # (phase, fraction done)
 
@@ -36,8 +39,10 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     layout: CacheLayout
+    parallel: ParallelContext  # which part of the model this is
     threads: int
     weight_bytes: int
+    read_bytes: int  # of the checkpoint's files
     load_seconds: float  # from the start of `load`; imports not counted
     notes: list[str]
 
@@ -51,16 +56,19 @@ class LoadedModel:
 
 
 def load(
-    config: ReplicaConfig, report: Report = lambda phase, fraction: None, plan: surgery.SurgeryPlan | None = None
+    config: ReplicaConfig,
+    report: Report = lambda phase, fraction: None,
+    plan: surgery.SurgeryPlan | None = None,
+    parallel: ParallelContext = SINGLE,
 ) -> LoadedModel:
-    """Load the model that `config` names onto this process's device.
+    """Load the model that `config` names onto this process's device: all of it, or the part of one rank.
 
-    `plan` says which changes from outside are applied (default: all that fit). Raises ModelSourceError,
-    ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
+    `plan` says which changes from outside are applied (default: all that fit). Talks to no other rank. Raises
+    ModelSourceError, ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
     """
     started = time.monotonic()
     report("finding the model", 0.0)
-    if config.tp * config.pp != 1:
+    if (config.tp, config.pp) != (parallel.tp.size, parallel.pp_size):
         raise ModelUnsupportedError(f"tp {config.tp} × pp {config.pp}: this build runs a replica on one rank (1 × 1).")
     source = resolve(config.source, config.load_format, config.revision)
     device = choose_device(config.device)
@@ -71,7 +79,7 @@ def load(
     check_rope(hf_config, config.max_model_len)
     report("building the model", 0.1)
     model = build_meta(hf_config, dtype, config.trust_remote_code)
-    layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size())
+    layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size(), parallel)
     head = model.get_output_embeddings()
     if head is None:
         raise ModelLoadError(f"{type(model).__name__} has no output head: it cannot generate text.")
@@ -80,13 +88,15 @@ def load(
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
         facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
         buffers.compute_buffers(model, device)
-        weights = _open_weights(source, model, gguf)
-        weight_bytes = fill(model, weights, device, dtype, report)
+        sharding = shard(model, parallel, device)
+        weights = _open_weights(source, model.config, sharding, gguf)
+        weight_bytes = fill(model, weights, sharding, device, dtype, report)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
         notes = surgery.apply(model, plan or surgery.SurgeryPlan())
         check_filled(model)
+        sharding.connect(model)
         facts = facts_job.result()
     if source.kind == "dummy":
         notes.append("Weights are random (--load-format dummy): the output means nothing.")
@@ -99,16 +109,18 @@ def load(
         device=device,
         dtype=dtype,
         layout=layout,
+        parallel=parallel,
         threads=threads,
         weight_bytes=weight_bytes,
+        read_bytes=weights.read_bytes,
         load_seconds=time.monotonic() - started,
         notes=notes,
     )
 
 
-def _open_weights(source: ModelSource, model: PreTrainedModel, gguf: GgufFile | None) -> Weights:
+def _open_weights(source: ModelSource, config: Any, sharding: Sharding, gguf: GgufFile | None) -> Weights:
     if source.kind == "dummy":
-        return DummyWeights(model)
+        return DummyWeights(sharding.shapes)
     if gguf is not None:
         return GgufWeights(gguf)
-    return SafetensorsWeights(source.weights)
+    return converted(SafetensorsWeights(source.weights), config.model_type, sharding.shapes)

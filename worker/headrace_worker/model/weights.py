@@ -1,7 +1,7 @@
 """Weights into a model on meta: each tensor read once, converted once, put in place; nothing may stay unfilled."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,22 +11,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace_proto.errors import ModelLoadError
+from headrace_worker.model.sharding import Sharding
+from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
 
 Report = Callable[[str, float], None]  # (phase, fraction done)
 
 
 class Weights(Protocol):
-    """Named tensors of a checkpoint, read one at a time."""
+    """Named tensors of a checkpoint, read one at a time, each whole or cut."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the checkpoint's files that were read so far."""
+        ...
 
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
 
 
 class SafetensorsWeights:
     """Safetensors files, memory-mapped; a tensor's bytes are read when it is asked for."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        self.read_bytes = 0
         self._handles: dict[str, Any] = {}
         for path in files:
             try:
@@ -41,9 +49,15 @@ class SafetensorsWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         check_name(name, self._handles)
-        tensor: Tensor = self._handles[name].get_tensor(name)
+        if cuts:
+            view = self._handles[name].get_slice(name)
+            ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(view.get_shape())]
+            tensor = join(ranges, lambda spans: view[tuple(slice(*span) for span in spans)])
+        else:
+            tensor = self._handles[name].get_tensor(name)
+        self.read_bytes += tensor.nbytes
         return tensor
 
 
@@ -56,8 +70,10 @@ class DummyWeights:
 
     _NOISE = (1 << 20) + 7  # a prime
 
-    def __init__(self, model: nn.Module, seed: int = 0, scale: float = 0.02) -> None:
-        self._shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 0.02) -> None:
+        """`shapes`: of the whole model's tensors."""
+        self.read_bytes = 0
+        self._shapes = shapes
         self._noise = torch.randn(self._NOISE, generator=torch.Generator().manual_seed(seed)) * scale
 
     def __iter__(self) -> Iterator[str]:
@@ -66,14 +82,35 @@ class DummyWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         shape = self._shapes[name]
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         offset, size = int.from_bytes(digest, "little") % self._NOISE, prod(shape)
         rolled = self._noise.roll(-offset)
         values = rolled.repeat(-(-size // self._NOISE))[:size].view(shape)
+        values = cut_tensor(values, cuts)
         # A norm's scale is near one, and anything else near zero, as in a trained model.
         return values + 1 if "norm" in name and name.endswith("weight") else values.clone()
+
+
+def cut_tensor(tensor: Tensor, cuts: Cuts) -> Tensor:
+    """The part of a whole tensor that `cuts` keep; a view where one span of each dimension is kept."""
+    for cut in cuts:
+        parts = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.spans]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+    return tensor
+
+
+def join(ranges: Sequence[Sequence[Span]], read: Callable[[tuple[Span, ...]], Tensor]) -> Tensor:
+    """One tensor from the blocks that `read` gives for each combination of spans, one span per dimension."""
+
+    def gather(chosen: tuple[Span, ...]) -> Tensor:
+        if len(chosen) == len(ranges):
+            return read(chosen)
+        parts = [gather((*chosen, span)) for span in ranges[len(chosen)]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, len(chosen))
+
+    return gather(())
 
 
 def check_name(name: str, known: Mapping[str, object]) -> None:
@@ -81,38 +118,45 @@ def check_name(name: str, known: Mapping[str, object]) -> None:
         raise ModelLoadError(f"The checkpoint has no tensor {name!r}.")
 
 
-def fill(model: nn.Module, weights: Weights, device: torch.device, dtype: torch.dtype, report: Report) -> int:
-    """Put every parameter and persistent buffer in place and return the bytes that they take.
+def fill(
+    model: nn.Module, weights: Weights, sharding: Sharding, device: torch.device, dtype: torch.dtype, report: Report
+) -> int:
+    """Put every parameter and persistent buffer of a rank's model in place and return the bytes that they take.
 
-    Floating-point tensors are converted to `dtype`, except those that the model keeps in float32. Tied parameters
-    stay one tensor. Raises ModelLoadError when a tensor is missing, has another shape than the config says, or is
-    left over.
+    Names and shapes are checked for the whole model; what this rank does not hold is not read. Floating-point tensors
+    are converted to `dtype`, except those that the model keeps in float32. Tied parameters stay one tensor. Raises
+    ModelLoadError when a tensor is missing, has another shape than the config says, or is left over.
     """
-    wanted = {name: entry for name, entry in model.state_dict(keep_vars=True).items()}
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    names = _match_names(model, set(weights), set(wanted), tied)
-    keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    placed = 0
-    for done, (name, stored) in enumerate(names.items()):
-        expected, found = tuple(wanted[name].shape), weights.shape(stored)
+    names = _match_names(model, set(weights), set(sharding.shapes), tied)
+    for name, stored in names.items():
+        expected, found = sharding.shapes[name], weights.shape(stored)
         if expected != found:
             raise ModelLoadError(
                 f"Tensor {stored!r} has shape {list(found)}, but the config asks for {list(expected)}: "
                 "weights and config.json do not belong together."
             )
-        tensor = weights.read(stored)
+    local = list(model.state_dict(keep_vars=True))
+    shared = [name for name in local if name not in names and tied[name] in local]
+    # A tied head whose embedding is on another stage is a tensor of its own here.
+    sources = {name: names.get(name) or names[tied[name]] for name in local if name not in shared}
+    keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    placed = 0
+    for done, (name, stored) in enumerate(sources.items()):
+        tensor = weights.read(stored, sharding.cuts.get(name, ()))
+        if name in sharding.zeros:
+            tensor = torch.zeros_like(tensor)
         target = tensor.dtype
         if tensor.is_floating_point():
             target = torch.float32 if any(part in keep_float32 for part in name.split(".")) else dtype
-        # A copy even when nothing changes: a mapped file may be replaced under us.
+        # A copy even when nothing changes: a mapped file may be replaced under us, and a view keeps its whole.
         tensor = tensor.to(device=device, dtype=target, copy=isinstance(weights, SafetensorsWeights))
         _put(model, name, tensor)
         placed += tensor.nbytes
         if done % 16 == 0:
-            report("loading weights", done / len(names))
-    for target_name, source_name in tied.items():
-        if target_name not in names:
-            _put(model, target_name, model.get_parameter(source_name))
+            report("loading weights", done / len(sources))
+    for name in shared:
+        _put(model, name, model.get_parameter(tied[name]))
     report("loading weights", 1.0)
     return placed
 

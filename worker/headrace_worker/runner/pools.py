@@ -41,10 +41,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
-def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> list[LayerCache]:
-    """For every model layer its group and pool, by layer index."""
-    bound: dict[int, LayerCache] = {}
-    for group in layout.groups:
-        for slot, layer in enumerate(group.layers):
-            bound[layer] = LayerCache(group.index, pools[slot], group.window)
-    return [bound[layer] for layer in range(len(bound))]
+def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> dict[int, LayerCache]:
+    """For every model layer of this rank its group and pool, by layer index."""
+    return {
+        layer: LayerCache(group.index, pools[slot], group.window)
+        for group in layout.groups
+        for slot, layer in enumerate(group.layers)
+    }

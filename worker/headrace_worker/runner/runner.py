@@ -10,13 +10,14 @@ before this one is collected.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headrace_worker.layout import CacheLayout
 from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.plan import StepPlan, StepResult
-from headrace_worker.runner.batch import gather
+from headrace_worker.runner.batch import Batch, gather
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import SampleOutput, Sampler
@@ -31,7 +32,9 @@ class StepHandle:
 
 
 class Runner:
-    """Runs steps of one model on one device. Owns the KV pools, the rows and the sampler's per-row state.
+    """Runs steps of one model, or of one rank's part of it. Owns the KV pools, the rows and the sampler's state.
+
+    A replica of several ranks calls the parts of `launch` itself, with what goes between the ranks in between.
 
     Block 0 of the pools is the null block. Pools are zeroed once; after that every slot that a query can see has
     been written by the row that sees it, or belongs to an equal prefix.
@@ -53,13 +56,35 @@ class Runner:
         self.max_len = max_len
         self.pools = make_pools(self.layout, num_blocks, model.dtype, model.device)
         self._caches = bind_layers(self.layout, self.pools)
-        self._model = LogitsModel(model.module)
+        self._model = LogitsModel(model.module, model.parallel)
         self.rows = RowState(self.layout, max_rows, max_len, model.device)
         self.sampler = Sampler(model.vocab_size, max_rows, model.device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Apply the plan's frees, inits and tables, and start its work."""
+        """One step on a replica of one rank: all of what follows, in order."""
+        batch = self.prepare(plan)
+        if batch is None:
+            return StepHandle(plan.step, None)
+        logits = self.forward(batch)
+        if logits is None:
+            return StepHandle(plan.step, None)
+        samples = self.sample(batch, logits)
+        self.apply_tokens(batch, samples.tokens)
+        return StepHandle(plan.step, samples)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a launched step and bring its samples to the host."""
+        if handle.samples is None:
+            return StepResult(handle.step, [], {}, {})
+        return handle.samples.to_result(handle.step)
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> Batch | None:
+        """Apply the plan's frees, inits and tables, and lay out its work; None when there is none.
+
+        Every rank prepares every plan, in their order.
+        """
         for row in plan.frees:
             self.rows.free(row)
             self.sampler.free(row)
@@ -68,22 +93,28 @@ class Runner:
             self.sampler.init(init)
         for update in plan.tables:
             self.rows.update_table(update)
-        if not plan.work:
-            return StepHandle(plan.step, None)
-        batch = gather(plan.work, self.rows, self.layout.block_size)
-        ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        with step_context(StepContext(self._caches, batch.metas)):
-            logits = self._model(ids, batch.positions, batch.sample_index)
-        if logits is None:
-            return StepHandle(plan.step, None)
-        samples = self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens)
-        self.rows.store_tokens(
-            batch.token_rows[batch.sample_index], batch.positions[batch.sample_index] + 1, samples.tokens
-        )
-        return StepHandle(plan.step, samples)
+        return gather(plan.work, self.rows, self.layout.block_size) if plan.work else None
 
-    def collect(self, handle: StepHandle) -> StepResult:
-        """Wait for a launched step and bring its samples to the host."""
-        if handle.samples is None:
-            return StepResult(handle.step, [], {}, {})
-        return handle.samples.to_result(handle.step)
+    @torch.inference_mode()
+    def forward(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
+        """Run this rank's layers. All tensor-parallel ranks of a stage call it together.
+
+        `hidden_in` [1, T, N] comes from the stage before (None on the first stage). The last stage gives the drawing
+        rows' logits [R, V] float32, None when there are none; other stages give hidden states [1, T, N].
+        """
+        ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
+        with step_context(StepContext(self._caches, batch.metas, hidden_in)):
+            return self._model(ids, batch.positions, batch.sample_index)
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch, logits: Tensor) -> SampleOutput:
+        """Draw a token for each drawing row: on one rank of the last stage. Overwrites `logits`."""
+        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens)
+
+    @torch.inference_mode()
+    def apply_tokens(self, batch: Batch, tokens: Tensor) -> None:
+        """Write a batch's drawn tokens [R] int64 into the rows: on the ranks of the first and last stages at least.
+
+        Must come before the `forward` of a later batch that computes these tokens, and before its row is handed over.
+        """
+        self.rows.store_tokens(batch.token_rows[batch.sample_index], batch.positions[batch.sample_index] + 1, tokens)

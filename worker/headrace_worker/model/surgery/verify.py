@@ -21,9 +21,12 @@ def random_input(like: Tensor, *shape: int) -> Tensor:
 
 @torch.no_grad()
 def agrees(original: Callable[[], Tensor], replacement: Callable[[], Tensor]) -> bool:
-    """Whether both give the same tensor up to rounding. A replacement that raises or changes shape does not agree."""
-    expected = original()
+    """Whether both give the same tensor up to rounding. A replacement that raises or changes shape does not agree.
+
+    An original that cannot be called with what its kind usually takes is not of that kind.
+    """
     try:
+        expected = original()
         found = replacement()
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False

@@ -1,0 +1,233 @@
+"""Cuts a model on meta down to what one rank holds, and later connects it with the other ranks.
+
+    build ──▶ shard: foreign layers out, modules shrunk ──▶ weights by slice ──▶ surgery ──▶ connect ──▶ runner
+
+Between the two nothing talks: surgery sees plain modules of the rank's size, and compares parts with parts.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.model.sharding import strings
+from headrace_worker.model.sharding.cuts import Cut, Cuts, Span, ceiling, cut_shape, even, kv_heads, scaled
+from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
+from headrace_worker.model.sharding.stages import remove_foreign, stage_layers
+from headrace_worker.parallel.context import ParallelContext
+
+
+@dataclass(slots=True)
+class Sharding:
+    """What became of a model: how each tensor is cut, and what is still to be connected."""
+
+    shapes: dict[str, tuple[int, ...]]  # of the whole model's parameters and persistent buffers
+    cuts: dict[str, Cuts] = field(default_factory=dict)  # by the same names; a tensor not named is whole
+    zeros: set[str] = field(default_factory=set)  # biases that another rank adds
+    _links: list[tuple[str, Callable[[nn.Module], nn.Module]]] = field(default_factory=list)
+
+    def link(self, name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        self._links.append((name, wrap))
+
+    def connect(self, model: nn.Module) -> None:
+        """Put the communicating modules around what was cut. Once, after surgery."""
+        for name, wrap in self._links:
+            model.set_submodule(name, wrap(model.get_submodule(name)))
+        self._links.clear()
+
+
+def local_layers(config: Any, parallel: ParallelContext) -> Span:
+    """The decoder layers of a rank."""
+    return stage_layers(int(config.num_hidden_layers), parallel.pp_size)[parallel.pp_rank]
+
+
+def local_kv_heads(config: Any, parallel: ParallelContext) -> int:
+    """KV heads of each layer on a rank."""
+    start, stop = kv_heads(_kv_count(config), parallel.tp.rank, parallel.tp.size)
+    return stop - start
+
+
+def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> Sharding:
+    """Change a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be split so."""
+    sharding = Sharding({name: tuple(entry.shape) for name, entry in model.state_dict().items()})
+    remove_foreign(model, parallel, device)
+    has_experts = any(_is_experts(module) for module in model.modules())
+    if parallel.ep and not has_experts:
+        raise ModelUnsupportedError(f"{model.config.model_type} has no routed experts: serve it without --ep.")
+    if parallel.tp.size > 1:
+        _Cutter(model, parallel, sharding).run()
+    return sharding
+
+
+class _Cutter:
+    """One pass over the modules of a model."""
+
+    def __init__(self, model: PreTrainedModel, parallel: ParallelContext, sharding: Sharding) -> None:
+        self._model, self._sharding = model, sharding
+        self._parallel, self._tp = parallel, parallel.tp
+        self._rank, self._ranks = parallel.tp.rank, parallel.tp.size
+        config: Any = model.config
+        self._strings = strings.ShardStrings(config)
+        heads, kv = int(config.num_attention_heads), _kv_count(config)
+        self._heads = even(heads, self._rank, self._ranks, "attention heads")
+        self._kv = kv_heads(kv, self._rank, self._ranks)
+        self._counts = (heads, kv)
+        self._config = copy.copy(config)  # what attention modules see
+        self._config.num_attention_heads = self._heads[1] - self._heads[0]
+        self._config.num_key_value_heads = self._kv[1] - self._kv[0]
+
+    def run(self) -> None:
+        base = next(name for name, module in self._model.named_modules() if module is self._model.base_model)
+        prefix = f"{base}." if base else ""
+        for name, module in list(self._model.named_modules()):
+            relative = name.removeprefix(prefix)
+            if _is_experts(module):
+                self._cut_experts(name, module, self._strings.kind(relative))
+            elif isinstance(module, nn.Linear):
+                self._cut_linear(name, module, self._strings.kind(relative))
+            for leaf in module._parameters:
+                if self._strings.kind(f"{relative}.{leaf}") == strings.PER_HEAD:
+                    self._cut(name, module, leaf, Cut(0, (self._heads,)))
+        for name, module in self._model.named_modules():
+            if hasattr(module, "layer_idx") and name.rpartition(".")[2] in ("self_attn", "attn", "attention"):
+                self._localise_attention(name, module)
+        self._cut_vocabulary()
+
+    def _cut(self, name: str, module: nn.Module, leaf: str, *cuts: Cut) -> None:
+        parameter = module._parameters[leaf]
+        assert parameter is not None
+        small = torch.empty(cut_shape(parameter.shape, cuts), dtype=parameter.dtype, device="meta")
+        module._parameters[leaf] = nn.Parameter(small, requires_grad=False)
+        self._sharding.cuts[f"{name}.{leaf}"] = cuts
+
+    def _cut_linear(self, name: str, linear: nn.Linear, kind: str) -> None:
+        if kind == strings.WHOLE:
+            return
+        if kind == strings.ROWWISE:
+            self._cut(name, linear, "weight", Cut(1, (self._inputs(name, linear),)))
+            linear.in_features = linear.weight.shape[1]
+            if self._rank:  # the bias is added once
+                linear.register_parameter("bias", None)
+            self._sharding.link(name, lambda inner: Reduced(inner, self._tp))
+            return
+        cut = Cut(0, self._outputs(name, linear, kind))
+        self._cut(name, linear, "weight", cut)
+        if linear.bias is not None:
+            self._cut(name, linear, "bias", cut)
+        linear.out_features = cut.size
+
+    def _outputs(self, name: str, linear: nn.Linear, kind: str) -> tuple[Span, ...]:
+        heads, kv = self._counts
+        leaf, size = name.rpartition(".")[2], linear.out_features
+        if kind == strings.PACKED_QKV:
+            head = size // (heads + 2 * kv)
+            sections = ((self._heads, 0), (self._kv, heads * head), (self._kv, (heads + kv) * head))
+            return tuple(scaled(span, head, offset) for span, offset in sections)
+        if kind == strings.PACKED_PAIR:
+            half = size // 2
+            span = even(half, self._rank, self._ranks, "inner dimensions of an MLP")
+            return span, scaled(span, 1, half)
+        if leaf in ("k_proj", "v_proj"):
+            return (scaled(self._kv, size // kv),)
+        if leaf == "q_proj":
+            return (scaled(self._heads, size // heads),)
+        return (even(size, self._rank, self._ranks, f"outputs of {leaf}"),)
+
+    def _inputs(self, name: str, linear: nn.Linear) -> Span:
+        leaf, size = name.rpartition(".")[2], linear.in_features
+        if leaf == "o_proj":
+            return scaled(self._heads, size // self._counts[0])
+        return even(size, self._rank, self._ranks, f"inputs of {leaf}")
+
+    def _cut_experts(self, name: str, module: Any, kind: str) -> None:
+        """Experts [E, ...]: some of them whole, or a part of the inner dimension of each."""
+        if self._parallel.ep:
+            span = even(int(module.num_experts), self._rank, self._ranks, "experts")
+            for leaf in list(module._parameters):
+                self._cut(name, module, leaf, Cut(0, (span,)))
+            module.num_experts = span[1] - span[0]
+            module._is_expert_parallel = True
+            self._sharding.link(name, lambda inner: ShardedExperts(inner, self._tp, span))
+            return
+        if kind != strings.EXPERTS:
+            raise ModelUnsupportedError(
+                f"The experts of {self._model.config.model_type} have no tensor-parallel plan: serve it with --ep, or "
+                "with --tp 1."
+            )
+        outer, inner = (2, 1) if module.is_transposed else (1, 2)  # dimensions of up's outputs and down's inputs
+        size = int(module.down_proj.shape[inner])
+        share = even(size, self._rank, self._ranks, "inner dimensions of an expert")
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        spans: tuple[Span, ...] = (share,)
+        if module.has_gate:
+            spans = (share, scaled(share, 1, size)) if module.is_concatenated else (scaled(share, 2),)
+        self._cut(name, module, up, Cut(outer, spans))
+        self._cut(name, module, "down_proj", Cut(inner, (share,)))
+        if module.has_bias:
+            self._cut(name, module, f"{up}_bias", Cut(1, spans))
+            if self._rank:
+                self._sharding.zeros.add(f"{name}.down_proj_bias")
+        for attribute in ("intermediate_dim", "intermediate_size"):
+            if hasattr(module, attribute):
+                setattr(module, attribute, share[1] - share[0])
+        self._sharding.link(name, lambda inner: ShardedExperts(inner, self._tp, None))
+
+    def _localise_attention(self, name: str, module: nn.Module) -> None:
+        """Attention modules compute with this rank's head counts."""
+        head_dim = getattr(module, "head_dim", None)
+        for norm in ("q_norm", "k_norm"):
+            weight = getattr(getattr(module, norm, None), "weight", None)
+            if weight is not None and tuple(weight.shape) != (head_dim,):
+                raise ModelUnsupportedError(
+                    f"{norm} of {self._model.config.model_type} spans all heads, which cannot be split: use --tp 1."
+                )
+        heads, kv = self._config.num_attention_heads, self._config.num_key_value_heads
+        local = {
+            "num_heads": heads,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "num_key_value_groups": heads // kv,
+            "config": self._config,
+        }
+        for attribute, value in local.items():
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+
+    def _cut_vocabulary(self) -> None:
+        for module, is_head in (
+            (self._model.get_input_embeddings(), False),
+            (self._model.get_output_embeddings(), True),
+        ):
+            if not isinstance(module, (nn.Embedding, nn.Linear)):
+                continue  # of another stage
+            name = next(entry for entry, found in self._model.named_modules() if found is module)
+            size = int(module.weight.shape[0])
+            span = ceiling(size, self._rank, self._ranks)
+            if span[0] == span[1]:
+                raise ModelUnsupportedError(f"tp {self._ranks} is too many for a vocabulary of {size}: use less.")
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    self._cut(name, module, leaf, Cut(0, (span,)))
+            if isinstance(module, nn.Linear):
+                module.out_features = span[1] - span[0]
+            else:
+                module.num_embeddings = span[1] - span[0]
+                module.padding_idx = None
+            if is_head:
+                self._sharding.link(name, lambda inner, size=size: VocabHead(inner, self._tp, size))  # type: ignore[misc]
+            else:
+                self._sharding.link(name, lambda inner, span=span: VocabEmbedding(inner, self._tp, span))  # type: ignore[misc]
+
+
+def _kv_count(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _is_experts(module: Any) -> bool:
+    """Whether a module goes through transformers' experts interface."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")

@@ -1,0 +1,68 @@
+"""What a model says of its own sharding: transformers' tensor-parallel plan strings, with overrides of ours.
+
+A plan names modules (`layers.*.self_attn.q_proj`) and says how each is split. Overrides exist where a family has no
+plan, or one that keeps whole what can be split: packed projections are cut section by section.
+"""
+
+import re
+from typing import Any
+
+from headrace_proto.errors import ModelUnsupportedError
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+PACKED_QKV, PACKED_PAIR = "packed_qkv", "packed_pair"
+PER_HEAD = "per_head"  # a parameter with one entry per query head
+EXPERTS = "moe_tp_experts"
+WHOLE = "replicated"
+
+_KNOWN = {
+    "colwise": COLWISE,
+    "rowwise": ROWWISE,
+    "packed_colwise": PACKED_PAIR,
+    "moe_tp_experts": EXPERTS,
+    "replicated_with_grad_allreduce": WHOLE,
+    "replicate": WHOLE,
+    PACKED_QKV: PACKED_QKV,
+    PER_HEAD: PER_HEAD,
+}
+_PACKED_MLP = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
+_OVERRIDES: dict[str, dict[str, str]] = {
+    "phi3": {"layers.*.self_attn.qkv_proj": PACKED_QKV, "layers.*.self_attn.o_proj": "rowwise", **_PACKED_MLP},
+    "glm": _PACKED_MLP,
+    "glm4": _PACKED_MLP,
+    "gpt_oss": {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": PER_HEAD,
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+}
+
+
+class ShardStrings:
+    """How each module or parameter of the base model is split, by name."""
+
+    def __init__(self, config: Any) -> None:
+        """Raises ModelUnsupportedError for a family without a plan, or with one that is not understood."""
+        family = config.model_type
+        plan = {**(getattr(config, "base_model_tp_plan", None) or {}), **_OVERRIDES.get(family, {})}
+        if not plan:
+            raise ModelUnsupportedError(
+                f"{family} has no tensor-parallel plan, in transformers or here: serve it with --tp 1."
+            )
+        unknown = {pattern: kind for pattern, kind in plan.items() if kind not in _KNOWN}
+        if unknown:
+            pattern, kind = next(iter(unknown.items()))
+            raise ModelUnsupportedError(
+                f"The tensor-parallel plan of {family} splits {pattern} as {kind!r}, which is not supported: "
+                "serve it with --tp 1."
+            )
+        self._rules = [(_compile(pattern), _KNOWN[kind]) for pattern, kind in plan.items()]
+
+    def kind(self, name: str) -> str:
+        """How `name` (relative to the base model) is split; WHOLE when the plan does not name it."""
+        return next((kind for pattern, kind in self._rules if pattern.fullmatch(name)), WHOLE)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
