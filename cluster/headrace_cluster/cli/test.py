@@ -25,8 +25,8 @@ def run_tests(arguments: list[str]) -> int:
     steps: list[tuple[str, list[str]]] = []
     if not slow and not rest:  # with arguments, somebody is after particular tests
         steps += [
-            ("ruff check", [*python, "ruff", "check", "."]),
-            ("ruff format", [*python, "ruff", "format", "--check", "."]),
+            ("ruff check", [*python, "ruff", "check", "--no-cache", "."]),
+            ("ruff format", [*python, "ruff", "format", "--no-cache", "--check", "."]),
             ("mypy", [*python, "mypy"]),
         ]
     marks = [] if "-m" in rest else ["-m", "slow" if slow else "not slow"]
