@@ -138,11 +138,18 @@ class ShardedReplica:
     def ranks(self) -> list[LoadedModel]:
         return [model for stage in self.models for model in stage]
 
-    def run(self, prompts: Sequence[Sequence[int]], count: int) -> list[Completion]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
         """Greedy tokens; the bookkeeping is checked at every step, and everything is given back in the end."""
         greedy = RowSampling(temperature=0.0, logprobs=2)
         work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
-        completions = self.offline.generate(work, after_step=self.offline.assembly.engine.scheduler.check)
+
+        def check() -> None:
+            self.offline.assembly.engine.scheduler.check()
+            after_step()
+
+        completions = self.offline.generate(work, after_step=check)
         assert [len(completion.token_ids) for completion in completions] == [count] * len(prompts)
         assert self.offline.assembly.kv.pool.used == 0
         return completions
@@ -230,24 +237,41 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
 
 
 @pytest.fixture(scope="session")
-def check_oracle() -> Callable[[Path, Sequence[Sequence[int]], Sequence[Completion]], None]:
+def plain_model(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[[object], Any]:
+    """Plain transformers in float32, with its own attention."""
+    made: dict[object, Any] = {}
+
+    def get(source: object) -> Any:
+        if source not in made and isinstance(source, Path):
+            made[source] = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        elif source not in made:
+            whole = load_ranks(source, 1, 1, plan=SurgeryPlan.none())[0][0]
+            model = AutoModelForCausalLM.from_config(whole.config, attn_implementation="sdpa", dtype=torch.float32)
+            model.load_state_dict(whole.module.state_dict(), strict=False)
+            model.tie_weights()
+            made[source] = model.eval()
+        return made[source]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def check_oracle(plain_model: Callable[[object], Any]) -> Callable[..., None]:
     """Compares completions with plain transformers in float32, teacher-forced: the best token at every position.
 
     Where the two best logits are closer than 1e-3 either may win; such ties must be rare.
     """
-    plain: dict[Path, Any] = {}
 
-    def check(folder: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        if folder not in plain:
-            plain[folder] = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+    def check(source: object, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
+        plain = plain_model(source)
         ties = 0
         for prompt, completion in zip(prompts, completions, strict=True):
             assert completion.error == ""
             ids = torch.tensor([[*prompt, *completion.token_ids]])
             with torch.inference_mode():
-                logits = plain[folder](ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+                logits = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
             logprobs = logits.log_softmax(-1)
             for row, token in enumerate(completion.token_ids):
                 best = int(logits[row].argmax())

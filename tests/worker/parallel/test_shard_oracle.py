@@ -62,3 +62,58 @@ def test_tokens_with_whole_experts_per_rank(
     replica = sharded(folder, tp, pp, ep=True)
     mixed = prompts(6, seed=2)
     check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_tokens_of_the_real_model(
+    tp: int, pp: int, sharded: Callable[..., Any], check_oracle: Callable[..., None]
+) -> None:
+    """SmolLM2 has nine heads over three KV heads: two ranks hold two and one of them."""
+    replica = sharded("smollm2", tp, pp, budget=128)
+    mixed = prompts(4, seed=3)
+    check_oracle("smollm2", mixed, replica.run(mixed, 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "blocks"), [("llama", 2, 2, 26), ("mistral", 4, 1, 16), ("gemma3_text", 2, 2, 26)]
+)
+def test_tokens_after_preemption_and_from_a_cached_prefix(
+    family: str,
+    tp: int,
+    pp: int,
+    blocks: int,
+    save_tiny: Callable[..., Path],
+    sharded: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    folder = save_tiny(family)
+    groups = len(sharded(folder, tp, pp).models[0][0].layout.groups)
+    replica = sharded(folder, tp, pp, num_blocks=1 + blocks * groups)
+    short = [prompt[:2] for prompt in prompts(8, seed=4)]
+    completions = replica.run(short, 40)
+    assert sum(completion.preemptions for completion in completions) > 0
+    check_oracle(folder, short, completions)
+    stem = prompts(1, seed=5)[0] * 3
+    replica.run([stem[:40]], 2)
+    again = [stem[:36] + tail for tail in prompts(2, seed=6)]
+    completions = replica.run(again, 6)
+    assert all(completion.cached_tokens > 0 for completion in completions)
+    check_oracle(folder, again, completions)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_a_window_bounds_the_cache(
+    tp: int, pp: int, save_tiny: Callable[..., Path], sharded: Callable[..., Any], check_oracle: Callable[..., None]
+) -> None:
+    folder = save_tiny("mistral")  # a window of 9 tokens, blocks of 4
+    replica = sharded(folder, tp, pp, budget=8)
+    pool = replica.offline.assembly.kv.pool
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        peak = max(peak, pool.used)
+
+    completions = replica.run([list(range(3, 43))], 60, after_step=watch)
+    check_oracle(folder, [list(range(3, 43))], completions)
+    assert 3 <= peak <= 6  # window and chunk: 17 tokens; without the window 25 blocks

@@ -6,7 +6,7 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class StepContext:
     metas: Sequence[AttentionMeta]  # by cache group
     hidden_in: Tensor | None = None  # [1, T, N] from the stage before; None on the first
     hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
+    attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
 
 
 class _Current(threading.local):
@@ -84,6 +85,12 @@ def attend(
     `window` is what the model's code says (None = it says nothing) and must be the cache group's.
     """
     step = current_step()
+    if layer in step.attended:
+        raise StepContextError(
+            f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and token, "
+            "so this model is not supported."
+        )
+    step.attended.add(layer)
     cache = step.layers[layer]
     if window is not None and window != cache.window:
         raise StepContextError(

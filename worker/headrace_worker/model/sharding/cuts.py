@@ -53,16 +53,30 @@ def ceiling(size: int, rank: int, ranks: int) -> Span:
 
 
 def kv_heads(kv: int, rank: int, ranks: int) -> Span:
-    """The KV heads of a rank: its share, or one that several ranks hold alike when there are more ranks than heads."""
+    """The KV heads of a rank: its share, or one that several ranks hold alike when there are more ranks than heads.
+
+    Where the ranks do not divide the heads, the first ones have one more: sums over ranks do not mind.
+    """
     if kv >= ranks:
-        return even(kv, rank, ranks, "KV heads")
+        share, more = divmod(kv, ranks)
+        start = rank * share + min(rank, more)
+        return start, start + share + (rank < more)
     if ranks % kv:
         raise ModelUnsupportedError(
-            f"tp {ranks} is no multiple of the {kv} KV heads of this model, so they cannot be copied evenly: "
-            f"use --tp {kv} or a multiple of it."
+            f"tp {ranks} does not fit the {kv} KV heads of this model: use --tp {kv}, less, or a multiple of it."
         )
     head = rank * kv // ranks
     return head, head + 1
+
+
+def query_heads(heads: int, kv: int, rank: int, ranks: int) -> Span:
+    """The query heads of a rank: those that read its KV heads, or its share of those where the KV head is shared.
+
+    Raises ModelUnsupportedError when there are more ranks than KV heads and they do not divide the heads.
+    """
+    if kv < ranks:
+        return even(heads, rank, ranks, "attention heads")
+    return scaled(kv_heads(kv, rank, ranks), heads // kv)
 
 
 def scaled(span: Span, factor: int, offset: int = 0) -> Span:

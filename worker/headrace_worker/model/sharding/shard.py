@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.sharding import strings
-from headrace_worker.model.sharding.cuts import Cut, Cuts, Span, ceiling, cut_shape, even, kv_heads, scaled
+from headrace_worker.model.sharding.cuts import Cut, Cuts, Span, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
 from headrace_worker.model.sharding.stages import remove_foreign, stage_layers
 from headrace_worker.parallel.context import ParallelContext
@@ -74,8 +74,8 @@ class _Cutter:
         config: Any = model.config
         self._strings = strings.ShardStrings(config)
         heads, kv = int(config.num_attention_heads), _kv_count(config)
-        self._heads = even(heads, self._rank, self._ranks, "attention heads")
         self._kv = kv_heads(kv, self._rank, self._ranks)
+        self._heads = query_heads(heads, kv, self._rank, self._ranks)
         self._counts = (heads, kv)
         self._config = copy.copy(config)  # what attention modules see
         self._config.num_attention_heads = self._heads[1] - self._heads[0]
@@ -179,6 +179,11 @@ class _Cutter:
 
     def _localise_attention(self, name: str, module: nn.Module) -> None:
         """Attention modules compute with this rank's head counts."""
+        if not any(f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in ("k_proj", "qkv_proj")):
+            raise ModelUnsupportedError(
+                f"The tensor-parallel plan of {self._model.config.model_type} does not split its attention: serve it "
+                "with --tp 1."
+            )
         head_dim = getattr(module, "head_dim", None)
         for norm in ("q_norm", "k_norm"):
             weight = getattr(getattr(module, norm, None), "weight", None)
