@@ -79,6 +79,8 @@ def test_attention_outside_a_step_or_of_another_shape_is_an_error() -> None:
     x = torch.zeros(1, 2, 8)
     with pytest.raises(StepContextError, match="outside a step"):
         attend(0, x, x, x, scale=1.0)
+    with step_context(StepContext(caches, [], attended={0})), pytest.raises(StepContextError, match="more than once"):
+        attend(0, x, x, x, scale=1.0)
     with step_context(StepContext(caches, [])):
         with pytest.raises(StepContextError, match="inside another step"), step_context(StepContext(caches, [])):
             pass

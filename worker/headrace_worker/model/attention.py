@@ -85,12 +85,6 @@ def attend(
     `window` is what the model's code says (None = it says nothing) and must be the cache group's.
     """
     step = current_step()
-    if layer in step.attended:
-        raise StepContextError(
-            f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and token, "
-            "so this model is not supported."
-        )
-    step.attended.add(layer)
     cache = step.layers[layer]
     if window is not None and window != cache.window:
         raise StepContextError(
@@ -102,6 +96,12 @@ def attend(
             f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache was made for "
             f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
         )
+    if layer in step.attended:
+        raise StepContextError(
+            f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and token, "
+            "so this model is not supported."
+        )
+    step.attended.add(layer)
     meta = step.metas[cache.group]
     ops.write_kv(key, value, cache.pool, meta.slots)
     return ops.paged_attention(query, cache.pool, meta, scale=scale, window=cache.window, softcap=softcap, sinks=sinks)
