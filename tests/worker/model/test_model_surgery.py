@@ -12,8 +12,11 @@ from headrace_worker.model.cache_layout import cache_layout, layer_windows
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.model.surgery.linears import pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
+from headrace_worker.model.surgery.plan import _replace
+from headrace_worker.parallel.context import Alone, ParallelContext
 
 FUSED = {  # family -> modules of each kind that replace the original ones, of 3 (Gemma 2: 4) layers
     "llama": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
@@ -108,6 +111,24 @@ def test_lookalikes_are_left_alone() -> None:
         assert fuse_mlp(LlamaMLP(Config()), True) is not None
 
 
+def test_a_child_that_its_parent_looks_into_stays() -> None:
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.used = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.used(self.seen(x.to(self.seen.weight.dtype)))
+            return out
+
+    model = nn.Sequential(Peeking())
+    x = torch.randn(3, 16)
+    expected = model(x)
+    assert _replace(model, pack_linear) == 1
+    assert type(model[0].seen) is nn.Linear and type(model[0].used) is not nn.Linear
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
 class LayoutConfig:
     """The fields of a config that the layout reads."""
 
@@ -140,3 +161,27 @@ def test_windows_without_layer_types() -> None:
     assert layer_windows(LayoutConfig(2, sliding_window=7)) == [7, 7]
     assert layer_windows(LayoutConfig(2, sliding_window=7, use_sliding_window=False)) == [0, 0]
     assert layer_windows(LayoutConfig(2, sliding_window=None)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "stages"),
+    [
+        ("F" * 30, 4),  # 8 + 8 + 7 + 7
+        ("SSSSSF" * 5, 2),
+        ("SF" * 13, 4),
+        ("SSSSSF", 2),
+    ],
+)
+def test_layout_of_stages_has_the_same_groups_everywhere(pattern: str, stages: int) -> None:
+    kinds = ["full_attention" if letter == "F" else "sliding_attention" for letter in pattern]
+    config = LayoutConfig(len(kinds), layer_types=kinds, sliding_window=8)
+    ranks = [cache_layout(config, 4, 4, ParallelContext(Alone(), stage, stages)) for stage in range(stages)]
+    assert len({tuple(group.window for group in rank.groups) for rank in ranks}) == 1
+    layers = [layer for rank in ranks for group in rank.groups for layer in group.layers]
+    assert sorted(layers) == list(range(len(kinds)))
+    for rank in ranks:
+        for group in rank.groups:
+            assert all((kinds[layer] == "full_attention") == (group.window == 0) for layer in group.layers)
+    # A token's memory on the fullest stage: near its share of the whole.
+    fullest = max(rank.layers_per_group * len(rank.groups) for rank in ranks)
+    assert fullest <= 1.5 * -(-len(kinds) // stages) + 1

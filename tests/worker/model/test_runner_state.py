@@ -88,6 +88,8 @@ def test_attention_outside_a_step_or_of_another_shape_is_an_error() -> None:
             attend(0, x, x, x, scale=1.0, window=5)
         with pytest.raises(StepContextError, match="3 KV heads of size 8"):
             attend(0, x, torch.zeros(1, 3, 8), x, scale=1.0)
+        with pytest.raises(StepContextError, match="keys of size 8 and values of size 4"):
+            attend(0, x, x, torch.zeros(1, 2, 4), scale=1.0)
 
 
 def test_a_plan_without_draws_or_work_gives_nothing(

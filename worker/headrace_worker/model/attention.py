@@ -96,6 +96,11 @@ def attend(
             f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache was made for "
             f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
         )
+    if value.shape != key.shape:
+        raise StepContextError(
+            f"Layer {layer} has keys of size {key.shape[2]} and values of size {value.shape[2]}: layers whose keys and "
+            "values differ in shape are not supported."
+        )
     if layer in step.attended:
         raise StepContextError(
             f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and token, "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
@@ -78,12 +79,15 @@ class ConvertedWeights:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, stack.dim)
 
 
-def converted(stored: Weights, family: str, wanted: Container[str]) -> Weights:
-    """The checkpoint under the names of a model of `family`, `wanted`; `stored` itself when those are its names.
+def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -> Weights:
+    """The checkpoint under the names of a model, `wanted`; `stored` itself when those are its names.
 
     Raises ModelUnsupportedError for a conversion of another kind, ModelLoadError when experts are missing.
     """
-    rules: list[Any] = get_checkpoint_conversion_mapping(family) or []
+    family = model.config.model_type
+    rules: list[Any] = []
+    for owner in dict.fromkeys((type(model).__name__, type(model.base_model).__name__, family)):
+        rules += get_checkpoint_conversion_mapping(owner) or []
     names: dict[str, str] = {}
     stacks: dict[str, _Stack] = {}
     for entry in stored:

@@ -89,7 +89,7 @@ def load(
         facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
         buffers.compute_buffers(model, device)
         sharding = shard(model, parallel, device)
-        weights = _open_weights(source, model.config, sharding, gguf)
+        weights = _open_weights(source, model, sharding, gguf)
         weight_bytes = fill(model, weights, sharding, device, dtype, report)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
@@ -118,9 +118,9 @@ def load(
     )
 
 
-def _open_weights(source: ModelSource, config: Any, sharding: Sharding, gguf: GgufFile | None) -> Weights:
+def _open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:
     if source.kind == "dummy":
         return DummyWeights(sharding.shapes)
     if gguf is not None:
         return GgufWeights(gguf)
-    return converted(SafetensorsWeights(source.weights), config.model_type, sharding.shapes)
+    return converted(SafetensorsWeights(source.weights), model, sharding.shapes)

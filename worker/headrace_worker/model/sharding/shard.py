@@ -90,11 +90,12 @@ class _Cutter:
                 self._cut_experts(name, module, self._strings.kind(relative))
             elif isinstance(module, nn.Linear):
                 self._cut_linear(name, module, self._strings.kind(relative))
+                continue
             for leaf in module._parameters:
                 if self._strings.kind(f"{relative}.{leaf}") == strings.PER_HEAD:
                     self._cut(name, module, leaf, Cut(0, (self._heads,)))
         for name, module in self._model.named_modules():
-            if hasattr(module, "layer_idx") and name.rpartition(".")[2] in ("self_attn", "attn", "attention"):
+            if _is_attention(name, module):
                 self._localise_attention(name, module)
         self._cut_vocabulary()
 
@@ -134,13 +135,14 @@ class _Cutter:
             return span, scaled(span, 1, half)
         if leaf in ("k_proj", "v_proj"):
             return (scaled(self._kv, size // kv),)
-        if leaf == "q_proj":
+        if leaf == "q_proj" or kind == strings.PER_HEAD:
             return (scaled(self._heads, size // heads),)
         return (even(size, self._rank, self._ranks, f"outputs of {leaf}"),)
 
     def _inputs(self, name: str, linear: nn.Linear) -> Span:
         leaf, size = name.rpartition(".")[2], linear.in_features
-        if leaf == "o_proj":
+        parent = name.rpartition(".")[0]
+        if _is_attention(parent, self._model.get_submodule(parent)):
             return scaled(self._heads, size // self._counts[0])
         return even(size, self._rank, self._ranks, f"inputs of {leaf}")
 
@@ -179,7 +181,9 @@ class _Cutter:
 
     def _localise_attention(self, name: str, module: nn.Module) -> None:
         """Attention modules compute with this rank's head counts."""
-        if not any(f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in ("k_proj", "qkv_proj")):
+        if not any(
+            f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in ("k_proj", "qkv_proj", "query_key_value")
+        ):
             raise ModelUnsupportedError(
                 f"The tensor-parallel plan of {self._model.config.model_type} does not split its attention: serve it "
                 "with --tp 1."
@@ -231,6 +235,10 @@ class _Cutter:
 
 def _kv_count(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    return hasattr(module, "layer_idx") and name.rpartition(".")[2] in ("self_attn", "attn", "attention")
 
 
 def _is_experts(module: Any) -> bool:

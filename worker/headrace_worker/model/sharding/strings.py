@@ -11,7 +11,7 @@ from headrace_proto.errors import ModelUnsupportedError
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 PACKED_QKV, PACKED_PAIR = "packed_qkv", "packed_pair"
-PER_HEAD = "per_head"  # a parameter with one entry per query head
+PER_HEAD = "per_head"  # equally many outputs or entries for each query head, in their order
 EXPERTS = "moe_tp_experts"
 WHOLE = "replicated"
 
@@ -28,6 +28,7 @@ _KNOWN = {
 _PACKED_MLP = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 _OVERRIDES: dict[str, dict[str, str]] = {
     "phi3": {"layers.*.self_attn.qkv_proj": PACKED_QKV, "layers.*.self_attn.o_proj": "rowwise", **_PACKED_MLP},
+    "gpt_neox": {"layers.*.attention.query_key_value": PER_HEAD},
     "glm": _PACKED_MLP,
     "glm4": _PACKED_MLP,
     "gpt_oss": {

@@ -1,7 +1,10 @@
 """Which changes are made, in which order, and what came of them."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +39,8 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
     windows = layer_windows(model.config)
 
     def window_of(module: nn.Module) -> int:
-        layer = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", 0))
-        return windows[int(layer)]
+        layer = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", None))
+        return windows[int(layer or 0)]
 
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),
@@ -80,10 +83,19 @@ def _replace(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
     while pending:
         parent = pending.pop()
         for name, child in list(parent.named_children()):
-            new = replacement(child)
+            # A parent that looks into a child expects to find what transformers put there.
+            new = None if f"self.{name}.weight" in _source(type(parent).forward) else replacement(child)
             if new is None:
                 pending.append(child)
             else:
                 setattr(parent, name, new.train(child.training))
                 count += 1
     return count
+
+
+@cache
+def _source(forward: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # not from a file
+        return ""
