@@ -79,6 +79,12 @@ class Runner:
             return StepResult(handle.step, [], {}, {})
         return handle.samples.to_result(handle.step)
 
+    def clear(self, blocks: int) -> None:
+        """Make row 0 and the first blocks as new: a warm-up leaves nothing behind."""
+        for pool in self.pools:
+            pool[:, :blocks].zero_()
+        self.rows.tokens[0].zero_()
+
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> Batch | None:
         """Apply the plan's frees, inits and tables, and lay out its work; None when there is none.

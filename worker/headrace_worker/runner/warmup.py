@@ -3,9 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
-from headrace_worker.runner.runner import Runner
+import torch
+
+from headrace_worker.layout import CacheLayout
+from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 
 Report = Callable[[str, float], None]
 
@@ -25,7 +28,20 @@ class WarmupResult:
     max_num_batched_tokens: int
 
 
-def warm_up(runner: Runner, report: Report = lambda phase, fraction: None) -> WarmupResult:
+class WarmRunner(Protocol):
+    """A runner of one rank, or what stands for those of all ranks."""
+
+    layout: CacheLayout
+    num_blocks: int
+    max_len: int
+    device: torch.device
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def collect(self, handle: Any) -> StepResult: ...
+    def clear(self, blocks: int) -> None: ...
+
+
+def warm_up(runner: WarmRunner, report: Report = lambda phase, fraction: None) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
     Leaves rows and pools as new.
@@ -44,9 +60,7 @@ def warm_up(runner: Runner, report: Report = lambda phase, fraction: None) -> Wa
         report("warming up", 0.3 * (attempt + 1))
     decode = [_timed(runner, StepPlan(2 + n, [], [], [], [Work(0, tokens + n, 1, True)])) for n in range(3)]
     runner.launch(StepPlan(5, [0], [], [], []))
-    for pool in runner.pools:
-        pool[:, : 1 + groups * entries].zero_()
-    runner.rows.tokens[0].zero_()
+    runner.clear(1 + groups * entries)
     report("warming up", 1.0)
     fixed = min(decode)
     per_token = max(prefill[-1] - fixed, 1e-6) / tokens
@@ -63,7 +77,7 @@ def _blocks(group: int, entries: int) -> list[int]:
     return list(range(first, first + entries))
 
 
-def _timed(runner: Runner, plan: StepPlan) -> float:
+def _timed(runner: WarmRunner, plan: StepPlan) -> float:
     started = time.perf_counter()
     runner.collect(runner.launch(plan))
     return time.perf_counter() - started

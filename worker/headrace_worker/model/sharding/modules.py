@@ -11,27 +11,36 @@ from headrace_worker.model.sharding.cuts import Span
 from headrace_worker.parallel.context import Communicator
 
 
-class Reduced(nn.Module):
-    """A module whose output is the sum of what all ranks compute: a linear with a part of the inputs."""
+class Wrapper(nn.Module):
+    """Around a module of this rank's size. Model code that asks for the dtype of its weight finds it."""
 
     def __init__(self, inner: nn.Module, tp: Communicator) -> None:
         super().__init__()
         self.inner = inner
         self._tp = tp
 
+    @property
+    def weight(self) -> Tensor | None:
+        """This rank's part of the weight; None where it is laid out for its device."""
+        weight = self.inner.weight
+        assert weight is None or isinstance(weight, Tensor)
+        return weight
+
+
+class Reduced(Wrapper):
+    """A module whose output is the sum of what all ranks compute: a linear with a part of the inputs."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., N / ranks] -> [..., M]."""
         return self._tp.all_reduce(self.inner(hidden_states))
 
 
-class ShardedExperts(nn.Module):
+class ShardedExperts(Wrapper):
     """Routed experts, of which each rank computes a part: of every expert, or some experts whole."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, span: Span | None) -> None:
         """`span`: the experts that this rank has, None for a part of each."""
-        super().__init__()
-        self.inner = inner
-        self._tp = tp
+        super().__init__(inner, tp)
         self._span = span
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -45,13 +54,11 @@ class ShardedExperts(nn.Module):
         return self._tp.all_reduce(self.inner(hidden_states, top_k_index, top_k_weights))
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Wrapper):
     """An embedding of which each rank has the rows of some ids: the others' rows come out of the sum."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, span: Span) -> None:
-        super().__init__()
-        self.inner = inner
-        self._tp = tp
+        super().__init__(inner, tp)
         self._span = span
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -62,13 +69,11 @@ class VocabEmbedding(nn.Module):
         return self._tp.all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
-class VocabHead(nn.Module):
+class VocabHead(Wrapper):
     """An output head of which each rank has the rows of some ids; gives the logits of all."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, vocab_size: int) -> None:
-        super().__init__()
-        self.inner = inner
-        self._tp = tp
+        super().__init__(inner, tp)
         self._vocab_size = vocab_size
         self._share = -(-vocab_size // tp.size)
 
