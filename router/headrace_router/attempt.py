@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headrace_proto.replica_pb2 import (
+    FINISH_CANCELLED,
     FINISH_NONE,
     FINISH_REFUSED,
     Delta,
@@ -21,7 +22,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"  # the replica said so, in whatever way
     REFUSED = "refused"  # not accepted: may be placed elsewhere
-    LOST = "lost"  # the stream broke, or the replica skipped tokens
+    LOST = "lost"  # the stream broke, the replica gave the attempt up, or it skipped tokens
 
 
 @dataclass(slots=True)
@@ -74,14 +75,19 @@ class Attempt:
             return
         token_ids = delta.token_ids[known:]
         self._next_index += len(token_ids)
+        # An attempt that is still open was not cancelled from here: the replica is stopping and gave it up.
+        given_up = delta.finish == FINISH_CANCELLED
+        finish = FINISH_NONE if given_up else delta.finish
         try:
-            if token_ids or delta.finish != FINISH_NONE:
-                self._on_tokens(token_ids, delta.logprobs[known:], delta.finish, delta.error)
+            if token_ids or finish != FINISH_NONE:
+                self._on_tokens(token_ids, delta.logprobs[known:], finish, delta.error)
         except Exception as error:
             self._on_cancel(self.id)
             self.outcome.set_exception(error)
             return
-        if delta.finish != FINISH_NONE and self.open:
+        if given_up:
+            self.end(Outcome.LOST)
+        elif finish != FINISH_NONE and self.open:
             self.outcome.set_result(Outcome.FINISHED)
 
     def end(self, outcome: Outcome) -> None:

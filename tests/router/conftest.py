@@ -14,6 +14,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace_proto.replica_pb2 import (
+    FINISH_CANCELLED,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_REFUSED,
@@ -78,6 +79,7 @@ class FakeReplica(ReplicaServicer):
     tokens_per_delta: int = 1
     first_seconds: float = 0.0
     refuse: bool = False
+    gives_up: bool = False  # as a replica does that is stopping
     die_after: int | None = None  # tokens of an attempt after which the process dies
     skip_after: int | None = None  # tokens after which the indices jump
     end_with_error: bool = False
@@ -169,6 +171,9 @@ class FakeReplica(ReplicaServicer):
         ident = submit.attempt_id
         if self.refuse:
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_REFUSED, error="full"))
+            return
+        if self.gives_up:
+            self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
             return
         await asyncio.sleep(self.first_seconds)
         token_ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False).ids, EOS]

@@ -71,6 +71,16 @@ def test_death_before_the_first_token_is_not_seen(harness: Any, make_replica: An
     assert texts == [expected_reply] * 4 and dying.submits
 
 
+def test_a_replica_that_gives_up_is_lost_not_wrong(harness: Any, make_replica: Any, expected_reply: str) -> None:
+    stopping, other = make_replica(replica_id="a", gives_up=True), make_replica(replica_id="b")
+    harness.start([stopping, other])
+    texts = [_post(harness).json()["choices"][0]["message"]["content"] for _ in range(4)]
+    assert texts == [expected_reply] * 4 and stopping.submits
+    other.gives_up = True
+    answer = _post(harness)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+
+
 def test_death_after_tokens_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(die_after=5, token_seconds=0.02)])
     answer = _post(harness, stream=True)
