@@ -217,9 +217,12 @@ class ReplicaLink:
             ("grpc.use_local_subchannel_pool", 1),
         ]
         async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_SECONDS)
+            # Never asyncio.wait_for here: in Python 3.11 it loses a cancel that meets a result, and close() would hang.
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await channel.channel_ready()
             stub: Any = ReplicaStub(channel)
-            self.facts, self.card = await asyncio.wait_for(self._describe(stub), DESCRIBE_SECONDS)
+            async with asyncio.timeout(DESCRIBE_SECONDS):
+                self.facts, self.card = await self._describe(stub)
             call = stub.Serve(metadata=self._metadata)
             hello = RouterHello(router_id=self._router_id, contract_version=CONTRACT_VERSION)
             await call.write(RouterFrame(hello=hello))
@@ -248,7 +251,8 @@ class ReplicaLink:
 
     async def _read(self, call: Any) -> None:
         while True:
-            frame: ReplicaFrame | Any = await asyncio.wait_for(call.read(), self._read_seconds())
+            async with asyncio.timeout(self._read_seconds()):
+                frame: ReplicaFrame | Any = await call.read()
             if frame is grpc.aio.EOF:
                 return
             if frame.HasField("hello"):

@@ -32,7 +32,8 @@ class TokenizerPool:
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         future.add_done_callback(self._release)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), self._seconds)
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.shield(future)
         except TimeoutError:
             raise InvalidRequestError(
                 "Tokenizing this request takes too long; send a shorter prompt.", code="prompt_too_slow"
