@@ -10,8 +10,12 @@ from headrace_worker.config import ReplicaConfig
 from headrace_worker.engine import Engine
 from headrace_worker.kv.manager import KVManager, ModelScope
 from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.parallel.context import SINGLE
+from headrace_worker.parallel.runner import MultiRankRunner
+from headrace_worker.parallel.stage import StageRunner
+from headrace_worker.parallel.team import Team
 from headrace_worker.runner.runner import Runner
-from headrace_worker.runner.sizing import KvSize, size_kv
+from headrace_worker.runner.sizing import KvSize, free_memory, size_kv
 from headrace_worker.runner.warmup import warm_up
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 
@@ -31,27 +35,71 @@ class Assembly:
     size: KvSize
     limits: SchedulerLimits
     max_model_len: int
+    ranks: MultiRankRunner | None = None  # with several ranks: what runs them all
 
 
-def assemble(
-    config: ReplicaConfig, report: Report = lambda stage, fraction: None, model: LoadedModel | None = None
-) -> Assembly:
-    """Loads (unless a loaded model is given), sizes and warms up. Raises a HeadraceError with a sentence."""
-    model = model or load(config, report)
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What every rank of a replica makes alike: its part of the model and of the cache."""
+
+    model: LoadedModel
+    runner: Runner
+    size: KvSize
+    max_model_len: int
+    max_num_seqs: int
+
+
+def assemble_part(
+    config: ReplicaConfig,
+    report: Report = lambda stage, fraction: None,
+    model: LoadedModel | None = None,
+    team: Team | None = None,
+) -> RankPart:
+    """Loads (unless a loaded model is given) and sizes, as large as all ranks can. Raises a HeadraceError."""
+    model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
     max_model_len = _max_model_len(config, model)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     report("sizing the KV cache", 0.0)
+    free = None
+    if team is not None and model.device.type == "cpu":
+        # Everybody measures the same memory once all have loaded, and nobody takes what is meant for a neighbour.
+        sharers = team.local_ranks()
+        free = free_memory(model.device) // sharers
     size = size_kv(
         model.layout,
         device=model.device,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_memory=config.kv_cache_memory,
+        free=free,
     )
+    if team is not None:
+        size = size.reduced(min(team.agree(size.num_blocks)), model.layout)
     runner = Runner(model, num_blocks=size.num_blocks, max_rows=max_num_seqs, max_len=max_model_len)
-    warm = warm_up(runner, report)
+    return RankPart(model, runner, size, max_model_len, max_num_seqs)
+
+
+def assemble(
+    config: ReplicaConfig,
+    report: Report = lambda stage, fraction: None,
+    model: LoadedModel | None = None,
+    team: Team | None = None,
+) -> Assembly:
+    """A whole engine, or rank 0's part of one with the team's other ranks behind it. Raises a HeadraceError."""
+    part = assemble_part(config, report, model, team)
+    model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
+    ranks = None
+    if team is not None:
+        team.agree(0)  # everybody's pools are made
+        team.watch.be_strict()
+        ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
+    stepper = ranks or runner
+    warm = warm_up(stepper, report)
     limits = SchedulerLimits(
-        max_num_seqs, config.max_num_batched_tokens or warm.max_num_batched_tokens, config.max_waiting
+        part.max_num_seqs,
+        config.max_num_batched_tokens or warm.max_num_batched_tokens,
+        config.max_waiting,
+        batches=config.pp,
     )
     kv = KVManager(
         model.layout,
@@ -59,8 +107,8 @@ def assemble(
         BlockHasher(derive_key(config.secret)),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
-    engine = Engine(Scheduler(limits, kv, time.monotonic), runner, time.monotonic)
-    return Assembly(engine, model, runner, kv, size, limits, max_model_len)
+    engine = Engine(Scheduler(limits, kv, time.monotonic), stepper, time.monotonic, depth=config.pp - 1)
+    return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks)
 
 
 def _max_model_len(config: ReplicaConfig, model: LoadedModel) -> int:

@@ -14,6 +14,7 @@ class ReplicaConfig(Struct, frozen=True, kw_only=True):
     role: str = "both"  # both | prefill | decode
     tp: int = 1
     pp: int = 1
+    ep: bool = False  # experts split over the tp ranks, instead of each expert
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     load_format: str = "auto"  # auto | safetensors | gguf | dummy

@@ -71,6 +71,12 @@ class EngineLoop:
         self._draining = True
         self._command(lambda: None)
 
+    def abandon(self, error: BaseException) -> None:
+        """The runner is gone, and the loop's thread may be stuck in it: `ended` is set now, whatever it does."""
+        self.failure = self.failure or error
+        self._command(lambda: None)
+        self.ended.set()
+
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the loop after the step that runs; requests that are left get a cancelled output."""
         self._stopping = True
@@ -93,11 +99,14 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping and self.failure is None:
                 self._turn()
-            self._end_all(Finish.CANCELLED, "the replica is stopping")
+            if self.failure is not None:
+                self._end_all(Finish.ERROR, "the replica failed")
+            else:
+                self._end_all(Finish.CANCELLED, "the replica is stopping")
         except BaseException as error:
-            self.failure = error
+            self.failure = self.failure or error
             log.error("step_loop_died", error=type(error).__name__)
             self._end_all(Finish.ERROR, "the replica failed")
         finally:

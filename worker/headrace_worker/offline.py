@@ -43,6 +43,13 @@ class OfflineEngine:
     def __init__(self, config: ReplicaConfig, model: LoadedModel | None = None) -> None:
         self.assembly: Assembly = assemble(config, model=model)
 
+    @classmethod
+    def of(cls, assembly: Assembly) -> "OfflineEngine":
+        """Over an engine that exists already, of several ranks perhaps."""
+        made = cls.__new__(cls)
+        made.assembly = assembly
+        return made
+
     def generate(self, prompts: Sequence[Prompt], after_step: Callable[[], None] = lambda: None) -> list[Completion]:
         """Completions in the order of the prompts. `after_step` is called after every step."""
         engine = self.assembly.engine

@@ -10,11 +10,20 @@ from blake3 import blake3
 
 from headrace_kernels import describe
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.errors import EngineDeadError
-from headrace_worker.assembly import Assembly, assemble
+from headrace_proto.errors import EngineDeadError, HeadraceError
+from headrace_worker.assembly import Assembly, assemble, assemble_part
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.engine import RunnerBrokenError
 from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.loop import EngineLoop
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.parallel.follower import Follower
+from headrace_worker.parallel.meeting import Meeting, MeetingHost
+from headrace_worker.parallel.runner import MultiRankRunner
+from headrace_worker.parallel.stage import StageRunner
+from headrace_worker.parallel.team import Team
+from headrace_worker.runner.sizing import KvSize
 from headrace_worker.server.description import Description
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
@@ -25,23 +34,64 @@ _ROLES = {"both": pb.ROLE_BOTH, "prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DE
 
 Report = Callable[[str, float], None]
 
+FOLLOWER_STOP_SECONDS = 4.0
+
 
 class Replica:
-    """One rank of one replica, in this process. No Ray here: the cluster room wraps this in an actor."""
+    """One rank of one replica, in this process. No Ray here: the cluster room wraps this in an actor.
+
+    Of several ranks, rank 0 opens the meeting and has the engine and the server; the others follow it.
+    """
 
     def __init__(self, config: ReplicaConfig, rank: int = 0, report: Report = lambda stage, fraction: None) -> None:
         self._config = config
         self._rank = rank
         self._report = report
         self._boot_id = os.urandom(16)
+        self._opened: MeetingHost | None = None
+        self._team: Team | None = None
+        self._follower: Follower | None = None
+        self._ranks: MultiRankRunner | None = None
         self._loop: EngineLoop | None = None
         self._server: ReplicaServer | None = None
 
-    def start(self) -> ReplicaStarted:
-        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
+    def open_meeting(self) -> Meeting:
+        """Of rank 0 of several: where all ranks, itself included, are to `start`. Raises MeetingError."""
+        self._opened = MeetingHost(self._config.host)
+        return self._opened.meeting
+
+    def start(self, meeting: Meeting | None = None) -> ReplicaStarted:
+        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot.
+
+        With several ranks all must be started at the same `meeting`. When one fails, all do.
+        """
+        if meeting is None:
+            return self._serve()
+        self._report("meeting the other ranks", 0.0)
+        self._team = team = Team(self._config, self._rank, meeting, self._opened)
+        try:
+            return self._serve() if self._rank == 0 else self._follow(team)
+        except Exception as error:
+            team.watch.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+            raise
+
+    def _follow(self, team: Team) -> ReplicaStarted:
+        began = time.monotonic()
+        part = assemble_part(self._config, self._report, team=team)
+        self._follower = Follower(StageRunner.of(part.model, part.runner, team), team)
+        self._follower.start()
+        gc.collect()
+        gc.freeze()
+        team.agree(0)
+        team.watch.be_strict()
+        self._report("ready", 1.0)
+        return self._started("", part.model, part.size, part.max_model_len, part.max_num_seqs, 0, began)
+
+    def _serve(self) -> ReplicaStarted:
         began = time.monotonic()
         config = self._config
-        assembly = assemble(config, self._report)
+        assembly = assemble(config, self._report, team=self._team)
+        self._ranks = assembly.ranks
         model, size, limits = assembly.model, assembly.size, assembly.limits
         # What was loaded stays for good: a full collection would walk all of it in the middle of a step.
         gc.collect()
@@ -57,7 +107,16 @@ class Replica:
             server.stop()
             raise
         loop.start()
+        if self._team is not None:
+            self._team.watch.call(loop.abandon)
         self._report("ready", 1.0)
+        return self._started(
+            address, model, size, assembly.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens, began
+        )
+
+    def _started(
+        self, address: str, model: LoadedModel, size: KvSize, max_len: int, seqs: int, tokens: int, began: float
+    ) -> ReplicaStarted:
         return ReplicaStarted(
             address=address,
             boot_id=self._boot_id,
@@ -66,25 +125,28 @@ class Replica:
             dtype=model.dtype_name,
             revision=model.source.revision,
             threads=model.threads,
-            max_model_len=assembly.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=max_len,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
             kv_blocks=size.num_blocks - 1,
             kv_bytes=size.num_bytes,
             block_size=model.layout.block_size,
             weight_bytes=model.weight_bytes,
             load_seconds=time.monotonic() - began,
-            notes=[*describe(), *model.notes, size.note],
+            notes=[*describe(), *model.notes, *(self._team.notes if self._team is not None else ()), size.note],
         )
 
     def wait(self) -> None:
-        """Blocks until `stop`. Raises EngineDeadError when the step loop dies by itself."""
-        loop = self._loop
+        """Blocks until `stop`. Raises EngineDeadError when the rank's loop ends by itself, or another rank is lost."""
+        loop = self._loop or self._follower
         if loop is None:
             raise EngineDeadError("the replica was not started")
         loop.ended.wait()
-        if loop.failure is not None:
-            raise EngineDeadError(f"the step loop ended: {type(loop.failure).__name__}") from loop.failure
+        failure = loop.failure
+        if isinstance(failure, RankLostError | RunnerBrokenError):
+            raise EngineDeadError(str(failure)) from failure
+        if failure is not None:
+            raise EngineDeadError(f"the step loop ended: {type(failure).__name__}") from failure
 
     def drain(self) -> None:
         """Refuses new requests; those that are here go on."""
@@ -92,9 +154,19 @@ class Replica:
             self._loop.drain()
 
     def stop(self) -> None:
-        """Ends the loop, then the server once the last frames are out. Idempotent, from any thread."""
+        """Ends the loop, then the server once the last frames are out. Idempotent, from any thread.
+
+        Of several ranks all must be stopped: the others end when rank 0 says so.
+        """
         if self._loop is not None:
             self._loop.stop()
+        if self._ranks is not None:
+            ranks, self._ranks = self._ranks, None
+            ranks.stop()
+        if self._follower is not None:
+            self._follower.join(FOLLOWER_STOP_SECONDS)
+        if self._team is not None:
+            self._team.close()
         if self._server is not None:
             self._server.stop()
 

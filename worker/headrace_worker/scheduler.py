@@ -20,12 +20,17 @@ from headrace_worker.scheduled_step import ScheduledStep, StepDraft
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests."""
+    """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests.
+
+    With `batches` > 1 that many steps are in different pipeline stages at a time. A request is then in one of them
+    only, as its next position needs the token that comes out at the end, and each takes its share of the requests.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int = 4096
     watermark: float = 0.01  # share of the pool that an admission leaves free while others run
+    batches: int = 1
 
 
 @dataclass(slots=True)
@@ -187,7 +192,10 @@ class Scheduler:
         """
         single: list[Request] = []
         chunks: list[Request] = []
+        one_batch = self.limits.batches == 1
         for request in self.running:
+            if request.in_flight and not one_batch:
+                continue
             missing = len(request.tokens) + request.in_flight - request.computed
             if missing > 1:
                 chunks.append(request)
@@ -195,7 +203,7 @@ class Scheduler:
                 single.append(request)
         someone_waits = bool(chunks) or (len(self.waiting) > 0 and bool(self._rows))
         reserve = min(self.kv.block_size, draft.budget // 8) if someone_waits else 0
-        turns = draft.budget - reserve
+        turns = min(draft.budget - reserve, -(-len(self.running) // self.limits.batches))
         if len(single) > turns:
             served = set(map(id, single[:turns]))
             self.running.sort(key=lambda request: id(request) in served)

@@ -30,6 +30,8 @@ _SIGNATURES = {
     "headrace_gumbel_noise": "ppiii",
     "headrace_gumbel_noise_at": "pppii",
     "headrace_gumbel_argmax": "ppipiii",
+    "headrace_exchange_sum": "ppiiiipip",
+    "headrace_exchange_gather": "pppiiiipip",
 }
 
 

@@ -1,5 +1,9 @@
-"""Sharded replicas inside one process: ranks are threads, and talk through a barrier. No sockets, no processes."""
+"""Sharded replicas inside one process: ranks are threads, and talk through a barrier. No sockets, no processes.
 
+Those of `process_ranks.py` run as they do in production.
+"""
+
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +30,11 @@ from headrace_worker.parallel.context import ParallelContext
 from headrace_worker.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.runner import Runner, StepHandle
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
+from process_ranks import nursery, process_replica  # noqa: E402
+
+__all__ = ["nursery", "process_replica"]
 
 TIE = 1e-3
 TINY: dict[str, Any] = {
@@ -232,8 +241,7 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
         hasher = BlockHasher(derive_key(b"s"))
         kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"))
         engine = Engine(Scheduler(limits, kv, time.monotonic), ThreadedRunner(runners), time.monotonic)
-        offline = OfflineEngine.__new__(OfflineEngine)
-        offline.assembly = Assembly(engine, first, runners[0][0], kv, None, limits, 128)  # type: ignore[arg-type]
+        offline = OfflineEngine.of(Assembly(engine, first, runners[0][0], kv, None, limits, 128))  # type: ignore[arg-type]
         return ShardedReplica(models, runners, offline)
 
     return make

@@ -69,7 +69,10 @@ def load(
     started = time.monotonic()
     report("finding the model", 0.0)
     if (config.tp, config.pp) != (parallel.tp.size, parallel.pp_size):
-        raise ModelUnsupportedError(f"tp {config.tp} × pp {config.pp}: this build runs a replica on one rank (1 × 1).")
+        raise ModelUnsupportedError(
+            f"tp {config.tp} × pp {config.pp} needs {config.tp * config.pp} ranks, each in a process of its own: "
+            "`headrace serve` starts them."
+        )
     source = resolve(config.source, config.load_format, config.revision)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)

@@ -25,6 +25,15 @@ class KvSize:
     num_bytes: int
     note: str
 
+    def reduced(self, num_blocks: int, layout: CacheLayout) -> "KvSize":
+        """No more than `num_blocks`, because another rank has room for no more."""
+        if num_blocks >= self.num_blocks:
+            return self
+        tokens = (num_blocks - 1) // len(layout.groups) * layout.block_size
+        size = num_blocks * layout.block_bytes
+        note = f"KV cache: {_size(size)} for {tokens:,} tokens, as much as the rank with least room can hold."
+        return KvSize(num_blocks, size, note)
+
 
 def size_kv(
     layout: CacheLayout,

@@ -1,0 +1,65 @@
+"""Sums and gathers between processes of one machine, through memory that all of them map.
+
+The layout of a segment is told in `src/exchange.cpp`. Nothing here knows who the ranks are or how they met.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.cpu.library import load
+
+LINE_BYTES = 64
+_PAGE_BYTES = 4096
+ABORTED = -1
+
+
+def segment_bytes(size: int, slot_bytes: int) -> int:
+    """Length of a segment for `size` ranks and chunks of `slot_bytes`, a multiple of 64."""
+    head = -(-LINE_BYTES * (2 + size) // _PAGE_BYTES) * _PAGE_BYTES
+    return head + 2 * size * slot_bytes
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One rank's side of a segment that begins, zeroed but for its first line, at `address`.
+
+    All ranks make the same calls in the same order. A call returns 0 when it is done, `ABORTED` after `abort`, and
+    1 + r when rank r did not come within `timeout_ms`; the exchange cannot be used after that.
+    """
+
+    address: int
+    rank: int
+    size: int
+    slot_bytes: int
+    timeout_ms: int
+    _sequence: ctypes.c_uint32 = field(default_factory=lambda: ctypes.c_uint32(0))
+    _status: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(0))
+
+    def sum(self, tensor: Tensor) -> int:
+        """Add a contiguous float32 CPU tensor over the ranks, in place, in rank order on every rank."""
+        load().headrace_exchange_sum(
+            self.address, tensor.data_ptr(), tensor.numel(), self.rank, self.size, self.slot_bytes,
+            ctypes.addressof(self._sequence), self.timeout_ms, ctypes.addressof(self._status),
+        )  # fmt: skip
+        return self._status.value
+
+    def gather(self, tensor: Tensor, out: Tensor) -> int:
+        """out [size, *tensor.shape] = what each rank gave; both contiguous, of any dtype, on the CPU."""
+        load().headrace_exchange_gather(
+            self.address, tensor.data_ptr(), out.data_ptr(), tensor.numel() * tensor.element_size(), self.rank,
+            self.size, self.slot_bytes, ctypes.addressof(self._sequence), self.timeout_ms,
+            ctypes.addressof(self._status),
+        )  # fmt: skip
+        return self._status.value
+
+    def abort(self) -> None:
+        """Let nobody wait any more, in any process; from any thread."""
+        ctypes.c_uint32.from_address(self.address + LINE_BYTES).value = 1
+
+
+def can_sum(tensor: Tensor) -> bool:
+    """Whether `Exchange.sum` takes it."""
+    return tensor.dtype is torch.float32 and tensor.is_cpu

@@ -1,0 +1,163 @@
+"""Replicas whose ranks are processes of this machine, rank 0 being the test's own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_worker.assembly import assemble
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from headrace_worker.parallel.meeting import Meeting, MeetingHost
+from headrace_worker.parallel.team import Team
+from headrace_worker.plan import RowSampling
+
+
+class Nursery:
+    """The process that forks ranks, and what they said."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("rank_nursery.py")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._news = threading.Condition()
+        self._born: list[int] = []
+        self._said: dict[int, dict[str, Any]] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, config: ReplicaConfig, rank: int, meeting: Meeting) -> int:
+        """Process id of a new rank."""
+        assert self._process.stdin is not None
+        order = {"config": msgspec.msgpack.encode(config).hex(), "meeting": msgspec.msgpack.encode(meeting).hex()}
+        with self._news:
+            before = len(self._born)
+            self._process.stdin.write(json.dumps(order | {"rank": rank}) + "\n")
+            self._process.stdin.flush()
+            assert self._news.wait_for(lambda: len(self._born) > before, 60), "no rank process came up"
+            return self._born[before]
+
+    def ended(self, pid: int, seconds: float) -> str:
+        """How a rank ended; fails when it does not within `seconds`."""
+        with self._news:
+            assert self._news.wait_for(lambda: "ended" in self._said.get(pid, {}), seconds), f"rank {pid} goes on"
+            return str(self._said[pid]["ended"])
+
+    def facts(self, pid: int, seconds: float = 60) -> dict[str, Any]:
+        """What a rank said when it was ready."""
+        with self._news:
+            assert self._news.wait_for(lambda: "weight_bytes" in self._said.get(pid, {}), seconds)
+            return self._said[pid]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            facts = json.loads(line)
+            with self._news:
+                said = self._said.setdefault(facts["pid"], {})
+                said.update(facts)
+                if len(facts) == 1:
+                    self._born.append(facts["pid"])
+                self._news.notify_all()
+
+
+@dataclass
+class ProcessReplica:
+    """An engine in this process over ranks in others."""
+
+    config: ReplicaConfig
+    nursery: Nursery
+    offline: OfflineEngine = field(init=False)
+    pids: list[int] = field(default_factory=list)  # of ranks 1, 2, …
+
+    def __post_init__(self) -> None:
+        opened = MeetingHost("127.0.0.1")
+        ranks = self.config.tp * self.config.pp
+        self.pids = [self.nursery.start(self.config, rank, opened.meeting) for rank in range(1, ranks)]
+        self.team = Team(self.config, 0, opened.meeting, opened)
+        try:
+            assembly = assemble(self.config, team=self.team)
+        except Exception as error:
+            self.team.watch.fail(str(error))
+            raise
+        self.offline = OfflineEngine.of(assembly)
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
+        """Greedy tokens; the bookkeeping is checked at every step, and everything is given back in the end."""
+        greedy = RowSampling(temperature=0.0, logprobs=2)
+        work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
+
+        def check() -> None:
+            self.offline.assembly.engine.scheduler.check()
+            after_step()
+
+        completions = self.offline.generate(work, after_step=check)
+        assert [len(completion.token_ids) for completion in completions] == [count] * len(prompts)
+        assert self.offline.assembly.kv.pool.used == 0
+        return completions
+
+    def close(self) -> None:
+        """The orderly end: every other rank says that it was stopped."""
+        assert self.offline.assembly.ranks is not None
+        self.offline.assembly.ranks.stop()
+        for pid in self.pids:
+            assert self.nursery.ended(pid, 10) == "stopped"
+        self.team.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def process_replica(
+    nursery: Nursery, replica_config: Callable[..., ReplicaConfig]
+) -> Callable[..., contextlib.AbstractContextManager[ProcessReplica]]:
+    """A context: a replica of tp × pp processes, which must end in order."""
+
+    @contextlib.contextmanager
+    def make(source: object, tp: int, pp: int, **options: Any) -> Iterator[ProcessReplica]:
+        fields: dict[str, Any] = {
+            "kv_cache_memory": 8 << 20,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 48,
+            "max_model_len": 128,
+        }
+        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **fields | options), nursery)
+        yield replica
+        replica.close()
+
+    return make
+
+
+def gone(pid: int, seconds: float) -> bool:
+    """Whether a process ends within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False

@@ -1,0 +1,75 @@
+"""What every rank but rank 0 does: take a command, do it, take the next."""
+
+import threading
+
+import structlog
+
+from headrace_worker.parallel.channel import Channel
+from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.parallel.messages import Answer, Clear, Step, Stop
+from headrace_worker.parallel.stage import DRAWING_FAILED, StageRunner
+from headrace_worker.parallel.team import Team
+from headrace_worker.plan import StepResult
+
+log = structlog.get_logger(__name__)
+
+
+class Follower:
+    """Carries out rank 0's commands on a thread of its own, until told to stop or a rank is lost."""
+
+    def __init__(self, stage: StageRunner, team: Team) -> None:
+        self.failure: BaseException | None = None
+        self.ended = threading.Event()
+        self._stage = stage
+        self._team = team
+        self._channel = Channel(team.host, team.topology.pp - 1)
+        self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
+
+    def start(self) -> None:
+        self._team.watch.call(self.abandon)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait until rank 0 has said that it is over, or for so long."""
+        self.ended.wait(seconds)
+
+    def abandon(self, error: RankLostError) -> None:
+        """Another rank is lost: end, even where the thread still waits for it."""
+        self.failure = self.failure or error
+        self.ended.set()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                pass
+        except BaseException as error:
+            self.failure = self.failure or error
+            if not isinstance(error, RankLostError):
+                log.exception("step_failed", rank=self._team.topology.rank)
+                self._team.watch.fail(f"{type(error).__name__} in a step")
+        finally:
+            self.ended.set()
+
+    def _obey(self) -> bool:
+        command = self._channel.next_command()
+        match command:
+            case Step():
+                self._run_step(command)
+            case Clear(blocks):
+                self._stage.runner.clear(blocks)
+            case Stop():
+                return False
+        return True
+
+    def _run_step(self, step: Step) -> None:
+        done = self._stage.run(step)
+        topology = self._team.topology
+        if not (topology.samples and step.plan.work):
+            return
+        number = step.plan.step
+        if done.samples is not None:
+            self._channel.answer(Answer(done.samples.to_result(number)))
+        else:
+            draws = sum(work.sample for work in step.plan.work)
+            error = DRAWING_FAILED if done.error is not None else ""
+            self._channel.answer(Answer(StepResult(number, [0] * draws, {}, {}), error))

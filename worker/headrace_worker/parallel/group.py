@@ -1,0 +1,115 @@
+"""Process groups made directly from a store: no global state of torch.distributed, so that many can live side by side.
+
+gloo carries what is in host memory, NCCL what is on a GPU.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from headrace_proto.errors import DeviceError
+from headrace_worker.parallel.watch import Watch
+
+# An idle replica waits for its next plan as long as it takes; that a peer is gone is the watch's to say.
+_FOREVER = timedelta(days=1000)
+
+
+@dataclass(slots=True)
+class Sending:
+    """A send that may still read its tensor."""
+
+    work: Any
+    tensor: Tensor
+
+
+class Group:
+    """Some ranks of a replica that exchange tensors. Errors come as RankLostError, with the rank that is to blame."""
+
+    def __init__(self, backend: Any, rank: int, size: int, watch: Watch) -> None:
+        self.rank = rank
+        self.size = size
+        self.watch = watch
+        self._backend = backend
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Sending:
+        """Begin to send a contiguous tensor, which must not change until `finish`."""
+        try:
+            return Sending(self._backend.send([tensor], to, tag), tensor)
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+
+    def finish(self, sending: Sending) -> None:
+        """Wait until a send no longer needs its tensor; on a GPU the current stream waits."""
+        self._wait(sending.work)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        """Fill a contiguous tensor with what `source` sends; on a GPU the current stream waits for it."""
+        try:
+            work = self._backend.recv([tensor], source, tag)
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+        self._wait(work)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[size, *tensor.shape]: what each rank gave."""
+        out = tensor.new_empty((self.size, *tensor.shape))
+        # As bytes: backends know fewer dtypes than models have.
+        parts = [part.view(-1).view(torch.uint8) for part in out]
+        try:
+            work = self._backend.allgather([parts], [tensor.contiguous().view(-1).view(torch.uint8)])
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+        self._wait(work)
+        return out
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Sum in place, in the backend's own order, which is the same on all ranks."""
+        try:
+            work = self._backend.allreduce([tensor])
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+        self._wait(work)
+        return tensor
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+
+
+def host_group(store: Store, name: str, host: str, rank: int, size: int, watch: Watch) -> Group:
+    """A gloo group that listens on the interface of `host`. All members must call this at about the same time."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+    options._threads = 1
+    options._timeout = _FOREVER
+    try:
+        backend = gloo(PrefixStore(name, store), rank, size, options)
+    except RuntimeError as error:
+        raise watch.explain(error) from error
+    return Group(backend, rank, size, watch)
+
+
+def device_group(
+    store: Store, name: str, device: torch.device, rank: int, size: int, watch: Watch
+) -> Group:  # pragma: no cover - needs a GPU per rank
+    """An NCCL group of ranks with a GPU each. Raises DeviceError where this torch has no NCCL."""
+    if not dist.is_nccl_available():
+        raise DeviceError("this build of torch has no NCCL: ranks on GPUs cannot talk; install torch with CUDA")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _FOREVER
+    try:
+        backend = nccl(PrefixStore(name, store), rank, size, options)
+        backend.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise watch.explain(error) from error
+    return Group(backend, rank, size, watch)

@@ -1,0 +1,102 @@
+"""All ranks of a replica as one runner: rank 0 tells the others what it does itself."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from headrace_proto.errors import HeadraceError
+from headrace_worker.engine import RunnerBrokenError
+from headrace_worker.layout import CacheLayout
+from headrace_worker.parallel.channel import Channel
+from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.parallel.messages import Answer, Clear, Command, Drawn, Step, Stop
+from headrace_worker.parallel.stage import StageResult, StageRunner
+from headrace_worker.parallel.team import Team
+from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.runner.runner import Runner
+
+
+class DrawingFailedError(HeadraceError):
+    """Tokens of a step could not be drawn; the ranks are still in step."""
+
+
+@dataclass(slots=True)
+class StepTicket:
+    """A launched step: its own rank's part, and how many tokens come from the last stage."""
+
+    step: int
+    part: StageResult
+    draws: bool
+    works: bool
+
+
+class MultiRankRunner:
+    """A `StepRunner` on rank 0. A step that fails on any rank ends the replica: the others may be out of step."""
+
+    def __init__(self, runner: Runner, stage: StageRunner, team: Team) -> None:
+        self.layout: CacheLayout = runner.layout
+        self.num_blocks = runner.num_blocks
+        self.max_len = runner.max_len
+        self.device: torch.device = runner.device
+        self._stage = stage
+        self._team = team
+        self._channel = Channel(team.host, team.topology.pp - 1)
+        self._drawn: list[Drawn] = []
+
+    def launch(self, plan: StepPlan) -> StepTicket:
+        drawn, self._drawn = self._drawn, []
+        step = Step(plan, drawn)
+        draws = any(work.sample for work in plan.work)
+        return StepTicket(plan.step, self._do(step), draws, bool(plan.work))
+
+    def collect(self, handle: StepTicket) -> StepResult:
+        empty = StepResult(handle.step, [], {}, {})
+        if self._team.topology.pp == 1:
+            if handle.part.error is not None:
+                raise handle.part.error
+            return handle.part.samples.to_result(handle.step) if handle.part.samples is not None else empty
+        if not handle.works:
+            return empty
+        answer = self._guarded_answer()
+        if answer.result.step != handle.step:
+            raise self._broken(f"the last stage answered step {answer.result.step} when {handle.step} was due")
+        if handle.draws:
+            self._drawn.append(Drawn(handle.step, answer.result.tokens))
+        if answer.error:
+            raise DrawingFailedError(answer.error)
+        return answer.result
+
+    def clear(self, blocks: int) -> None:
+        """Make row 0 and the first blocks as new, on all ranks."""
+        self._do(Clear(blocks))
+
+    def stop(self) -> None:
+        """Let the other ranks end in order; nothing is launched after this."""
+        with contextlib.suppress(RankLostError):  # who is gone need not be told
+            self._channel.command(Stop())
+            self._channel.flush()
+
+    def _do(self, command: Command) -> StageResult:
+        try:
+            self._team.watch.check()
+            self._channel.command(command)
+            if isinstance(command, Step):
+                return self._stage.run(command)
+            if isinstance(command, Clear):
+                self._stage.runner.clear(command.blocks)
+            return StageResult()
+        except RankLostError as error:
+            raise RunnerBrokenError(str(error)) from error
+        except Exception as error:
+            raise self._broken(f"{type(error).__name__} in a step") from error
+
+    def _guarded_answer(self) -> Answer:
+        try:
+            return self._channel.next_answer(self._team.topology.sampler)
+        except RankLostError as error:
+            raise RunnerBrokenError(str(error)) from error
+
+    def _broken(self, sentence: str) -> RunnerBrokenError:
+        self._team.watch.fail(sentence)
+        return RunnerBrokenError(str(self._team.watch.failure))

@@ -1,0 +1,131 @@
+"""One step on one rank of several: what every rank does, rank 0 included.
+
+    tokens drawn in earlier steps ─▶ rows      plan ─▶ batch
+    hidden states from the stage before ─▶ forward ─▶ hidden states for the stage after
+                                                  └─▶ last stage: its first rank draws
+
+With one stage the drawn tokens go to the other ranks at once, from device to device, so that a later step may be
+launched before anybody reads them. With several, rank 0 must have them before it plans their row again, and so they
+travel with its next commands.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.parallel.group import Sending
+from headrace_worker.parallel.messages import Drawn, Step
+from headrace_worker.parallel.team import Team
+from headrace_worker.runner.batch import Batch
+from headrace_worker.runner.runner import Runner
+from headrace_worker.sampler import SampleOutput
+
+log = structlog.get_logger(__name__)
+
+_HIDDEN = 3  # tag
+DRAWING_FAILED = "drawing a token failed"
+
+
+@dataclass(slots=True)
+class StageResult:
+    """What a step brought on the rank that draws; on others both are None."""
+
+    samples: SampleOutput | None = None
+    error: Exception | None = None  # of drawing: the ranks go on in step
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """Rows that wait for their tokens, and who owned them."""
+
+    batch: Batch
+    generations: list[int]
+
+
+class StageRunner:
+    """Runs this rank's part of every step, in the order of the commands."""
+
+    @classmethod
+    def of(cls, model: LoadedModel, runner: Runner, team: Team) -> "StageRunner":
+        """For a rank's loaded part of a model."""
+        return cls(runner, team, int(model.config.hidden_size), model.dtype)
+
+    def __init__(self, runner: Runner, team: Team, hidden_size: int, dtype: torch.dtype) -> None:
+        self.runner = runner
+        self._team = team
+        self._topology = team.topology
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._drawings: dict[int, _Drawing] = {}
+        self._sent: deque[Sending] = deque()
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StageResult:
+        """Raises whatever the model raises: then the ranks are out of step, and the replica must end."""
+        for drawn in step.drawn:
+            self._take(drawn)
+        batch = self.runner.prepare(step.plan)
+        if batch is None:
+            return StageResult()
+        out = self.runner.forward(batch, self._hidden_in(batch))
+        if not self._topology.is_last_stage:
+            if out is not None:
+                self._pass_on(out)
+            if self._topology.is_first_stage and batch.sample_rows:
+                owners = [int(self.runner.rows.generations[row]) for row in batch.sample_rows]
+                self._drawings[step.plan.step] = _Drawing(batch, owners)
+            return StageResult()
+        return self._draw(batch, out) if batch.sample_rows else StageResult()
+
+    def _draw(self, batch: Batch, logits: Tensor | None) -> StageResult:
+        result = StageResult()
+        tokens = torch.zeros(len(batch.sample_rows), dtype=torch.int64, device=self.runner.device)
+        if self._topology.samples and logits is not None:
+            try:
+                result.samples = self.runner.sample(batch, logits)
+                tokens = result.samples.tokens
+            except Exception as error:  # of the requests in this step: the other ranks must not wait for tokens
+                log.error("drawing_failed", error=type(error).__name__)
+                result.error = error
+        if self._topology.pp == 1:
+            tokens = self._team.context.tp.all_gather(tokens.unsqueeze(0), 0)[0]
+        elif not self._topology.samples:
+            return result  # tokens are looked up on the first stage, and penalties on the rank that draws
+        self.runner.apply_tokens(batch, tokens)
+        return result
+
+    def _take(self, drawn: Drawn) -> None:
+        """Put tokens into rows that still have the owner for whom they were drawn."""
+        drawing = self._drawings.pop(drawn.step, None)
+        if drawing is None:
+            return
+        batch, rows = drawing.batch, self.runner.rows
+        tokens = torch.tensor(drawn.tokens, dtype=torch.int64)
+        kept = [
+            index
+            for index, (row, owner) in enumerate(zip(batch.sample_rows, drawing.generations, strict=True))
+            if int(rows.generations[row]) == owner
+        ]
+        if kept:
+            to = self.runner.device
+            index = torch.tensor(kept)
+            owners = torch.tensor([batch.sample_rows[entry] for entry in kept])
+            positions = torch.tensor([batch.sample_positions[entry] for entry in kept])
+            rows.store_tokens(owners.to(to), positions.to(to), tokens[index].to(to))
+
+    def _hidden_in(self, batch: Batch) -> Tensor | None:
+        if self._topology.is_first_stage:
+            return None
+        count = batch.token_rows.shape[0]
+        hidden = torch.empty((1, count, self._hidden_size), dtype=self._dtype, device=self.runner.device)
+        return self._team.pipe.receive(hidden, self._topology.before, _HIDDEN)
+
+    def _pass_on(self, hidden: Tensor) -> None:
+        hidden = hidden.to(self._dtype).contiguous()
+        self._sent.append(self._team.pipe.send(hidden, self._topology.after, _HIDDEN))
+        while len(self._sent) > self._topology.pp:
+            self._team.pipe.finish(self._sent.popleft())

@@ -1,0 +1,135 @@
+"""A rank among its replica's ranks: everything that joins them, made once, in the same order by all."""
+
+import hashlib
+import socket
+from pathlib import Path
+
+import torch
+
+from headrace_kernels.cpu.library import missing
+from headrace_proto.errors import DeviceError, HeadraceError
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.model.device import choose_device
+from headrace_worker.parallel import shared_memory
+from headrace_worker.parallel.communicators import DeviceCommunicator, HostCommunicator
+from headrace_worker.parallel.context import Alone, Communicator, ParallelContext
+from headrace_worker.parallel.group import device_group, host_group
+from headrace_worker.parallel.meeting import Meeting, MeetingHost, meet
+from headrace_worker.parallel.topology import Topology
+from headrace_worker.parallel.watch import Watch
+
+_SEPARATOR = " "
+
+
+class Team:
+    """One rank's ends of all that joins the ranks of a replica.
+
+    `host` carries commands and answers between all ranks (gloo). `pipe` carries hidden states between stages: the
+    same group on CPUs, an NCCL group on GPUs. `context` says which part of the model this rank holds, and has the
+    communicator of its stage.
+    """
+
+    def __init__(self, config: ReplicaConfig, rank: int, meeting: Meeting, opened: MeetingHost | None = None) -> None:
+        """Meets the others. Rank 0 brings what it `opened`. Raises MeetingError, DeviceError, RankLostError."""
+        self.topology = topology = Topology(config.tp, config.pp, rank)
+        self.notes: list[str] = []
+        self._device = _bind(choose_device(config.device), rank)
+        self.board, links = meet(meeting, rank, topology.size, opened)
+        self.watch = Watch(rank, links)
+        self.watch.start()
+        self._agreed = 0
+        try:
+            self.host = host_group(self.board.store, "host", config.host, rank, topology.size, self.watch)
+            self.pipe = self.host
+            if self._device.type == "cuda" and topology.pp > 1:
+                self.pipe = device_group(self.board.store, "pipe", self._device, rank, topology.size, self.watch)
+            communicator = self._communicator(config.host)
+        except Exception as error:
+            self.watch.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+            raise
+        self.context = ParallelContext(communicator, topology.stage, topology.pp, config.ep)
+
+    def agree(self, value: int) -> list[int]:
+        """What each rank says, in rank order; all ranks ask the same questions in the same order.
+
+        Waits for all, but not for the lost: raises RankLostError.
+        """
+        self._agreed += 1
+        self.board.post(f"agree-{self._agreed}-{self.topology.rank}", str(value))
+        return [int(self.board.read(f"agree-{self._agreed}-{rank}", self.watch)) for rank in range(self.topology.size)]
+
+    def local_ranks(self) -> int:
+        """How many ranks share this one's memory, itself included."""
+        node = _node()
+        return self.agree(node).count(node)
+
+    def close(self) -> None:
+        """Leave in order."""
+        self.watch.close()
+
+    def _communicator(self, host: str) -> Communicator:
+        topology, store = self.topology, self.board.store
+        if topology.tp == 1:
+            return Alone()
+        if self._device.type == "cuda":
+            name = f"stage-{topology.stage}"
+            return DeviceCommunicator(device_group(store, name, self._device, topology.place, topology.tp, self.watch))
+        segment = self._share()
+        if segment is not None:
+            return shared_memory.SharedCommunicator(segment, topology.place, topology.tp, self.watch)
+        group = host_group(store, f"stage-{topology.stage}", host, topology.place, topology.tp, self.watch)
+        return HostCommunicator(group)
+
+    def _share(self) -> shared_memory.Segment | None:
+        """The stage's shared memory, if all of its ranks have it."""
+        topology = self.topology
+        key = f"segment-{topology.stage}"
+        segment, name, why = None, "", missing() or ""
+        if topology.place == 0:
+            try:
+                segment, name, secret = shared_memory.create(topology.tp)
+                self.board.post(key, name + _SEPARATOR + secret.hex())
+            except OSError as error:
+                why = why or f"/dev/shm: {error.strerror}"
+                self.board.post(key, _SEPARATOR)
+        else:
+            file_name, _, key_of_it = self.board.read(key, self.watch).partition(_SEPARATOR)
+            try:
+                segment = shared_memory.attach(file_name, bytes.fromhex(key_of_it)) if file_name else None
+            except OSError:
+                why = why or "the ranks of a stage are not on one node, or share no /dev/shm"
+        self.board.post(f"{key}-{topology.place}", why)
+        reasons = [self.board.read(f"{key}-{place}", self.watch) for place in range(topology.tp)]
+        if name:
+            shared_memory.unlink(name)
+        if not any(reasons):
+            return segment
+        why = next(reason for reason in reasons if reason)
+        self.notes.append(f"Ranks of a stage talk through gloo, which takes longer than shared memory: {why}.")
+        return None
+
+
+def _bind(device: torch.device, rank: int) -> torch.device:
+    """This rank's device, with its number: who started the rank gave it one GPU to see."""
+    if device.type != "cuda":
+        return device
+    try:
+        index = device.index or 0
+        torch.cuda.set_device(index)
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        raise DeviceError(
+            f"rank {rank} cannot use its GPU ({type(error).__name__}): see nvidia-smi for who holds it, and "
+            "CUDA_VISIBLE_DEVICES for what this process may see"
+        ) from error
+    return torch.device("cuda", index)
+
+
+def _node() -> int:
+    """A number that processes of one machine share, and others do not."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    digest = hashlib.sha256(f"{boot} {socket.gethostname()}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
