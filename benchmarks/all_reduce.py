@@ -14,11 +14,11 @@ from typing import Any
 import machine
 import torch
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.parallel.communicators import HostCommunicator
 from headrace_worker.parallel.context import Communicator
 from headrace_worker.parallel.group import host_group
-from headrace_worker.parallel.meeting import Meeting, MeetingHost
+from headrace_worker.parallel.meeting import MeetingHost
 from headrace_worker.parallel.team import Team
 
 SIZES = {"576 floats": (576, 200), "1 MB": (1 << 18, 40)}  # numbers, all-reduces per round

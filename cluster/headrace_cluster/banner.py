@@ -37,8 +37,11 @@ def banner(state: ServeState, started: dict[str, ReplicaStarted], seconds: float
 
 def _replica(facts: ReplicaStarted) -> str:
     tokens = facts.kv_blocks * facts.block_size
+    ranks = facts.tp * facts.pp
+    split = f"{ranks} ranks (tp {facts.tp}, pp {facts.pp}), the first on " if ranks > 1 else ""
+    threads = f"{facts.threads} thread{'s' if facts.threads > 1 else ''}"
     return (
-        f"{facts.device}, {facts.dtype}, {facts.threads} threads, weights {format_bytes(facts.weight_bytes)}, "
+        f"{split}{facts.device}, {facts.dtype}, {threads}, weights {format_bytes(facts.weight_bytes)}, "
         f"KV cache {format_bytes(facts.kv_bytes)} ({tokens:,} tokens), context {facts.max_model_len:,}, "
         f"up to {facts.max_num_seqs} requests at a time"
     )

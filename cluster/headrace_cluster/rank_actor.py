@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, StartOutcome
+from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, StartOrder, StartOutcome
 from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
+from headrace_worker.parallel.errors import RankLostError
 
 
 class RankActor:
@@ -29,24 +30,24 @@ class RankActor:
         self._replica: Any = None
         self._progress = ("importing the engine", 0.0)
 
-    def facts(self) -> tuple[int, str]:
-        """Process id and node."""
-        return os.getpid(), self._node
+    def facts(self) -> tuple[int, str, list[str]]:
+        """Process id, node, and the GPUs that Ray keeps for this rank."""
+        import ray
 
-    def start(self) -> bytes:
+        return os.getpid(), self._node, [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def open_meeting(self) -> bytes:
+        """Of rank 0 of several: an encoded StartOutcome with the meeting that all ranks are to start with."""
+        return self._guarded(lambda: StartOutcome(meeting=self._make().open_meeting()))
+
+    def start(self, order: bytes) -> bytes:
         """Loads the model and listens; returns an encoded StartOutcome when ready, or when it cannot be."""
-        try:
-            module, _, name = self._replica_class.partition(":")
-            make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-            self._replica = make(self._config, self._rank, self._report)
-            outcome = StartOutcome(started=self._replica.start())
-        except HeadraceError as error:
-            outcome = StartOutcome(error=str(error), final=True)
-        except Exception as error:  # a bug or a missing library: said, not swallowed; the trace is in the log
-            traceback.print_exc()
-            sentence = f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}"
-            outcome = StartOutcome(error=sentence, final=True)
-        return msgspec.msgpack.encode(outcome)
+        given = msgspec.msgpack.decode(order, type=StartOrder)
+        if given.gpu is not None:
+            # CUDA reads this when it is first used, which is later.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given.visible_gpus)
+            self._config = msgspec.structs.replace(self._config, device=f"cuda:{given.gpu}")
+        return self._guarded(lambda: StartOutcome(started=self._start(given.meeting)))
 
     def progress(self) -> tuple[str, float]:
         """What `start` is doing, and how far it is, 0..1."""
@@ -72,6 +73,30 @@ class RankActor:
         """Ends the engine; the process is ended by the controller."""
         if self._replica is not None:
             self._replica.stop()
+
+    def _start(self, meeting: Meeting | None) -> ReplicaStarted:
+        replica = self._replica or self._make()
+        started: ReplicaStarted = replica.start(meeting) if meeting is not None else replica.start()
+        return started
+
+    def _make(self) -> Any:
+        module, _, name = self._replica_class.partition(":")
+        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        self._replica = make(self._config, self._rank, self._report)
+        return self._replica
+
+    def _guarded(self, call: Callable[[], StartOutcome]) -> bytes:
+        try:
+            outcome = call()
+        except RankLostError as error:
+            outcome = StartOutcome(error=str(error), secondary=True)
+        except HeadraceError as error:
+            outcome = StartOutcome(error=str(error), final=True)
+        except Exception as error:  # a bug or a missing library: said, not swallowed; the trace is in the log
+            traceback.print_exc()
+            sentence = f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}"
+            outcome = StartOutcome(error=sentence, final=True)
+        return msgspec.msgpack.encode(outcome)
 
     def _report(self, stage: str, fraction: float) -> None:
         self._progress = (stage, fraction)

@@ -165,7 +165,7 @@ class Serve:
         while not self._signals.requested.wait(WATCH_SECONDS):
             view = self._session.view()
             for replica_id, cause in view.failures.items():
-                if told.get(replica_id) != cause:
+                if _lasting(told.get(replica_id, "")) != _lasting(cause):
                     say(f"{replica_id}: {cause}")
             for replica_id in told.keys() - view.failures.keys():
                 say(f"{replica_id}: ready again")
@@ -208,3 +208,8 @@ def _port(address: str) -> int:
         return int(address.rpartition(":")[2])
     except ValueError:
         raise RouterFailedError(f"the router says that it listens on '{address}', which is no address") from None
+
+
+def _lasting(cause: str) -> str:
+    """A cause without the seconds that are counted down in it."""
+    return cause.partition("; next try in ")[0]

@@ -36,7 +36,7 @@ def _model(name: str, field: str | None = None) -> Option:
 OPTIONS = (
     _model("model", "source"),
     _model("served_model_name", "name"),
-    *(_model(name) for name in ("revision", "replicas", "tp", "pp", "device", "dtype", "load_format")),
+    *(_model(name) for name in ("revision", "replicas", "tp", "pp", "ep", "device", "dtype", "load_format")),
     *(_model(name) for name in ("max_model_len", "kv_cache_memory", "block_size", "max_num_seqs")),
     *(_model(name) for name in ("max_num_batched_tokens", "cpu_threads", "cpu_share", "trust_remote_code")),
     Option("host", ("routers", "host")),

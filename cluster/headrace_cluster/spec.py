@@ -51,6 +51,7 @@ class ModelSpec(_Section):
     replicas: int = Field(default=1, ge=1, le=1024)
     tp: int = Field(default=1, ge=1, le=1024, description="ranks that share each layer")
     pp: int = Field(default=1, ge=1, le=1024, description="stages, one after the other")
+    ep: bool = Field(default=False, description="give each of the tp ranks whole experts, instead of a part of each")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
@@ -65,6 +66,12 @@ class ModelSpec(_Section):
     )
     cpu_share: float = Field(default=0.05, gt=0, le=1024, description="of Ray's CPUs that one rank on a CPU reserves")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if self.ep and self.tp == 1:
+            raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
+        return self
 
     @property
     def ranks(self) -> int:

@@ -65,7 +65,7 @@ class FakeDriver:
         self.calls.append(("drain", name))
         self.replicas[name].drain()
 
-    async def stop(self, name: ReplicaName) -> None:
+    async def stop(self, name: ReplicaName, seconds: float = 5.0) -> None:
         self.calls.append(("stop", name))
         if name in self.replicas:
             self.replicas.pop(name).stop()

@@ -15,7 +15,8 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.secret import secret_matches
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
+from headrace_worker.parallel.errors import RankLostError
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
@@ -35,8 +36,16 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.running = 0
         self._server: Any = None
 
-    def start(self) -> ReplicaStarted:
-        """Listens."""
+    def open_meeting(self) -> Meeting:
+        """A meeting that nobody needs."""
+        return Meeting("127.0.0.1", 1, 1, bytes(32))
+
+    def start(self, meeting: Meeting | None = None) -> ReplicaStarted:
+        """Listens; the model "refuse-last" is refused by the last rank, while the others only see it go."""
+        if self.config.model == "refuse-last":
+            if self.rank == self.config.tp * self.config.pp - 1:
+                raise MemoryTooSmallError("too little memory on the last rank")
+            raise RankLostError("another rank is gone")
         if self.config.model == "refuse":
             raise MemoryTooSmallError("too little memory: the model needs 3 GiB, 1 GiB is free; take a smaller one")
         if self.config.model == "crash":

@@ -31,6 +31,15 @@ class ReplicaConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
 
 
+class Meeting(Struct, frozen=True):
+    """Where the ranks of a replica meet: two ports of one host, and 32 random bytes that say who belongs here."""
+
+    host: str
+    store_port: int
+    link_port: int
+    token: bytes
+
+
 class ReplicaStarted(Struct, frozen=True, kw_only=True):
     """What a replica knows about itself once it is ready."""
 
@@ -41,6 +50,8 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     dtype: str
     revision: str
     threads: int
+    tp: int = 1
+    pp: int = 1
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

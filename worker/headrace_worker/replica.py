@@ -12,14 +12,14 @@ from headrace_kernels import describe
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import EngineDeadError, HeadraceError
 from headrace_worker.assembly import Assembly, assemble, assemble_part
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.engine import RunnerBrokenError
 from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.loop import EngineLoop
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.parallel.errors import RankLostError
 from headrace_worker.parallel.follower import Follower
-from headrace_worker.parallel.meeting import Meeting, MeetingHost
+from headrace_worker.parallel.meeting import MeetingHost
 from headrace_worker.parallel.runner import MultiRankRunner
 from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
@@ -125,6 +125,8 @@ class Replica:
             dtype=model.dtype_name,
             revision=model.source.revision,
             threads=model.threads,
+            tp=self._config.tp,
+            pp=self._config.pp,
             max_model_len=max_len,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,

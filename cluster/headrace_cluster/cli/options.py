@@ -19,6 +19,9 @@ Revision = Annotated[str | None, typer.Option("--revision", help="Of the Hub rep
 Replicas = Annotated[int | None, typer.Option("--replicas", help="Copies of the model. [default: 1]")]
 Tp = Annotated[int | None, typer.Option("--tp", help="Ranks that share each layer. [default: 1]")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline stages. [default: 1]")]
+Ep = Annotated[
+    bool | None, typer.Option("--ep", help="Whole experts per tensor-parallel rank, not parts.", is_flag=True)
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 LoadFormat = Annotated[str | None, typer.Option("--load-format", help="auto, safetensors, gguf or dummy.")]

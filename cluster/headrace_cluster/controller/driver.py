@@ -9,12 +9,19 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.config import ReplicaStarted
 
 
-class StartFailedError(HeadraceError):
-    """A replica did not become ready. `final`: it would not the next time either."""
+STOP_SECONDS = 5.0
 
-    def __init__(self, sentence: str, *, final: bool) -> None:
+
+class StartFailedError(HeadraceError):
+    """A replica did not become ready.
+
+    `final`: it would not the next time either. `secondary`: another rank knows why.
+    """
+
+    def __init__(self, sentence: str, *, final: bool, secondary: bool = False) -> None:
         super().__init__(sentence)
         self.final = final
+        self.secondary = secondary
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,9 @@ class ReplicaDriver(Protocol):
         """Tells a replica to take no new requests; those in flight go on. Never raises."""
         ...
 
-    async def stop(self, name: ReplicaName) -> None:
-        """Ends all ranks and gives their place back. Idempotent, never raises."""
+    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
+        """Ends all ranks, in order if they manage in so many seconds, and gives their place back.
+
+        Idempotent, never raises.
+        """
         ...

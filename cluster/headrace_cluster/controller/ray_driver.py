@@ -1,11 +1,8 @@
-"""Runs ranks as Ray actors: a placement group per replica, one named detached actor per rank."""
+"""Runs ranks as Ray actors: a placement group per replica with a bundle per stage, a named detached actor per rank."""
 
 import asyncio
-import contextlib
 import os
-import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,25 +14,18 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster import naming, ray_names
-from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
+from headrace_cluster.controller.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
+from headrace_cluster.controller.rank_group import RankGroup
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_actor import RankActor
-from headrace_cluster.rank_config import REPLICA_CLASS, StartOutcome
+from headrace_cluster.rank_config import REPLICA_CLASS
 from headrace_cluster.spec import ClusterSpec, ModelSpec
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
 
 PLACE_SECONDS = 30.0
-STOP_SECONDS = 5.0
 _CALLS = 8  # of a rank at a time: start, wait, and the short ones beside them
-
-
-@dataclass(slots=True)
-class _Group:
-    actors: list[Any]
-    pids: list[int]
-    processes: list[ProcessId]  # of ranks on this node
 
 
 class RayDriver:
@@ -54,31 +44,29 @@ class RayDriver:
         self._host = host
         self._replica_class = replica_class
         self._environment = dict(environment or {})
-        self._groups: dict[ReplicaName, _Group] = {}
+        self._groups: dict[ReplicaName, RankGroup] = {}
 
     async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
         """See ReplicaDriver. GPUs are counted first: too few is an error at once, not a wait."""
         gpus = self._gpus_per_rank(model)
+        # A bundle is a stage, and lies on one node, since its ranks talk in every layer. Stages may span nodes.
         share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
+        stage = {kind: amount * model.tp for kind, amount in share.items()}
         place = placement_group(
-            [share] * model.ranks,
-            # The ranks of one stage talk in every layer: one node. Stages may span nodes.
-            strategy="STRICT_PACK" if model.pp == 1 else "PACK",
-            name=name.group(self._spec.cluster),
-            lifetime="detached",
+            [stage] * model.pp, strategy="PACK", name=name.group(self._spec.cluster), lifetime="detached"
         )
         if not await asyncio.to_thread(place.wait, PLACE_SECONDS):
             ray_names.remove_group(name.group(self._spec.cluster))
             free = ray.available_resources()
+            together = f", each {model.tp} on one node," if model.tp > 1 else ","
             raise PlacementError(
-                f"{name.replica_id} needs {model.ranks} x {_words(share)} "
-                f"{'on one node' if model.pp == 1 else ''} but Ray has free: {_words(free)}; "
-                "lower --replicas, --tp or --pp, or add nodes".replace("  ", " ")
+                f"{name.replica_id} needs {model.ranks} x {_words(share)}{together} but Ray has free: {_words(free)}; "
+                "lower --replicas, --tp or --pp, or add nodes"
             )
         threads = model.cpu_threads or self._threads_per_rank(place)
         config = self._config(name, model, threads)
         actor_class = ray.remote(RankActor)
-        group = _Group([], [], [])
+        group = RankGroup(name, self._spec.cluster)
         self._groups[name] = group
         for rank in range(model.ranks):
             options = actor_class.options(
@@ -89,7 +77,7 @@ class RayDriver:
                 num_gpus=gpus,
                 max_restarts=0,
                 max_concurrency=_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
                 runtime_env={"env_vars": self._rank_environment(threads)},
             )
             group.actors.append(options.remote(config, rank, self._replica_class))
@@ -97,91 +85,39 @@ class RayDriver:
             facts = await asyncio.gather(*(actor.facts.remote() for actor in group.actors))
         except ray.exceptions.RayError as error:
             raise StartFailedError(f"a rank of {name.replica_id} could not be created: {error}", final=False) from error
-        group.pids = [pid for pid, _ in facts]
+        group.pids = [pid for pid, _, _ in facts]
+        group.gpus = [(node, given) for _, node, given in facts]
         here = str(ray.util.get_node_ip_address())
-        processes = [ProcessId.of(pid) for pid, node in facts if node == here]
+        processes = [ProcessId.of(pid) for pid, node, _ in facts if node == here]
         group.processes = [process for process in processes if process is not None]
-        return [RankFacts(rank, pid, node) for rank, (pid, node) in enumerate(facts)]
+        return [RankFacts(rank, pid, node) for rank, (pid, node, _) in enumerate(facts)]
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
-        """See ReplicaDriver. Rank 0 speaks for the replica; the first error of any rank ends the start."""
-        group = self._groups[name]
-        calls = [asyncio.ensure_future(self._start_rank(name, rank)) for rank in range(len(group.actors))]
-        try:
-            return (await asyncio.gather(*calls))[0]
-        finally:
-            for call in calls:
-                call.cancel()
-
-    async def _start_rank(self, name: ReplicaName, rank: int) -> ReplicaStarted:
-        group = self._groups[name]
-        try:
-            encoded = await group.actors[rank].start.remote()
-        except ray.exceptions.RayActorError as error:
-            raise StartFailedError(
-                f"{_rank(name, rank, group)} was killed while it started; if memory is short, lower --kv-cache-memory, "
-                "--replicas, or take a smaller model",
-                final=False,
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise StartFailedError(f"{_rank(name, rank, group)} failed to start: {error}", final=False) from error
-        outcome = msgspec.msgpack.decode(encoded, type=StartOutcome)
-        if outcome.started is None:
-            raise StartFailedError(outcome.error, final=outcome.final)
-        return outcome.started
+        """See ReplicaDriver."""
+        return await self._groups[name].start()
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
-        if group is None or not group.actors:
-            return None
-        try:
-            async with asyncio.timeout(2):
-                reports = await asyncio.gather(*(actor.progress.remote() for actor in group.actors))
-        except (TimeoutError, ray.exceptions.RayError):
-            return None
-        return Progress(*min(reports, key=lambda report: report[1]))
+        return await group.progress() if group is not None else None
 
     async def died(self, name: ReplicaName) -> str:
         """See ReplicaDriver."""
-        group = self._groups[name]
-        waits = [asyncio.ensure_future(self._rank_died(name, rank)) for rank in range(len(group.actors))]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    async def _rank_died(self, name: ReplicaName, rank: int) -> str:
-        group = self._groups[name]
-        try:
-            return f"{_rank(name, rank, group)} ended: {await group.actors[rank].wait.remote()}"
-        except ray.exceptions.RayError:
-            return f"{_rank(name, rank, group)} was killed"
+        return await self._groups[name].died()
 
     async def drain(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
         if group is not None:
-            await self._call_all(group, "drain")
+            await group.call_all("drain")
 
-    async def stop(self, name: ReplicaName) -> None:
+    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
         """See ReplicaDriver."""
         group = self._groups.pop(name, None)
         if group is not None:
-            await self._call_all(group, "stop")
-            for rank in range(len(group.actors)):
-                ray_names.kill_actor(name.rank(rank), self._spec.cluster)
-            for process in group.processes:
-                process.signal(signal.SIGKILL)  # a stopped process does not hear Ray
+            await group.call_all("stop", seconds)
+            group.kill()
         ray_names.remove_group(name.group(self._spec.cluster))
-
-    async def _call_all(self, group: _Group, method: str) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                calls = (getattr(actor, method).remote() for actor in group.actors)
-                await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing left to stop
 
     # -- what a rank gets -------------------------------------------------------------------------------------
 
@@ -231,6 +167,7 @@ class RayDriver:
             revision=model.revision,
             tp=model.tp,
             pp=model.pp,
+            ep=model.ep,
             device=model.device,
             dtype=model.dtype,
             load_format=model.load_format,
@@ -246,11 +183,6 @@ class RayDriver:
             trust_remote_code=model.trust_remote_code,
         )
         return msgspec.msgpack.encode(config)
-
-
-def _rank(name: ReplicaName, rank: int, group: _Group) -> str:
-    pid = f" (process {group.pids[rank]})" if rank < len(group.pids) else ""
-    return f"rank {rank} of {name.replica_id}{pid}"
 
 
 def _words(resources: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.config import ReplicaStarted
 
 TICK_SECONDS = 0.2
+BURY_SECONDS = 1.0  # for the ranks that are left of a build that failed: one may be stopped, and hear nothing
 PROGRESS_SECONDS = 0.5
 
 _STATES = {
@@ -195,7 +196,7 @@ class Supervisor:
         build = self._builds.pop(name, Build())
         for task in build.tasks - {asyncio.current_task()}:
             task.cancel()
-        await self._driver.stop(name)
+        await self._driver.stop(name, BURY_SECONDS)
         self._wake.set()
 
     async def _end(self, name: ReplicaName, drain: bool) -> None:

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from headrace_worker.assembly import assemble
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.parallel.meeting import Meeting, MeetingHost
+from headrace_worker.parallel.meeting import MeetingHost
 from headrace_worker.parallel.team import Team
 from headrace_worker.plan import RowSampling
 

@@ -12,8 +12,7 @@ import threading
 
 import msgspec
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.parallel.meeting import Meeting
+from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.replica import Replica
 
 

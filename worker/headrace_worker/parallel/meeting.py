@@ -11,24 +11,15 @@ import socket
 import time
 from datetime import timedelta
 
-from msgspec import Struct
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from headrace_worker.config import Meeting
 from headrace_worker.parallel.errors import MeetingError
 from headrace_worker.parallel.link import Link, accept_links, call_rank_0
 from headrace_worker.parallel.watch import Watch
 
 JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.01
-
-
-class Meeting(Struct, frozen=True):
-    """Where the ranks meet: two ports of one host, and 32 random bytes that say who belongs here."""
-
-    host: str
-    store_port: int
-    link_port: int
-    token: bytes
 
 
 class MeetingHost:

@@ -8,13 +8,13 @@ import torch
 
 from headrace_kernels.cpu.library import missing
 from headrace_proto.errors import DeviceError, HeadraceError
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.model.device import choose_device
 from headrace_worker.parallel import shared_memory
 from headrace_worker.parallel.communicators import DeviceCommunicator, HostCommunicator
 from headrace_worker.parallel.context import Alone, Communicator, ParallelContext
 from headrace_worker.parallel.group import device_group, host_group
-from headrace_worker.parallel.meeting import Meeting, MeetingHost, meet
+from headrace_worker.parallel.meeting import MeetingHost, meet
 from headrace_worker.parallel.topology import Topology
 from headrace_worker.parallel.watch import Watch
 

@@ -1,0 +1,88 @@
+"""A replica of several ranks: same tokens, half the weights each, and any rank's death ends, names and rebuilds it."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+from headrace_process import SMALL, Serve, eventually
+from plain_model import PlainModel
+from streams import run_streams
+from test_oracle import NEIGHBOURS
+
+GREEDY, SAMPLED, OUTPUT = 12, 20, 12
+GONE_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module", params=[("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--pp", "2")], ids=" ".join)
+def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("ranks") / "home", *SMALL, *request.param)
+    try:
+        yield serve.await_ready()
+    finally:
+        serve.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainModel]:
+    yield PlainModel()
+
+
+def _status(serve: Serve) -> dict[str, Any]:
+    document = json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
+    found: dict[str, Any] = document["replicas"][0]
+    return found
+
+
+def _running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _body(prompt: list[int], **options: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, **options}
+
+
+def test_32_streams_are_those_of_plain_transformers(split: Serve, server: Serve, plain: PlainModel) -> None:
+    random = Random(5)
+    prompts = [[random.randrange(20, 40_000) for _ in range(random.randrange(1, 60))] for _ in range(32)]
+    greedy = [_body(prompt, temperature=0, logprobs=1) for prompt in prompts[:GREEDY]]
+    sampled = [
+        _body(prompt, seed=place, **NEIGHBOURS[place % len(NEIGHBOURS)]) for place, prompt in enumerate(prompts[GREEDY:])
+    ]
+    outcomes = run_streams(split.url, greedy + sampled)
+    ties = 0
+    for body, outcome in zip(greedy, outcomes[:GREEDY], strict=True):
+        assert outcome.complete and len(outcome.token_ids) == OUTPUT, outcome
+        ties += plain.ties(body["prompt"], outcome.token_ids, outcome.logprobs)
+    assert ties <= 2
+    # Sampled ones are what one rank draws; sums in another order may turn a tie of two perturbed scores.
+    single = run_streams(server.url, sampled)
+    assert all(outcome.complete for outcome in [*single, *outcomes[GREEDY:]])
+    differ = sum(one.token_ids != many.token_ids for one, many in zip(single, outcomes[GREEDY:], strict=True))
+    assert differ <= 2
+
+
+def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None]) -> None:
+    before = _status(split)
+    victim = before["ranks"][-1] if before["generation"] % 2 else before["ranks"][0]
+    pids = [rank["pid"] for rank in before["ranks"]]
+    assert len(set(pids)) == len(pids) > 1
+    killed = time.monotonic()
+    os.kill(victim["pid"], signal.SIGKILL)
+    eventually(lambda: not any(map(_running, pids)), GONE_SECONDS, "all ranks of the group are gone")
+    eventually(lambda: f"rank {victim['rank']} of {before['id']} (process {victim['pid']})" in split.said, 3, "its name")
+    eventually(lambda: _status(split)["state"] == "ready", 90, "the group is rebuilt")
+    after = _status(split)
+    assert after["generation"] == before["generation"] + 1
+    assert not set(pids) & {rank["pid"] for rank in after["ranks"]}
+    assert time.monotonic() - killed < 90
+    (outcome,) = run_streams(split.url, [_body([100, 200, 300], temperature=0)])
+    assert outcome.complete
