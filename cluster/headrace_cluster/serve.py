@@ -12,6 +12,7 @@ from headrace_cluster.controller.view import RouterPlace, View
 from headrace_cluster.display import StartDisplay, say, start_display
 from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.ports import check_free, host_port, reachable
+from headrace_cluster.preflight import Preflight
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_config import REPLICA_CLASS
 from headrace_cluster.router_process import RouterProcess, router_config
@@ -55,6 +56,7 @@ class Serve:
         self._router: RouterProcess | None = None
         self._signals = StopSignals(self._force)
         self._state: ServeState | None = None
+        self._preflight = Preflight(())
 
     def run(self) -> int:
         """Until somebody asks for a stop: 0. Raises HeadraceError when something failed for good."""
@@ -79,11 +81,13 @@ class Serve:
             display.update("model", "looking for its files", 0.0)
             check(self._spec, with_router=self._with_router)
             display.update("model", "found", 1.0)
+            self._preflight = Preflight(self._spec.models)
             own = self._spec.ray.address is None
             display.update("Ray", "starting" if own else f"joining {self._spec.ray.address}", 0.2)
             with self._signals.deferred():  # a Ray that is half up cannot be left
                 self._session.connect()
             display.update("Ray", "up; starting the controller", 0.8)
+            self._preflight.finish()
             opened = self._session.open_controller()
             display.update("Ray", "up", 1.0)
             control = host_port(opened.control_host, opened.control_port)
@@ -182,6 +186,7 @@ class Serve:
         self._signals.interrupting = False
         if self._signals.requested.is_set():
             say("stopping; once more to stop at once")
+        self._preflight.close()
         if self._router is not None:
             self._router.stop()
 

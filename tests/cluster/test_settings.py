@@ -46,6 +46,7 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
         "kv_cache_memory": "1GiB",
         "host": "localhost",
         "trust_remote_code": "true",
+        "ep": "true",
         "allow_no_auth": "true",
         "cluster": "other",
         "model": "a/b",
@@ -54,9 +55,10 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
     numbers = {option.name: str(4321 + place) for place, option in enumerate(OPTIONS) if option.name.endswith("port")}
     for option in OPTIONS:
         value = values.get(option.name) or numbers.get(option.name) or "7"
-        by_flag = build_spec({option.name: value}, environ={})
-        assert by_flag != build_spec({}, environ={}), option.name
-        assert by_flag == build_spec({}, environ={option.variable: value}), option.name
+        others = {"tp": "2"} if option.name == "ep" else {}
+        by_flag = build_spec(others | {option.name: value}, environ={})
+        assert by_flag != build_spec(others, environ={}), option.name
+        assert by_flag == build_spec(others, environ={option.variable: value}), option.name
 
 
 def test_what_kubernetes_injects_is_no_setting() -> None:

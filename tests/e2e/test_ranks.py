@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from headrace_process import SMALL, Serve, eventually
+from headrace_process import SMALL, Serve
 from plain_model import PlainModel
 from streams import run_streams
 from test_oracle import NEIGHBOURS
@@ -19,7 +19,10 @@ GREEDY, SAMPLED, OUTPUT = 12, 20, 12
 GONE_SECONDS = 2.0
 
 
-@pytest.fixture(scope="module", params=[("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--pp", "2")], ids=" ".join)
+SPLITS = [("--tp", "2"), ("--pp", "2"), pytest.param(("--tp", "2", "--pp", "2"), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SPLITS, ids=" ".join)
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     serve = Serve(tmp_path_factory.mktemp("ranks") / "home", *SMALL, *request.param)
     try:
@@ -55,7 +58,8 @@ def test_32_streams_are_those_of_plain_transformers(split: Serve, server: Serve,
     prompts = [[random.randrange(20, 40_000) for _ in range(random.randrange(1, 60))] for _ in range(32)]
     greedy = [_body(prompt, temperature=0, logprobs=1) for prompt in prompts[:GREEDY]]
     sampled = [
-        _body(prompt, seed=place, **NEIGHBOURS[place % len(NEIGHBOURS)]) for place, prompt in enumerate(prompts[GREEDY:])
+        _body(prompt, seed=place, **NEIGHBOURS[place % len(NEIGHBOURS)])
+        for place, prompt in enumerate(prompts[GREEDY:])
     ]
     outcomes = run_streams(split.url, greedy + sampled)
     ties = 0
@@ -78,7 +82,9 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     killed = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
     eventually(lambda: not any(map(_running, pids)), GONE_SECONDS, "all ranks of the group are gone")
-    eventually(lambda: f"rank {victim['rank']} of {before['id']} (process {victim['pid']})" in split.said, 3, "its name")
+    eventually(
+        lambda: f"rank {victim['rank']} of {before['id']} (process {victim['pid']})" in split.said, 3, "its name"
+    )
     eventually(lambda: _status(split)["state"] == "ready", 90, "the group is rebuilt")
     after = _status(split)
     assert after["generation"] == before["generation"] + 1

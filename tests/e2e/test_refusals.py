@@ -80,6 +80,35 @@ def test_too_little_memory(start: Callable[..., Serve]) -> None:
     assert "larger --kv-cache-memory" in sentence
 
 
-def test_more_ranks_than_a_replica_can_have(start: Callable[..., Serve]) -> None:
-    """Until replicas are sharded, tp 2 is refused by name and not run as tp 1."""
-    assert "tp 2" in _sentence(start("--tp", "2"), within=90)
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp", "7"), ("tp 7", "KV heads", "--tp 3")),
+        (("--pp", "31"), ("pp 31", "30 layers", "--pp 30")),
+        (("--tp", "2", "--ep"), ("no routed experts", "without --ep")),
+    ],
+)
+def test_a_split_that_the_model_does_not_allow(
+    start: Callable[..., Serve], flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """Known before a rank is started: 31 of them would want 31 times the memory of the libraries."""
+    sentence = _sentence(start(*flags), within=60)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--ep",), ("ep", "tp is 1")),
+        (("--tp", "0"), ("tp", "greater than or equal to 1")),
+    ],
+)
+def test_flags_of_a_split(start: Callable[..., Serve], flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    sentence = _sentence(start(*flags), within=15, status=2)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_more_gpus_than_there_are(start: Callable[..., Serve]) -> None:
+    """A sentence, and not a wait for a place that never comes."""
+    sentence = _sentence(start("--tp", "2", "--device", "cuda"), within=60)
+    assert "2 GPUs are needed" in sentence and "--tp" in sentence

@@ -8,7 +8,6 @@ from headrace_cluster.spec import ModelSpec
 from headrace_proto.errors import HeadraceError
 from headrace_worker.config import ReplicaStarted
 
-
 STOP_SECONDS = 5.0
 
 

@@ -1,0 +1,91 @@
+"""Ranks of one replica: who sees which GPU, and whose error is told. No Ray."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_cluster.controller.driver import StartFailedError
+from headrace_cluster.controller.rank_group import RankGroup
+from headrace_cluster.gpu_binding import GpuBinding, bind_gpus
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.rank_config import StartOrder, StartOutcome
+from headrace_worker.config import Meeting, ReplicaStarted
+
+MEETING = Meeting("127.0.0.1", 1, 2, bytes(32))
+
+
+def test_ranks_of_a_node_see_each_others_gpus() -> None:
+    places = [("a", ["4"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
+    assert bind_gpus(places) == [
+        GpuBinding(("4", "2"), 0),
+        GpuBinding(("4", "2"), 1),
+        GpuBinding(("0", "1"), 0),
+        GpuBinding(("0", "1"), 1),
+    ]
+
+
+def test_ranks_without_gpus_are_not_bound() -> None:
+    assert bind_gpus([("a", []), ("a", [])]) == [None, None]
+
+
+class _Method:
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class _Actor:
+    """An actor's handle, whose calls return what they are told after a while."""
+
+    def __init__(self, outcome: StartOutcome | None, seconds: float = 0.0) -> None:
+        self.orders: list[StartOrder] = []
+        self._outcome, self._seconds = outcome, seconds
+        self.open_meeting = _Method(self._open)
+        self.start = _Method(self._start)
+
+    async def _open(self) -> bytes:
+        return msgspec.msgpack.encode(StartOutcome(meeting=MEETING))
+
+    async def _start(self, order: bytes) -> bytes:
+        self.orders.append(msgspec.msgpack.decode(order, type=StartOrder))
+        await asyncio.sleep(self._seconds)
+        if self._outcome is None:
+            await asyncio.Event().wait()
+        return msgspec.msgpack.encode(self._outcome)
+
+
+def _started(address: str) -> StartOutcome:
+    names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
+    numbers = dict.fromkeys(names.split(), 1)
+    facts = ReplicaStarted(
+        address=address, boot_id=b"", device="cpu", dtype="float32", revision="", load_seconds=0.0, notes=[], **numbers
+    )
+    return StartOutcome(started=facts)
+
+
+def _group(*actors: _Actor) -> RankGroup:
+    group = RankGroup(ReplicaName("m-0", 1), "c", actors=list(actors), pids=[100 + rank for rank in range(len(actors))])
+    group.gpus = [("node", [])] * len(actors)
+    return group
+
+
+def test_all_ranks_start_at_rank_0s_meeting_and_rank_0_speaks() -> None:
+    actors = [_Actor(_started("first")), _Actor(_started(""), 0.05), _Actor(_started(""))]
+    started = asyncio.run(_group(*actors).start())
+    assert started.address == "first"
+    assert [[order.meeting for order in actor.orders] for actor in actors] == [[MEETING]] * 3
+
+
+def test_one_rank_needs_no_meeting() -> None:
+    actor = _Actor(_started("alone"))
+    asyncio.run(_group(actor).start())
+    assert actor.orders == [StartOrder()]
+
+
+def test_the_rank_to_blame_is_told_though_it_answers_last() -> None:
+    seen = StartOutcome(error="another rank is gone", secondary=True)
+    cause = StartOutcome(error="the second shard is corrupt", final=True)
+    with pytest.raises(StartFailedError, match="second shard") as raised:
+        asyncio.run(_group(_Actor(seen), _Actor(cause, 0.1), _Actor(None)).start())
+    assert raised.value.final
