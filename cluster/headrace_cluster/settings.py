@@ -39,6 +39,7 @@ OPTIONS = (
     *(_model(name) for name in ("revision", "replicas", "tp", "pp", "ep", "device", "dtype", "load_format")),
     *(_model(name) for name in ("max_model_len", "kv_cache_memory", "block_size", "max_num_seqs")),
     *(_model(name) for name in ("max_num_batched_tokens", "cpu_threads", "cpu_share", "trust_remote_code")),
+    *(_model(name) for name in ("async_scheduling", "cuda_graphs", "deterministic", "profile")),
     Option("host", ("routers", "host")),
     Option("port", ("routers", "port")),
     Option("grpc_port", ("routers", "grpc_port")),

@@ -65,6 +65,12 @@ class ModelSpec(_Section):
         default=None, ge=1, le=4096, description="of one rank; none = cores / ranks on a node"
     )
     cpu_share: float = Field(default=0.05, gt=0, le=1024, description="of Ray's CPUs that one rank on a CPU reserves")
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        default="auto", description="plan a step while the one before it runs; auto: on GPUs"
+    )
+    cuda_graphs: Literal["full", "off"] = Field(default="full", description="replay whole steps on GPUs")
+    deterministic: bool = Field(default=False, description="a request's bits never depend on its neighbours; slower")
+    profile: Path | None = Field(default=None, description="folder for profiles of steps, on the ranks' nodes")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
 
     @model_validator(mode="after")

@@ -24,6 +24,10 @@ class ReplicaConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_waiting: int = 4096  # requests queued at the replica before it refuses
+    async_scheduling: str = "auto"  # auto | on | off: plan a step while the one before it runs
+    cuda_graphs: str = "full"  # full | off
+    deterministic: bool = False  # a row's bits do not depend on its batch, in 16-bit dtypes too
+    profile_dir: str | None = None  # where profiles are written when one is asked for
     cpu_threads: int | None = None
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port: int = 0  # 0 = any free one

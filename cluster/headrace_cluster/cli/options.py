@@ -32,6 +32,16 @@ MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests th
 MaxBatched = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens of one step.")]
 CpuThreads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads of one rank.")]
 CpuShare = Annotated[float | None, typer.Option("--cpu-share", help="Ray CPUs that a rank on a CPU reserves.")]
+AsyncScheduling = Annotated[
+    str | None, typer.Option("--async-scheduling", help="auto, on or off: plan a step while the last one runs.")
+]
+CudaGraphs = Annotated[str | None, typer.Option("--cuda-graphs", help="full or off: replay whole steps on GPUs.")]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic", help="Bits that never depend on the batch; slower.", is_flag=True)
+]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", help="Folder for profiles, which `headrace profile` asks for.")
+]
 TrustCode = Annotated[
     bool | None, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", is_flag=True)
 ]
