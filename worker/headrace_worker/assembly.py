@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.config import ReplicaConfig
-from headrace_worker.engine import Engine
+from headrace_worker.engine import Engine, StepRunner
 from headrace_worker.kv.manager import KVManager, ModelScope
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.parallel.context import SINGLE
@@ -18,6 +20,8 @@ from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.sizing import KvSize, free_memory, size_kv
 from headrace_worker.runner.warmup import warm_up
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.step_thread import StepThread
+from headrace_worker.stepping import choose_depth, loop_note, record_steps
 
 DEFAULT_MAX_NUM_SEQS = 256
 
@@ -36,6 +40,7 @@ class Assembly:
     limits: SchedulerLimits
     max_model_len: int
     ranks: MultiRankRunner | None = None  # with several ranks: what runs them all
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ def assemble(
         ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report)
+    notes = record_steps(config, runner, report) if ranks is None else []
     limits = SchedulerLimits(
         part.max_num_seqs,
         config.max_num_batched_tokens or warm.max_num_batched_tokens,
@@ -107,8 +113,10 @@ def assemble(
         BlockHasher(derive_key(config.secret)),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
-    engine = Engine(Scheduler(limits, kv, time.monotonic), stepper, time.monotonic, depth=config.pp - 1)
-    return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks)
+    depth, threaded = choose_depth(config, model.device)
+    steps: StepRunner = StepThread(stepper, lambda: torch.set_num_threads(model.threads)) if threaded else stepper
+    engine = Engine(Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth)
+    return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks, [*notes, loop_note(depth, config)])
 
 
 def _max_model_len(config: ReplicaConfig, model: LoadedModel) -> int:

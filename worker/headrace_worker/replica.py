@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 from blake3 import blake3
@@ -111,11 +111,26 @@ class Replica:
             self._team.watch.call(loop.abandon)
         self._report("ready", 1.0)
         return self._started(
-            address, model, size, assembly.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens, began
+            address,
+            model,
+            size,
+            assembly.max_model_len,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            began,
+            assembly.notes,
         )
 
     def _started(
-        self, address: str, model: LoadedModel, size: KvSize, max_len: int, seqs: int, tokens: int, began: float
+        self,
+        address: str,
+        model: LoadedModel,
+        size: KvSize,
+        max_len: int,
+        seqs: int,
+        tokens: int,
+        began: float,
+        notes: Sequence[str] = (),
     ) -> ReplicaStarted:
         return ReplicaStarted(
             address=address,
@@ -135,7 +150,7 @@ class Replica:
             block_size=model.layout.block_size,
             weight_bytes=model.weight_bytes,
             load_seconds=time.monotonic() - began,
-            notes=[*describe(), *model.notes, *(self._team.notes if self._team is not None else ()), size.note],
+            notes=[*describe(), *model.notes, *(self._team.notes if self._team is not None else ()), size.note, *notes],
         )
 
     def wait(self) -> None:

@@ -1,15 +1,19 @@
 """A step's inputs, gathered from the rows: T tokens of S sequences, R of which draw a token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
+from headrace_worker.host_device import all_to_device
 from headrace_worker.plan import Work
 from headrace_worker.runner.rows import RowState
-from headrace_worker.runner.transfer import to_device
+
+NULL_BLOCK = 0
 
 
 @dataclass(slots=True)
@@ -22,9 +26,76 @@ class Batch:
     sample_index: Tensor  # [R] int64: which of the T tokens is each drawing row's last
     sample_rows: list[int]  # [R]
     sample_positions: list[int]  # [R] position of the token to draw
+    recorded: Any = None  # the recorded step whose buffers these are, if any
 
 
-def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
+@dataclass(slots=True)
+class HostBatch:
+    """The same as numpy arrays, before they go to the device."""
+
+    token_rows: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    query_starts: NDArray[np.int32]  # [S + 1]
+    seq_lens: NDArray[np.int32]  # [S]
+    tables: list[NDArray[np.int32]]  # by cache group: [S, M]
+    slots: list[NDArray[np.int64]]  # by cache group: [T]
+    sample_index: NDArray[np.int64]  # [R]
+    sample_rows: list[int]
+    sample_positions: list[int]
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """Everything that goes to the device, in the order of `over`."""
+        return [
+            self.token_rows,
+            self.positions,
+            self.sample_index,
+            self.query_starts,
+            self.seq_lens,
+            *self.tables,
+            *self.slots,
+        ]
+
+    def over(self, tensors: Sequence[Tensor]) -> Batch:
+        """A batch over `arrays` that lie on the device."""
+        token_rows, positions, sample_index, query_starts, seq_lens, *rest = tensors
+        groups = len(self.tables)
+        metas = [
+            AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
+            for table, slots in zip(rest[:groups], rest[groups:], strict=True)
+        ]
+        return Batch(token_rows, positions, metas, sample_index, self.sample_rows, self.sample_positions)
+
+    def padded(self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int) -> "HostBatch":
+        """As a batch of so many tokens and sequences, all of which seem to draw.
+
+        The tokens that are added belong to no sequence, and write where nobody reads; added sequences are empty.
+        """
+        more = tokens - len(self.token_rows)
+        empty = sequences - len(self.seq_lens)
+        slots = [_longer(entry, more, -1) for entry in self.slots]
+        tables = []
+        for table in self.tables:
+            wide = np.full((sequences, entries), NULL_BLOCK, np.int32)
+            wide[: table.shape[0], : table.shape[1]] = table
+            tables.append(wide)
+        return replace(
+            self,
+            token_rows=_longer(self.token_rows, more, 0),
+            positions=_longer(self.positions, more, 0),
+            query_starts=_longer(self.query_starts, empty, int(self.query_starts[-1])),
+            seq_lens=_longer(self.seq_lens, empty, 0),
+            tables=tables,
+            slots=slots,
+            sample_index=_longer(self.sample_index, sequences - len(self.sample_index), 0),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+
+def lay_out(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
     """Lay the work out one after the other. No loop over tokens, and nothing read back from the device."""
     plan = np.array([(item.row, item.start, item.count, item.sample) for item in work], np.int64).reshape(-1, 4)
     row, start, count = plan[:, 0], plan[:, 1], plan[:, 2]
@@ -36,26 +107,27 @@ def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
     drawing = np.flatnonzero(plan[:, 3])
     longest = int(end.max(initial=0))
     entries = -(-longest // block_size)
-    device = rows.device
-    query_starts = to_device(offsets.astype(np.int32), device)
-    seq_lens = to_device(end.astype(np.int32), device)
     entry, offset = np.divmod(positions, block_size)
-    metas = [
-        AttentionMeta(
-            query_starts=query_starts,
-            seq_lens=seq_lens,
-            block_tables=to_device(table[row, :entries], device),
-            slots=to_device(table[token_rows, entry].astype(np.int64) * block_size + offset, device),
-            max_query_len=int(count.max(initial=0)),
-            max_seq_len=longest,
-        )
-        for table in rows.tables
-    ]
-    return Batch(
-        token_rows=to_device(token_rows, device),
-        positions=to_device(positions, device),
-        metas=metas,
-        sample_index=to_device(offsets[1:][drawing] - 1, device),
+    return HostBatch(
+        token_rows=token_rows,
+        positions=positions,
+        query_starts=offsets.astype(np.int32),
+        seq_lens=end.astype(np.int32),
+        tables=[table[row, :entries] for table in rows.tables],
+        slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
+        sample_index=offsets[1:][drawing] - 1,
         sample_rows=row[drawing].tolist(),
         sample_positions=end[drawing].tolist(),
+        max_query_len=int(count.max(initial=0)),
+        max_seq_len=longest,
     )
+
+
+def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
+    """A batch of exactly this work, on the device of the rows."""
+    host = lay_out(work, rows, block_size)
+    return host.over(all_to_device(host.arrays, rows.device))
+
+
+def _longer(array: NDArray[Any], more: int, value: int) -> NDArray[Any]:
+    return np.concatenate([array, np.full(more, value, array.dtype)])

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_worker.host_device import to_device
 from headrace_worker.layout import CacheLayout
 from headrace_worker.plan import RowInit, TableUpdate
-from headrace_worker.runner.transfer import to_device
 
 
 class RowState:

@@ -7,6 +7,7 @@
 before this one is collected.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.runner.batch import Batch, gather
+from headrace_worker.runner.graphs import Recorder, StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import SampleOutput, Sampler
@@ -59,6 +61,8 @@ class Runner:
         self._model = LogitsModel(model.module, model.parallel)
         self.rows = RowState(self.layout, max_rows, max_len, model.device)
         self.sampler = Sampler(model.vocab_size, max_rows, model.device)
+        self._vocab_size = model.vocab_size
+        self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -86,6 +90,19 @@ class Runner:
         self.rows.tokens[0].zero_()
 
     @torch.inference_mode()
+    def record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+    ) -> tuple[list[int], list[int]]:
+        """Record steps up to so many tokens, for a model that is whole on this rank; the sizes recorded.
+
+        Raises what the model raises when it cannot be recorded; it then runs as before.
+        """
+        graphs = StepGraphs(self.layout, self.rows, self._compute, self._vocab_size, recorder)
+        graphs.record(decode_sizes(self.max_rows), mixed_sizes(max_tokens), done)
+        self._graphs = graphs
+        return graphs.sizes
+
+    @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> Batch | None:
         """Apply the plan's frees, inits and tables, and lay out its work; None when there is none.
 
@@ -99,7 +116,10 @@ class Runner:
             self.sampler.init(init)
         for update in plan.tables:
             self.rows.update_table(update)
-        return gather(plan.work, self.rows, self.layout.block_size) if plan.work else None
+        if not plan.work:
+            return None
+        recorded = self._graphs.prepare(plan.work) if self._graphs is not None else None
+        return recorded or gather(plan.work, self.rows, self.layout.block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
@@ -108,6 +128,11 @@ class Runner:
         `hidden_in` [1, T, N] comes from the stage before (None on the first stage). The last stage gives the drawing
         rows' logits [R, V] float32, None when there are none; other stages give hidden states [1, T, N].
         """
+        if batch.recorded is not None and self._graphs is not None:
+            return self._graphs.run(batch)
+        return self._compute(batch, hidden_in)
+
+    def _compute(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
         with step_context(StepContext(self._caches, batch.metas, hidden_in)):
             return self._model(ids, batch.positions, batch.sample_index)

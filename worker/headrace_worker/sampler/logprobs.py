@@ -21,9 +21,14 @@ class LogprobsOutput:
     top_ids: Tensor  # [A, n] int64, best first
     top: Tensor  # [A, n] float32
 
-    def to_host(self) -> dict[int, SampledLogprobs]:
-        """By index into the batch; waits for the device."""
-        columns = (self.index, self.wanted, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What has to come to the host."""
+        return self.chosen, self.top_ids, self.top
+
+    def read(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> dict[int, SampledLogprobs]:
+        """By index into the batch, from `tensors` on the host."""
+        columns = (self.index, self.wanted, chosen.tolist(), top_ids.tolist(), top.tolist())
         return {
             index: SampledLogprobs(chosen, top_ids[:wanted], top[:wanted])
             for index, wanted, chosen, top_ids, top in zip(*columns, strict=True)

@@ -1,0 +1,167 @@
+"""Steps that are recorded once and replayed: one launch for the host instead of one per kernel.
+
+    plan ─▶ HostBatch ─▶ smallest recorded size that holds it ─▶ one copy into its buffers ─▶ replay ─▶ logits buffer
+
+A recording fixes shapes, not contents: kernels read lengths and tables from the buffers. It ends at the logits, so that
+what is drawn from them may still be decided while it runs. Sizes beyond the largest run kernel by kernel: there the
+device has enough to do meanwhile.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from headrace_kernels.meta import AttentionMeta
+from headrace_worker.host_device import pack, unpack
+from headrace_worker.layout import CacheLayout
+from headrace_worker.plan import Work
+from headrace_worker.runner.batch import Batch, HostBatch, lay_out
+from headrace_worker.runner.rows import RowState
+
+log = structlog.get_logger(__name__)
+
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+
+Forward = Callable[[Batch], Tensor | None]
+
+
+class Recorder(Protocol):
+    """Runs a step, and returns what runs it again on the same buffers."""
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class CudaRecorder:  # pragma: no cover - needs a GPU
+    """Records CUDA graphs, all of which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()  # compiles kernels and sets libraries up, which cannot be recorded
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            step()
+        return graph.replay
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """One size: its buffers, and what runs the step on them. `logits` [S, V] float32."""
+
+    packed: Tensor
+    batch: Batch
+    sequences: int
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class StepGraphs:
+    """All recorded sizes of one runner."""
+
+    def __init__(
+        self, layout: CacheLayout, rows: RowState, forward: Forward, vocab_size: int, recorder: Recorder
+    ) -> None:
+        self._layout = layout
+        self._rows = rows
+        self._forward = forward
+        self._recorder = recorder
+        self._entries = -(-rows.max_len // layout.block_size)
+        self._logits = torch.zeros((rows.max_rows, vocab_size), device=rows.device)
+        self._decode: dict[int, RecordedStep] = {}
+        self._mixed: dict[int, RecordedStep] = {}
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Tokens of the recorded sizes: of steps with one token per sequence, and of any others."""
+        return sorted(self._decode), sorted(self._mixed)
+
+    def record(self, decode: Sequence[int], mixed: Sequence[int], done: Callable[[float], None]) -> None:
+        """Record these sizes, the largest first: smaller ones fit into its memory. `done` hears the fraction.
+
+        Raises whatever the model raises when it cannot be recorded, as where its code waits for the device.
+        """
+        todo = [(True, tokens) for tokens in sorted(decode, reverse=True)]
+        todo += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
+        for place, (one_each, tokens) in enumerate(todo):
+            sequences = min(tokens, self._rows.max_rows)
+            step = self._record(tokens, sequences, 1 if one_each else tokens)
+            (self._decode if one_each else self._mixed)[tokens] = step
+            done((place + 1) / len(todo))
+
+    def prepare(self, work: Sequence[Work]) -> Batch | None:
+        """The work in the buffers of the smallest recorded step that holds it; None when none does."""
+        host = lay_out(work, self._rows, self._layout.block_size)
+        step = self._fitting(host)
+        if step is None:
+            return None
+        padded = self._pad(host, step)
+        packed = pack(padded.arrays)
+        step.packed.copy_(packed.pin_memory() if step.packed.is_cuda else packed, non_blocking=True)
+        drawing = len(host.sample_rows)
+        batch = step.batch
+        return Batch(
+            batch.token_rows,
+            batch.positions,
+            batch.metas,
+            batch.sample_index[:drawing],
+            host.sample_rows,
+            host.sample_positions,
+            recorded=step,
+        )
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """Replay a prepared batch; logits [R, V] that are good until the next run, None when nothing draws."""
+        step: RecordedStep = batch.recorded
+        step.replay()
+        drawing = len(batch.sample_rows)
+        return step.logits[:drawing] if drawing else None
+
+    def _fitting(self, host: HostBatch) -> RecordedStep | None:
+        found = self._decode if host.max_query_len == 1 else self._mixed
+        sizes = sorted(found)
+        for size in sizes[bisect_left(sizes, len(host.token_rows)) :]:
+            if found[size].sequences >= len(host.seq_lens):
+                return found[size]
+        return None
+
+    def _pad(self, host: HostBatch, step: RecordedStep) -> HostBatch:
+        meta: AttentionMeta = step.batch.metas[0]
+        return host.padded(
+            step.batch.token_rows.shape[0], step.sequences, self._entries, meta.max_query_len, meta.max_seq_len
+        )
+
+    def _record(self, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
+        nothing = lay_out([], self._rows, self._layout.block_size)
+        host = nothing.padded(tokens, sequences, self._entries, max_query_len, self._rows.max_len)
+        packed = pack(host.arrays).to(self._rows.device)
+        batch = host.over(unpack(packed, host.arrays))
+        logits = self._logits[:sequences]
+
+        def step() -> None:
+            found = self._forward(batch)
+            assert found is not None  # every sequence of a padded batch seems to draw
+            logits.copy_(found)
+
+        return RecordedStep(packed, batch, sequences, logits, self._recorder(step))
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Few sizes at which little is computed for nothing: 1, 2, 4, then every eighth, and every 32nd from 256 on."""
+    sizes = {1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(256, max_rows + 1, 32), max_rows}
+    return sorted(size for size in sizes if size <= max_rows)
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """For prompts in small pieces beside running requests."""
+    return [size for size in MIXED_TOKENS if size <= max_tokens]
