@@ -32,7 +32,7 @@ from headrace_worker.runner import Runner, StepHandle
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
-from process_ranks import nursery, process_replica  # noqa: E402
+from process_ranks import nursery, process_replica
 
 __all__ = ["nursery", "process_replica"]
 
