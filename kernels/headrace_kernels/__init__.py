@@ -1,6 +1,7 @@
 """Tensor operations of Headrace: each op has a torch reference, and faster backends where they pay."""
 
 from headrace_kernels.catalog import describe
+from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
@@ -19,6 +20,7 @@ from headrace_kernels.ops import (
 
 __all__ = [
     "AttentionMeta",
+    "InvariantLinear",
     "PackedLinear",
     "add_rms_norm",
     "apply_rope",

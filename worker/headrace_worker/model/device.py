@@ -21,12 +21,16 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+def choose_dtype(wanted: str, device: torch.device, deterministic: bool = False) -> torch.dtype:
     """auto = bfloat16 on a GPU and on a CPU with a bfloat16 matrix unit (AMX); float32 elsewhere.
 
     AVX512_BF16 alone is no reason: its dot products help oneDNN's large products only, while attention, norms and
-    small batches convert to float32 and back.
+    small batches convert to float32 and back. `deterministic` needs float32 on a CPU. Raises DeviceError.
     """
+    if deterministic and device.type == "cpu":
+        if wanted not in ("auto", "float32"):
+            raise DeviceError(f"--deterministic runs in float32 on a CPU: leave --dtype {wanted} out.")
+        return torch.float32
     if wanted == "auto":
         if device.type == "cuda" or "amx_bf16" in cpu_flags():
             return torch.bfloat16

@@ -75,7 +75,7 @@ def load(
         )
     source = resolve(config.source, config.load_format, config.revision)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, config.deterministic)
     threads = set_threads(config.cpu_threads)
     gguf = GgufFile(source.path) if source.is_gguf else None
     hf_config = read_config(source, gguf, config.trust_remote_code)
@@ -97,7 +97,7 @@ def load(
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
-        notes = surgery.apply(model, plan or surgery.SurgeryPlan())
+        notes = surgery.apply(model, plan or surgery.SurgeryPlan(deterministic=config.deterministic))
         check_filled(model)
         sharding.connect(model)
         facts = facts_job.result()

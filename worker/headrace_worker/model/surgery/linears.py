@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from headrace_kernels.invariant import InvariantLinear, is_invariant_already
 from headrace_kernels.linear import PackedLinear
+from headrace_proto.errors import ModelUnsupportedError
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
@@ -27,3 +29,22 @@ def pack_linear(module: nn.Module) -> PackedLinear | None:
     if type(module) is not nn.Linear:
         return None
     return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def fix_linear(module: nn.Module) -> PackedLinear | InvariantLinear | None:
+    """A plain linear in a form whose rows do not depend on each other, or None."""
+    if type(module) is not nn.Linear:
+        return None
+    if is_invariant_already(module.weight):
+        return pack_linear(module)
+    return InvariantLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def check_fixed(model: nn.Module) -> None:
+    """Raises ModelUnsupportedError when a product is left whose rows may depend on their batch."""
+    known = (PackedLinear, InvariantLinear, nn.Embedding)
+    for name, module in model.named_modules():
+        if not isinstance(module, known) and any(part.dim() > 1 for part in module.parameters(recurse=False)):
+            raise ModelUnsupportedError(
+                f"--deterministic does not cover {name} ({type(module).__name__}) of this model: serve it without."
+            )

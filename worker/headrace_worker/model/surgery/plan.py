@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.surgery.layers import fuse_layer
-from headrace_worker.model.surgery.linears import pack_linear
+from headrace_worker.model.surgery.linears import check_fixed, fix_linear, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.self_attention import fuse_attention
@@ -27,6 +27,7 @@ class SurgeryPlan:
     mlp: bool = True
     layers: bool = True  # needs norms and attention
     linears: bool = True
+    deterministic: bool = False  # linears whose rows do not depend on their batch, and nothing else that multiplies
 
     @staticmethod
     def none() -> "SurgeryPlan":
@@ -47,9 +48,11 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (plan.attention, "attentions", _Once(lambda module, verify: fuse_attention(module, window_of(module), verify))),
         (plan.mlp, "MLPs", _Once(fuse_mlp)),
         (plan.layers, "layers", _Once(lambda module, verify: fuse_layer(module, window_of(module), verify))),
-        (plan.linears, "linears", pack_linear),
+        (plan.linears or plan.deterministic, "linears", fix_linear if plan.deterministic else pack_linear),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
+    if plan.deterministic:
+        check_fixed(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return [f"Fused from outside: {changed}."] if changed else []
 
