@@ -128,6 +128,26 @@ def test_dummy_without_weights_or_tokenizer(tmp_path: Path, replica: Replica, ti
         assert torch.equal(a, b) and a.isfinite().all() and a.float().std() > 0, name
 
 
+def test_dummy_heads_stay_tied(tmp_path: Path, replica: Replica, tiny: Callable[[str], Path]) -> None:
+    (tmp_path / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
+    module = load(replica(tmp_path, load_format="dummy"), plan=SurgeryPlan.none()).module
+    assert module.get_output_embeddings().weight is module.get_input_embeddings().weight
+
+
+def test_deterministic_is_float32_on_a_cpu(folder: Path, replica: Replica) -> None:
+    assert load(replica(folder, deterministic=True, dtype="auto")).dtype is torch.float32
+    with pytest.raises(DeviceError, match=r"--deterministic .* --dtype bfloat16"):
+        load(replica(folder, deterministic=True, dtype="bfloat16"))
+
+
+def test_deterministic_refuses_what_it_does_not_cover(tmp_path: Path, replica: Replica) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": 64, "intermediate_size": 32, "num_local_experts": 2}
+    AutoConfig.for_model("mixtral", **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ModelUnsupportedError, match=r"--deterministic does not cover .*experts|gate"):
+        load(replica(tmp_path, load_format="dummy", deterministic=True))
+
+
 def test_facts_come_from_the_files(folder: Path, replica: Replica) -> None:
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 7]})

@@ -123,7 +123,8 @@ def load(
 
 def _open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:
     if source.kind == "dummy":
-        return DummyWeights(sharding.shapes)
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        return DummyWeights({name: shape for name, shape in sharding.shapes.items() if name not in tied})
     if gguf is not None:
         return GgufWeights(gguf)
     return converted(SafetensorsWeights(source.weights), model, sharding.shapes)

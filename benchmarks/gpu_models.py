@@ -1,0 +1,62 @@
+"""Configs of real models, for random weights: speed depends on shapes, not on what the numbers say.
+
+Facts from the models' published config.json: Qwen/Qwen3-0.6B, meta-llama/Llama-3.1-8B.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+TINY: dict[str, Any] = QWEN3_06B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {"qwen3-0.6b": QWEN3_06B, "llama-8b": LLAMA_8B, "tiny": TINY}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """A folder with the model's config.json and nothing else, for --load-format dummy."""
+    folder = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[name], indent=2))
+    return folder
