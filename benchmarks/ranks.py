@@ -1,0 +1,113 @@
+"""Decoding by one rank and by two: tensor parallel and pipeline parallel, on one machine, in one run.
+
+    python benchmarks/ranks.py [--rounds 3] [--save]
+
+Every way uses the same cores: one rank with all of them, or two with half each. All are built first, then take turns
+(A B C A B C). On few cores that share one memory bus this says what splitting costs, not what it brings.
+"""
+
+import argparse
+import multiprocessing
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import Any
+
+import machine
+import torch
+
+from headrace_worker.assembly import Assembly, assemble
+from headrace_worker.config import Meeting, ReplicaConfig
+from headrace_worker.offline import OfflineEngine, Prompt
+from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.parallel.team import Team
+from headrace_worker.replica import Replica
+
+WAYS = {"1 rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
+BATCHES = (1, 8, 32)
+PROMPT, OUTPUT = 32, 32
+
+
+def follow(config: ReplicaConfig, rank: int, meeting: Meeting) -> None:
+    """The life of every rank but the first."""
+    replica = Replica(config, rank)
+    replica.start(meeting)
+    replica.wait()
+    replica.stop()
+
+
+@dataclass
+class Way:
+    """One replica, whose first rank is this process."""
+
+    assembly: Assembly
+    threads: int
+    team: Team | None
+    others: list[Any]
+
+    def tokens_per_second(self, batch: int, seed: int) -> float:
+        random = Random(seed)
+        prompts = [
+            Prompt([random.randrange(20, 40_000) for _ in range(PROMPT)], OUTPUT, ignore_eos=True) for _ in range(batch)
+        ]
+        torch.set_num_threads(self.threads)
+        offline = OfflineEngine.of(self.assembly)
+        done = offline.generate(prompts)
+        first = max(completion.first_token_at for completion in done)
+        last = max(completion.last_token_at for completion in done)
+        return batch * (OUTPUT - 1) / (last - first)
+
+    def close(self) -> None:
+        if self.assembly.ranks is not None and self.team is not None:
+            self.assembly.ranks.stop()
+            for process in self.others:
+                process.join(10)
+            self.team.close()
+
+
+def build(tp: int, pp: int, cores: int) -> Way:
+    """A replica of the embedded model."""
+    threads = max(1, cores // (tp * pp))
+    config = ReplicaConfig(
+        replica_id="bench", model="smollm2", source="smollm2", secret=b"", dtype="float32", device="cpu", tp=tp, pp=pp,
+        kv_cache_memory=256 << 20, max_model_len=1024, max_num_seqs=64, cpu_threads=threads,
+    )  # fmt: skip
+    if tp * pp == 1:
+        return Way(assemble(config), threads, None, [])
+    opened = MeetingHost("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=follow, args=(config, rank, opened.meeting)) for rank in range(1, tp * pp)]
+    for process in others:
+        process.start()
+    team = Team(config, 0, opened.meeting, opened)
+    return Way(assemble(config, team=team), threads, team, others)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write results/ranks.json")
+    arguments = parser.parse_args()
+    cores = torch.get_num_threads()
+    ways = {name: build(tp, pp, cores) for name, (tp, pp) in WAYS.items()}
+    speeds: dict[str, list[float]] = {f"{name}, batch {batch}": [] for name in ways for batch in BATCHES}
+    for turn in range(arguments.rounds + 1):
+        for batch in BATCHES:
+            for name, way in ways.items():
+                found = way.tokens_per_second(batch, turn)
+                if turn:  # the first round warms up
+                    speeds[f"{name}, batch {batch}"].append(found)
+    for way in ways.values():
+        way.close()
+    result = {
+        name: {"median_tok_s": round(median(values), 1), "all": [round(value, 1) for value in values]}
+        for name, values in speeds.items()
+    }
+    for name, entry in result.items():
+        print(f"{name:18s} median {entry['median_tok_s']:8.1f} output tok/s   {entry['all']}")
+    if arguments.save:
+        print(machine.save("ranks", {"decode_tok_s": result, "cores": cores, "rounds": arguments.rounds}))
+
+
+if __name__ == "__main__":
+    main()
