@@ -41,6 +41,8 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
         os.environ.pop(name, None)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+    # By default Ray's workers give way to everybody else (nice 15); ours answer requests.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     _quiet()
     import ray
 
