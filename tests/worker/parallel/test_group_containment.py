@@ -1,0 +1,63 @@
+"""A process in two pairs: when one peer is killed, the other pair goes on (docs/design.md counts on it)."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.parallel.team import Team
+
+GPUS_NEEDED = 3  # this process's, and one per peer: NCCL refuses two ranks on one GPU
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < GPUS_NEEDED, reason="NCCL pairs need three GPUs")
+    ),
+]
+
+
+def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
+    opened = MeetingHost("127.0.0.1")
+    meeting = msgspec.msgpack.encode(opened.meeting).hex()
+    theirs = f"cuda:{gpu}" if device == "cuda" else device
+    peer = subprocess.Popen([sys.executable, str(Path(__file__).with_name("pair_peer.py")), theirs, meeting])
+    config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
+    return Team(config, 0, opened.meeting, opened), peer
+
+
+def _exchange(team: Team) -> None:
+    total = team.context.tp.all_reduce(torch.ones(1000, device=team.device))
+    assert total.sum().item() == 2000
+    team.host.gather(torch.ones(4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_other_pair_goes_on(device: str) -> None:
+    (first, first_peer), (second, second_peer) = _pair(device, 1), _pair(device, 2)
+    try:
+        for team in (first, second, first, second):
+            _exchange(team)
+        first_peer.kill()
+        killed = time.monotonic()
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {first_peer.pid}\) is gone"):
+            while True:
+                _exchange(first)
+        assert time.monotonic() - killed < 2
+        for _ in range(100):
+            _exchange(second)
+        first.close()
+        for _ in range(100):
+            _exchange(second)
+    finally:
+        for peer in (first_peer, second_peer):
+            peer.kill()
+            peer.wait()
+        first.close()
+        second.close()
