@@ -34,6 +34,8 @@ _ROLES = {"both": pb.ROLE_BOTH, "prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DE
 
 Report = Callable[[str, float], None]
 
+STOP_SECONDS = 10.0
+LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank need not end
 FOLLOWER_STOP_SECONDS = 4.0
 
 
@@ -70,7 +72,7 @@ class Replica:
         self._report("meeting the other ranks", 0.0)
         self._team = team = Team(self._config, self._rank, meeting, self._opened)
         try:
-            return self._serve() if self._rank == 0 else self._follow(team)
+            return team.watch.guard(self._serve if self._rank == 0 else lambda: self._follow(team))
         except Exception as error:
             team.watch.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
             raise
@@ -175,8 +177,9 @@ class Replica:
 
         Of several ranks all must be stopped: the others end when rank 0 says so.
         """
+        lost = self._team is not None and self._team.watch.failure is not None
         if self._loop is not None:
-            self._loop.stop()
+            self._loop.stop(LOST_STOP_SECONDS if lost else STOP_SECONDS)
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
             ranks.stop()

@@ -35,6 +35,8 @@ class Follower:
 
     def abandon(self, error: RankLostError) -> None:
         """Another rank is lost: end, even where the thread still waits for it."""
+        if self.ended.is_set():
+            return
         self.failure = self.failure or error
         self.ended.set()
 
@@ -45,7 +47,7 @@ class Follower:
         except BaseException as error:
             self.failure = self.failure or error
             if not isinstance(error, RankLostError):
-                log.exception("step_failed", rank=self._team.topology.rank)
+                log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
                 self._team.watch.fail(f"{type(error).__name__} in a step")
         finally:
             self.ended.set()

@@ -6,17 +6,16 @@ with its own process id.
 """
 
 import contextlib
-import hmac
+import os
 import socket
 import struct
 import threading
-import time
 from enum import Enum
 
 from headrace_worker.parallel.errors import MeetingError
 
-_GREETING = struct.Struct("!32sHI")
-_ANSWER = struct.Struct("!I")
+GREETING = struct.Struct("!32sHI")
+ANSWER = struct.Struct("!I")
 _HEAD = struct.Struct("!cH")
 _MOST = 2000  # characters of a text
 _SEND_SECONDS = 0.5  # a peer that does not take a frame this long has its socket full: it will be found silent
@@ -77,52 +76,20 @@ class Link:
             self.socket.close()
 
 
-def accept_links(listener: socket.socket, token: bytes, size: int, pid: int, seconds: float) -> list[Link]:
-    """Waits until ranks 1 to size − 1 have called. Raises MeetingError. Callers without the token are hung up on."""
-    links: dict[int, Link] = {}
-    deadline = time.monotonic() + seconds
-    while len(links) < size - 1:
-        missing = ", ".join(str(rank) for rank in range(1, size) if rank not in links)
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError as error:
-            raise MeetingError(
-                f"of {size} ranks these did not come within {seconds:.0f} s: {missing}; see their logs, or whether a "
-                "firewall stands between the nodes"
-            ) from error
-        link = _greeted(connection, token, pid)
-        if link is not None and 0 < link.rank < size and link.rank not in links:
-            links[link.rank] = link
-        else:
-            connection.close()
-    return [links[rank] for rank in sorted(links)]
-
-
-def _greeted(connection: socket.socket, token: bytes, pid: int) -> Link | None:
-    connection.settimeout(2)
-    try:
-        presented, rank, caller = _GREETING.unpack(_receive(connection, _GREETING.size))
-        if not hmac.compare_digest(presented, token):
-            return None
-        connection.sendall(_ANSWER.pack(pid))
-    except OSError:
-        return None
-    return Link(connection, rank, caller)
-
-
-def call_rank_0(host: str, port: int, token: bytes, rank: int, pid: int, seconds: float) -> Link:
+def call_rank_0(host: str, port: int, token: bytes, rank: int, seconds: float) -> Link:
     """The link of another rank to rank 0. Raises MeetingError."""
-    try:
-        connection = socket.create_connection((host, port), seconds)
-        connection.sendall(_GREETING.pack(token, rank, pid))
-        (other,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
-    except OSError as error:
-        raise MeetingError(
-            f"rank {rank} cannot reach rank 0 at {host}:{port} ({type(error).__name__}); see rank 0's log, or whether "
-            "a firewall stands between the nodes"
-        ) from error
-    return Link(connection, 0, other)
+    with contextlib.ExitStack() as stack:
+        try:
+            connection = stack.enter_context(socket.create_connection((host, port), seconds))
+            connection.sendall(GREETING.pack(token, rank, os.getpid()))
+            (other,) = ANSWER.unpack(_receive(connection, ANSWER.size))
+        except OSError as error:
+            raise MeetingError(
+                f"rank {rank} cannot reach rank 0 at {host}:{port} ({type(error).__name__}); see rank 0's log, or "
+                "whether a firewall stands between the nodes"
+            ) from error
+        stack.pop_all()
+        return Link(connection, 0, other)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

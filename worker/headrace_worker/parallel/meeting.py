@@ -5,7 +5,6 @@ where it is and the token. Store and links listen on the replica's interface onl
 its keys lie under a prefix that only the ranks know; the links want the token.
 """
 
-import os
 import secrets
 import socket
 import time
@@ -14,8 +13,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headrace_worker.config import Meeting
+from headrace_worker.parallel.door import Door
 from headrace_worker.parallel.errors import MeetingError
-from headrace_worker.parallel.link import Link, accept_links, call_rank_0
+from headrace_worker.parallel.link import call_rank_0
 from headrace_worker.parallel.watch import Watch
 
 JOIN_SECONDS = 120.0
@@ -42,10 +42,11 @@ class MeetingHost:
 
 
 class Noticeboard:
-    """The store, under the meeting's prefix. Waits end when a rank is lost."""
+    """The store, under the meeting's prefix."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, watch: Watch) -> None:
         """Raises MeetingError when the store cannot be reached."""
+        self._watch = watch
         try:
             store = TCPStore(meeting.host, meeting.store_port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
         except (RuntimeError, ValueError) as error:
@@ -56,24 +57,38 @@ class Noticeboard:
         self.store = PrefixStore(meeting.token.hex(), store)
 
     def post(self, key: str, value: str) -> None:
-        self.store.set(key, value)
+        """Raises RankLostError."""
+        try:
+            self.store.set(key, value)
+        except RuntimeError as error:
+            raise self._watch.explain(error) from error
 
-    def read(self, key: str, watch: Watch) -> str:
+    def read(self, key: str) -> str:
         """What was posted under `key`, once it is there. Raises RankLostError."""
-        while not self.store.check([key]):
-            watch.check()
-            time.sleep(_POLL_SECONDS)
-        return self.store.get(key).decode()
+        try:
+            while not self.store.check([key]):
+                self._watch.check()
+                time.sleep(_POLL_SECONDS)
+            return self.store.get(key).decode()
+        except RuntimeError as error:
+            raise self._watch.explain(error) from error
 
 
-def meet(meeting: Meeting, rank: int, size: int, host: MeetingHost | None = None) -> tuple[Noticeboard, list[Link]]:
-    """Called by every rank, by rank 0 with its MeetingHost. Raises MeetingError when somebody does not come."""
+def meet(
+    meeting: Meeting, rank: int, size: int, watch: Watch, host: MeetingHost | None = None, seconds: float = JOIN_SECONDS
+) -> Noticeboard:
+    """Called by every rank, by rank 0 with its MeetingHost: from then on the watch sees the others.
+
+    Raises MeetingError when somebody does not come, RankLostError when somebody is lost meanwhile.
+    """
     if host is not None:
-        links = accept_links(host.listener, meeting.token, size, os.getpid(), JOIN_SECONDS)
-        host.close()
+        try:
+            Door(host.listener, meeting.token, size).admit(watch, seconds)
+        finally:
+            host.close()
     else:
-        links = [call_rank_0(meeting.host, meeting.link_port, meeting.token, rank, os.getpid(), JOIN_SECONDS)]
-    return Noticeboard(meeting), links
+        watch.add(call_rank_0(meeting.host, meeting.link_port, meeting.token, rank, seconds))
+    return Noticeboard(meeting, watch)
 
 
 def _listen(host: str) -> socket.socket:

@@ -1,7 +1,5 @@
 """Who has been heard of lately, counted in one's own ticks: pure, so that a stalled machine accuses nobody."""
 
-from collections.abc import Iterable
-
 
 class Roll:
     """Silence of each peer, in ticks of the one who listens.
@@ -10,20 +8,38 @@ class Roll:
     tick is only counted while this process runs.
     """
 
-    def __init__(self, ranks: Iterable[int], limit: int) -> None:
-        self.limit = limit  # ticks that a peer may be silent
-        self._silent = dict.fromkeys(ranks, 0)
+    def __init__(self, limit: int, parting: int) -> None:
+        """`limit`: ticks that a peer may be silent; `parting`: ticks that one may be gone before this rank goes too."""
+        self.limit = limit
+        self._parting = parting
+        self._silent: dict[int, int] = {}
+        self._left: set[int] = set()
+
+    def add(self, rank: int) -> None:
+        self._silent.setdefault(rank, 0)
 
     def heard(self, rank: int) -> None:
         if rank in self._silent:
             self._silent[rank] = 0
 
     def left(self, rank: int) -> None:
-        """It said that it goes: its silence is none."""
+        """It said that it goes, which is in order if this rank goes at about the same time."""
+        self.heard(rank)
+        self._left.add(rank)
+
+    def has_left(self, rank: int) -> bool:
+        return rank in self._left
+
+    def strike(self, rank: int) -> None:
+        """Its end is known: its silence is none."""
         self._silent.pop(rank, None)
 
     def tick(self) -> list[int]:
-        """One tick has passed; who has been silent for too long."""
-        for rank in self._silent:
+        """One tick has passed; who has been silent for too long. Each is named once."""
+        overdue = []
+        for rank in list(self._silent):
             self._silent[rank] += 1
-        return [rank for rank, ticks in self._silent.items() if ticks > self.limit]
+            if self._silent[rank] > (self._parting if rank in self._left else self.limit):
+                overdue.append(rank)
+                self.strike(rank)
+        return overdue

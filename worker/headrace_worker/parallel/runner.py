@@ -74,8 +74,12 @@ class MultiRankRunner:
     def stop(self) -> None:
         """Let the other ranks end in order; nothing is launched after this."""
         with contextlib.suppress(RankLostError):  # who is gone need not be told
-            self._channel.command(Stop())
-            self._channel.flush()
+            self._team.watch.check()
+            self._team.watch.guard(self._say_stop)
+
+    def _say_stop(self) -> None:
+        self._channel.command(Stop())
+        self._channel.flush()
 
     def _do(self, command: Command) -> StageResult:
         try:

@@ -1,7 +1,7 @@
 """Tensor parallelism within a node without NCCL: ranks meet in one piece of shared memory.
 
-The memory is a file in /dev/shm, readable by this user alone, under a random name that only the ranks know, and
-unlinked as soon as all have opened it: nothing is left, however the ranks end.
+The memory has no name, and so nothing is left of it however the ranks end: the first rank of a stage tells the others
+which of its open files it is, and they open it there, which is for processes of the same user and node alone.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +17,8 @@ from torch import Tensor
 
 from headrace_kernels.cpu.exchange import ABORTED, LINE_BYTES, Exchange, can_sum, segment_bytes
 from headrace_worker.parallel.communicators import add_in_order, join
-from headrace_worker.parallel.errors import RankLostError
 from headrace_worker.parallel.watch import Watch
 
-FOLDER = Path("/dev/shm")
 SLOT_BYTES = 128 << 10  # two sets of slots of two ranks fit into a second-level cache
 TIMEOUT_SECONDS = 600.0  # for a rank that lives but does not come: only a bug does this
 
@@ -38,50 +37,63 @@ class Segment:
         return self._mapping[:LINE_BYTES]
 
 
-def create(size: int, slot_bytes: int = SLOT_BYTES) -> tuple[Segment, str, bytes]:
-    """A segment for `size` ranks, its name and its key. The caller unlinks it. Raises OSError: no shared memory."""
-    name = f"headrace-{secrets.token_hex(16)}"
-    descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+@contextlib.contextmanager
+def offered(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[tuple[str, Segment]]:
+    """A segment for `size` ranks, and the ticket with which the others attach until the context ends.
+
+    Raises OSError when there is no shared memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(0, "this system has none")
+    descriptor = os.memfd_create("headrace")
     try:
         # Reserved now: a page that cannot be had later would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, segment_bytes(size, slot_bytes))
         key = secrets.token_bytes(LINE_BYTES)
-        os.write(descriptor, key)
-        return Segment(descriptor), name, key
-    except OSError:
-        unlink(name)
-        raise
+        os.pwrite(descriptor, key, 0)
+        yield f"{_home()} {os.getpid()} {descriptor} {key.hex()}", Segment(descriptor)
     finally:
         os.close(descriptor)
 
 
-def attach(name: str, key: bytes) -> Segment:
-    """The segment of that name. Raises OSError when it is not on this node, or not the one meant."""
-    descriptor = os.open(FOLDER / Path(name).name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def attach(ticket: str) -> Segment:
+    """The segment of a ticket. Raises OSError when it is not on this node, or not the one meant, or there is none."""
+    match ticket.split():
+        case [home, process, number, key] if home == _home():
+            descriptor = os.open(f"/proc/{int(process)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+        case _:  # a process id of another node or container would be somebody else's here
+            raise FileNotFoundError(ticket)
     try:
         segment = Segment(descriptor)
+    except ValueError as error:  # an empty file
+        raise FileNotFoundError(ticket) from error
     finally:
         os.close(descriptor)
-    if segment.key != key:
-        raise FileNotFoundError(name)
+    if segment.key != bytes.fromhex(key):
+        raise FileNotFoundError(ticket)
     return segment
 
 
-def unlink(name: str) -> None:
-    """Take the name away; who mapped the memory keeps it."""
-    with contextlib.suppress(FileNotFoundError):
-        (FOLDER / name).unlink()
+def _home() -> str:
+    """Within what process ids mean the same: a container of a running kernel. Raises OSError where that is hidden."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 class SharedCommunicator:
     """Sums and gathers of CPU tensors through a segment. Ends with RankLostError as soon as the watch loses a rank."""
 
-    def __init__(self, segment: Segment, rank: int, size: int, watch: Watch, timeout: float = TIMEOUT_SECONDS) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(
+        self, segment: Segment, peers: Sequence[int], place: int, watch: Watch, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        """`peers`: the ranks that share the segment; `place`: which of them this one is."""
+        self.rank = place
+        self.size = len(peers)
+        self._peers = peers
+        self._timeout = timeout
         self._segment = segment
         self._watch = watch
-        self._exchange = Exchange(segment.address, rank, size, SLOT_BYTES, int(timeout * 1000))
+        self._exchange = Exchange(segment.address, self.rank, self.size, SLOT_BYTES, int(timeout * 1000))
         watch.call(lambda failure: self._exchange.abort())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -106,7 +118,8 @@ class SharedCommunicator:
     def _check(self, status: int) -> None:
         if status == 0:
             return
-        if status == ABORTED:
-            self._watch.check()
-            raise RankLostError("the ranks were told to end")
-        raise RankLostError(f"rank {status - 1} of the stage did not come to a sum in {TIMEOUT_SECONDS:.0f} s")
+        if status == ABORTED:  # by this rank's watch, or by another's that knew earlier
+            raise self._watch.explain(ConnectionAbortedError())
+        lost = self._peers[status - 1]
+        self._watch.fail(f"rank {lost} did not come to a sum in {self._timeout:.0f} s")
+        self._watch.check()

@@ -1,5 +1,6 @@
 """A rank among its replica's ranks: everything that joins them, made once, in the same order by all."""
 
+import contextlib
 import hashlib
 import socket
 from pathlib import Path
@@ -18,8 +19,6 @@ from headrace_worker.parallel.meeting import MeetingHost, meet
 from headrace_worker.parallel.topology import Topology
 from headrace_worker.parallel.watch import Watch
 
-_SEPARATOR = " "
-
 
 class Team:
     """One rank's ends of all that joins the ranks of a replica.
@@ -31,23 +30,28 @@ class Team:
 
     def __init__(self, config: ReplicaConfig, rank: int, meeting: Meeting, opened: MeetingHost | None = None) -> None:
         """Meets the others. Rank 0 brings what it `opened`. Raises MeetingError, DeviceError, RankLostError."""
-        self.topology = topology = Topology(config.tp, config.pp, rank)
+        self.topology = Topology(config.tp, config.pp, rank)
         self.notes: list[str] = []
-        self._device = _bind(choose_device(config.device), rank)
-        self.board, links = meet(meeting, rank, topology.size, opened)
-        self.watch = Watch(rank, links)
-        self.watch.start()
+        self.watch = Watch(rank)
+        self._opened = opened  # the store lives in it
         self._agreed = 0
+        self.watch.start()
         try:
-            self.host = host_group(self.board.store, "host", config.host, rank, topology.size, self.watch)
-            self.pipe = self.host
-            if self._device.type == "cuda" and topology.pp > 1:
-                self.pipe = device_group(self.board.store, "pipe", self._device, rank, topology.size, self.watch)
-            communicator = self._communicator(config.host)
+            self.watch.guard(lambda: self._join(config, meeting))
         except Exception as error:
             self.watch.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+            self.watch.close()
             raise
-        self.context = ParallelContext(communicator, topology.stage, topology.pp, config.ep)
+
+    def _join(self, config: ReplicaConfig, meeting: Meeting) -> None:
+        topology, watch = self.topology, self.watch
+        self.board = meet(meeting, topology.rank, topology.size, watch, self._opened)
+        self.device = _bind(choose_device(config.device), topology.rank)
+        self.host = host_group(self.board.store, "host", config.host, topology.rank, topology.size, watch)
+        self.pipe = self.host
+        if self.device.type == "cuda" and topology.pp > 1:
+            self.pipe = device_group(self.board.store, "pipe", self.device, topology.rank, topology.size, watch)
+        self.context = ParallelContext(self._communicator(config.host), topology.stage, topology.pp, config.ep)
 
     def agree(self, value: int) -> list[int]:
         """What each rank says, in rank order; all ranks ask the same questions in the same order.
@@ -56,7 +60,7 @@ class Team:
         """
         self._agreed += 1
         self.board.post(f"agree-{self._agreed}-{self.topology.rank}", str(value))
-        return [int(self.board.read(f"agree-{self._agreed}-{rank}", self.watch)) for rank in range(self.topology.size)]
+        return [int(self.board.read(f"agree-{self._agreed}-{rank}")) for rank in range(self.topology.size)]
 
     def local_ranks(self) -> int:
         """How many ranks share this one's memory, itself included."""
@@ -71,12 +75,12 @@ class Team:
         topology, store = self.topology, self.board.store
         if topology.tp == 1:
             return Alone()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             name = f"stage-{topology.stage}"
-            return DeviceCommunicator(device_group(store, name, self._device, topology.place, topology.tp, self.watch))
+            return DeviceCommunicator(device_group(store, name, self.device, topology.place, topology.tp, self.watch))
         segment = self._share()
         if segment is not None:
-            return shared_memory.SharedCommunicator(segment, topology.place, topology.tp, self.watch)
+            return shared_memory.SharedCommunicator(segment, topology.peers, topology.place, self.watch)
         group = host_group(store, f"stage-{topology.stage}", host, topology.place, topology.tp, self.watch)
         return HostCommunicator(group)
 
@@ -84,24 +88,21 @@ class Team:
         """The stage's shared memory, if all of its ranks have it."""
         topology = self.topology
         key = f"segment-{topology.stage}"
-        segment, name, why = None, "", missing() or ""
-        if topology.place == 0:
+        segment, why = None, missing() or ""
+        with contextlib.ExitStack() as stack:
             try:
-                segment, name, secret = shared_memory.create(topology.tp)
-                self.board.post(key, name + _SEPARATOR + secret.hex())
+                if topology.place == 0:
+                    ticket, segment = stack.enter_context(shared_memory.offered(topology.tp))
+                    self.board.post(key, ticket)
+                else:
+                    segment = shared_memory.attach(self.board.read(key))
             except OSError as error:
-                why = why or f"/dev/shm: {error.strerror}"
-                self.board.post(key, _SEPARATOR)
-        else:
-            file_name, _, key_of_it = self.board.read(key, self.watch).partition(_SEPARATOR)
-            try:
-                segment = shared_memory.attach(file_name, bytes.fromhex(key_of_it)) if file_name else None
-            except OSError:
-                why = why or "the ranks of a stage are not on one node, or share no /dev/shm"
-        self.board.post(f"{key}-{topology.place}", why)
-        reasons = [self.board.read(f"{key}-{place}", self.watch) for place in range(topology.tp)]
-        if name:
-            shared_memory.unlink(name)
+                if topology.place == 0:
+                    self.board.post(key, "")
+                    why = why or f"there is no memory to share ({error.strerror})"
+                why = why or "the ranks of a stage are not on one node, or may not open each other's memory"
+            self.board.post(f"{key}-{topology.place}", why)
+            reasons = [self.board.read(f"{key}-{place}") for place in range(topology.tp)]
         if not any(reasons):
             return segment
         why = next(reason for reason in reasons if reason)

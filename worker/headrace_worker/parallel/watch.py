@@ -10,33 +10,49 @@ import os
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from headrace_worker.parallel.errors import RankLostError
 from headrace_worker.parallel.link import Kind, Link
 from headrace_worker.parallel.roll import Roll
 
 TICK_SECONDS = 0.2
-SILENT_TICKS = 8
+SILENT_TICKS = 7
 PATIENT_TICKS = 150  # while libraries and weights are loaded, which may hold the interpreter's lock
+
+Result = TypeVar("Result")
 
 
 class Watch:
     """This rank's eye on the others, on a thread of its own."""
 
-    def __init__(self, rank: int, links: Iterable[Link]) -> None:
+    def __init__(self, rank: int, links: Iterable[Link] = ()) -> None:
         self.failure: RankLostError | None = None
         self._rank = rank
-        self._links = {link.rank: link for link in links}
-        self._roll = Roll(self._links, PATIENT_TICKS)
+        self._links: dict[int, Link] = {}
+        self._roll = Roll(PATIENT_TICKS, SILENT_TICKS)
+        self._new: deque[Link] = deque()
         self._callbacks: list[Callable[[RankLostError], None]] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-watch", daemon=True)
+        for link in links:
+            self.add(link)
 
     def start(self) -> None:
         self._thread.start()
+
+    def add(self, link: Link) -> None:
+        """Watch one more rank; one that comes too late is told so."""
+        with self._lock:
+            self._links = self._links | {link.rank: link}
+            self._new.append(link)
+            failure = self.failure
+        if failure is not None:
+            link.send(Kind.FAILED, str(failure))
 
     def call(self, callback: Callable[[RankLostError], None]) -> None:
         """Have `callback` called once when a rank is lost, at once if one is; from the watch's thread or this one."""
@@ -46,8 +62,34 @@ class Watch:
                 return
         callback(self.failure)
 
+    def guard(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns or raises; or RankLostError as soon as a rank is lost.
+
+        `work` runs on a thread of its own: some waits of libraries end only when the peer comes, and a peer that is
+        lost never comes. Such a thread is left behind.
+        """
+        over = threading.Event()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            over.set()
+
+        self.call(lambda failure: over.set())
+        threading.Thread(target=run, name="headrace-guarded", daemon=True).start()
+        over.wait()
+        if results:
+            return results[0]
+        if errors:
+            raise errors[0]
+        raise RankLostError(str(self.failure))
+
     def be_strict(self) -> None:
-        """From now on, a peer that is silent for 1.6 s hangs."""
+        """From now on, a peer that is silent for more than `SILENT_TICKS` hangs."""
         self._roll.limit = SILENT_TICKS
 
     def check(self) -> None:
@@ -62,7 +104,9 @@ class Watch:
     def explain(self, error: Exception, seconds: float = 1.0) -> RankLostError:
         """Who is to blame for a connection between ranks that broke: the watch hears of it at about the same time."""
         self._failed.wait(seconds)
-        return self.failure or RankLostError(f"the connection between the ranks broke: {type(error).__name__}")
+        if self.failure is not None:
+            return RankLostError(str(self.failure))
+        return RankLostError(f"the connection between the ranks broke: {type(error).__name__}")
 
     def close(self) -> None:
         """Leave in order. Idempotent."""
@@ -77,11 +121,19 @@ class Watch:
             link.close()
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # unwatched ranks would wait for each other for good
+            self.fail(f"{type(error).__name__} in its watch")
+
+    def _look(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for link in self._links.values():
-                selector.register(link.socket, selectors.EVENT_READ, link)
             next_tick = time.monotonic()
             while not self._closing.is_set():
+                while self._new:
+                    link = self._new.popleft()
+                    selector.register(link.socket, selectors.EVENT_READ, link)
+                    self._roll.add(link.rank)
                 for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
                     if not self._hear(key.data):
                         selector.unregister(key.fileobj)
@@ -93,14 +145,15 @@ class Watch:
         for link in self._links.values():
             link.send(Kind.ALIVE)
         for rank in self._roll.tick():
-            self._lose(self._links[rank], "hangs: it gave no sign of life")
+            how = "left before the others" if self._roll.has_left(rank) else "hangs: it gave no sign of life"
+            self._lose(self._links[rank], how)
 
     def _hear(self, link: Link) -> bool:
         """Takes in what a link brought; False when nothing more will come."""
         try:
             frames = link.read()
         except OSError:
-            self._roll.left(link.rank)
+            self._roll.strike(link.rank)
             if not self._closing.is_set():
                 self._lose(link, "is gone: its connection closed")
             return False
@@ -125,8 +178,8 @@ class Watch:
             self.failure = RankLostError(sentence)
             callbacks, self._callbacks = self._callbacks, []
         self._failed.set()
+        for link in tell:  # before this rank ends, which the others would take for the cause
+            link.send(Kind.FAILED, sentence)
         for callback in callbacks:
             with contextlib.suppress(Exception):  # one that fails must not keep the others from hearing
                 callback(self.failure)
-        for link in tell:
-            link.send(Kind.FAILED, sentence)
