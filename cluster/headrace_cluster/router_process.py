@@ -30,6 +30,7 @@ def router_config(spec: ClusterSpec, controller: str, secret: bytes) -> RouterCo
         auth=spec.auth,
         limits=spec.limits,
         policy=routers.policy,
+        migration_limit=routers.migration_limit,
         keep_alive_seconds=routers.keep_alive_seconds,
         shutdown_seconds=routers.shutdown_seconds,
         log_level=routers.log_level,

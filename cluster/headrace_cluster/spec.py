@@ -100,6 +100,7 @@ class RoutersSpec(_Section):
     port: Port = Field(default=8000, description="HTTP; 0 = any free port")
     grpc_port: Port = Field(default=8001, description="gRPC; 0 = any free port")
     policy: Literal["least-load", "round-robin"] = "least-load"
+    migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
     keep_alive_seconds: float = Field(default=15, gt=0, description="of silence on a stream before a comment is sent")
     shutdown_seconds: float = Field(default=5, ge=0, description="for requests in flight after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = "warning"

@@ -36,6 +36,10 @@ class RouterConfig(BaseModel):
     limits: Limits = Limits()
     policy: Literal["least-load", "round-robin"] = "least-load"
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
+    migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
+    migration_patience_seconds: float = Field(
+        default=60.0, ge=0, description="that a stream waits for a replica when none is ready"
+    )
     stall_seconds: float = Field(
         default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
     )

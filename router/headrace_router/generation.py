@@ -10,19 +10,20 @@ import structlog
 from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.attempt import Attempt, Outcome
 from headrace_router.choice import Choice, ChoiceUpdate
+from headrace_router.config import RouterConfig
 from headrace_router.errors import (
     ApiError,
     DeadlineError,
     InternalError,
-    NoReplicaError,
-    OverloadedError,
-    ReplicaLostError,
 )
 from headrace_router.fleet import Fleet
+from headrace_router.journey import Journey, Loss
 from headrace_router.policy import Work
 from headrace_router.replica_link import ReplicaLink
 from headrace_router.request import GenerationRequest
 from headrace_router.router_metrics import ChoiceObserver, RouterMetrics
+
+LOOK_SECONDS = 0.1  # between two looks for a ready replica
 
 log = structlog.get_logger("headrace.router.generation")
 
@@ -33,13 +34,13 @@ class Generation:
     `take` gives the updates since the last call. A reader that is slow finds them merged, never queued.
     """
 
-    def __init__(self, request: GenerationRequest, fleet: Fleet, metrics: RouterMetrics, max_attempts: int) -> None:
+    def __init__(self, request: GenerationRequest, fleet: Fleet, metrics: RouterMetrics, limits: RouterConfig) -> None:
         self.request = request
         self.choices = [Choice(plan, request) for plan in request.choices]
         self.cached_tokens = 0
         self._fleet = fleet
         self._metrics = metrics
-        self._max_attempts = max_attempts
+        self._limits = limits
         self._began = time.monotonic()
         self._updates: dict[int, ChoiceUpdate] = {}
         self._news = asyncio.Event()
@@ -111,13 +112,22 @@ class Generation:
                 self._ended.set()
 
     async def _attempts(self, choice: Choice) -> None:
-        excluded: list[ReplicaLink] = []
-        refusals = 0
-        for _ in range(self._max_attempts):
-            link = self._fleet.place(self.request.card, self._work(choice), excluded)
+        """Attempts until one ends the choice. What is out stays out: the next attempt goes on after it."""
+        model = self.request.card.model
+        journey: Journey[ReplicaLink] = Journey(
+            model, self._limits.max_attempts, self._limits.migration_limit, self._limits.migration_patience_seconds
+        )
+        observer: ChoiceObserver | None = None
+        while True:
+            begun = bool(choice.output_token_ids)
+            link = self._fleet.place(self.request.card, self._work(choice), journey.excluded)
             if link is None:
-                break
-            observer = self._metrics.choice_observer(self.request.card.model, link.replica_id, self._began)
+                journey.nowhere(begun, time.monotonic())
+                await asyncio.sleep(LOOK_SECONDS)
+                continue
+            journey.placed()
+            observer = observer or self._metrics.choice_observer(model, self._began)
+            observer.at(link.replica_id)
             attempt = self._submit(choice, link, observer)
             try:
                 # Shielded: a cancelled task would cancel the future itself, and the replica would never hear of it.
@@ -130,16 +140,15 @@ class Generation:
             if choice.done:
                 observer.finished(choice, attempt)
                 return
-            if outcome is Outcome.LOST and choice.output_token_ids:
-                raise ReplicaLostError("The replica that was answering is gone; send the request again.")
-            refusals += outcome is Outcome.REFUSED
-            excluded.append(link)
-            self._metrics.retried(self.request.card.model, outcome.value)
-        if refusals:
-            raise OverloadedError("All replicas of this model are full; try again in a moment.")
-        if excluded:
-            raise ReplicaLostError("The replica was lost before it answered, and no other one is ready.")
-        raise NoReplicaError(f"No replica of '{self.request.card.model}' is ready; try again in a moment.")
+            begun = bool(choice.output_token_ids)
+            loss = Loss.REFUSED if outcome is Outcome.REFUSED else Loss.LOST
+            moved = begun and loss is Loss.LOST
+            journey.ended(link, loss, begun)
+            if moved:
+                self._metrics.migrated(model)
+                log.info("stream moves", request=self.request.label, choice=choice.plan.index, lost=link.replica_id)
+            else:
+                self._metrics.retried(model, outcome.value)
 
     def _submit(self, choice: Choice, link: ReplicaLink, observer: ChoiceObserver) -> Attempt:
         def on_tokens(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str) -> None:

@@ -68,6 +68,12 @@ class RouterMetrics:
         self.retries = Counter(
             "headrace_retries", "Choices placed again, by cause", ("model_name", "cause"), registry=registry
         )
+        self.migrations = Counter(
+            "headrace_migrations",
+            "Streams that moved to another replica after theirs was lost",
+            ("model_name",),
+            registry=registry,
+        )
         self.errors = Counter(
             "headrace_request_errors", "Requests refused or failed", ("status", "code"), registry=registry
         )
@@ -86,33 +92,42 @@ class RouterMetrics:
     def retried(self, model: str, cause: str) -> None:
         self.retries.labels(model, cause).inc()
 
+    def migrated(self, model: str) -> None:
+        self.migrations.labels(model).inc()
+
     def failed(self, status: int, code: str | None) -> None:
         self.errors.labels(str(status), code or "").inc()
 
-    def choice_observer(self, model: str, replica: str, began: float) -> "ChoiceObserver":
-        return ChoiceObserver(self, model, replica, began)
+    def choice_observer(self, model: str, began: float) -> "ChoiceObserver":
+        return ChoiceObserver(self, model, began)
 
 
 class ChoiceObserver:
-    """Times one choice on one replica. `began` is on the clock of time.monotonic."""
+    """Times one choice, wherever it runs. `began` is on the clock of time.monotonic."""
 
-    def __init__(self, metrics: RouterMetrics, model: str, replica: str, began: float) -> None:
+    def __init__(self, metrics: RouterMetrics, model: str, began: float) -> None:
         self._metrics = metrics
-        self._labels = (model, replica)
-        self._inter_token = metrics.inter_token.labels(model, replica)
+        self._model = model
+        self._labels = (model, "")
+        self._inter_token: Histogram | None = None
         self._began = began
         self._first = 0.0
         self._last = 0.0
         self._count = 0
+
+    def at(self, replica: str) -> None:
+        """From now on it runs on this replica, which gets the blame for the pause if it moved there."""
+        self._labels = (self._model, replica)
+        self._inter_token = self._metrics.inter_token.labels(*self._labels)
 
     def tokens(self, count: int) -> None:
         """New tokens arrived just now; several in one frame share the time since the last frame."""
         if not count:
             return
         now = time.monotonic()
-        if self._count:
+        if self._count and self._inter_token is not None:
             self._inter_token.observe((now - self._last) / count)
-        else:
+        elif not self._count:
             self._first = now
             self._metrics.first_token.labels(*self._labels).observe(now - self._began)
         self._last = now

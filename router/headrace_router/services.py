@@ -31,4 +31,4 @@ class Services:
         return not self.admission.closed and self.fleet.ready
 
     def generation(self, request: GenerationRequest) -> Generation:
-        return Generation(request, self.fleet, self.metrics, self.config.max_attempts)
+        return Generation(request, self.fleet, self.metrics, self.config)

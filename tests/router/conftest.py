@@ -180,9 +180,10 @@ class FakeReplica(ReplicaServicer):
         finish = FINISH_STOP
         if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH
-        sent = 0
+        first = sent = len(submit.output_token_ids)
+        assert list(submit.output_token_ids) == token_ids[:first], "an answer goes on after what is out"
         while sent < len(token_ids):
-            if self.die_after is not None and sent >= self.die_after:
+            if self.die_after is not None and sent - first >= self.die_after:
                 await asyncio.sleep(0.05)  # lets what was sent before arrive
                 asyncio.get_running_loop().create_task(self.kill())
                 return
@@ -194,7 +195,7 @@ class FakeReplica(ReplicaServicer):
                 delta.finish = finish
                 if self.end_with_error:
                     delta.finish, delta.error = 5, "logits were not finite"
-            if sent == 0:
+            if sent == first:
                 delta.cached_tokens, delta.queue_us = self.cached_tokens, 1500
             if submit.sampling.HasField("logprobs"):
                 best = submit.sampling.logprobs

@@ -81,8 +81,69 @@ def test_a_replica_that_gives_up_is_lost_not_wrong(harness: Any, make_replica: A
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
 
 
-def test_death_after_tokens_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
-    harness.start([make_replica(die_after=5, token_seconds=0.02)])
+def _text(answer: httpx.Response) -> str:
+    """The text of a stream, whose every event must be one of tokens."""
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: {")]
+    assert not any("error" in event for event in events), events
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("die_after", [1, 5, 13])
+def test_death_after_tokens_is_a_pause(
+    harness: Any, make_replica: Any, expected_reply: str, die_after: int, stream: bool
+) -> None:
+    """Each token once, usage as if nothing had happened, and the time to the first token counted once."""
+    dying = [make_replica(replica_id=name, die_after=die_after, token_seconds=0.01) for name in "ab"]
+    harness.start([*dying, make_replica(replica_id="c")])
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    for _ in range(3):
+        answer = _post(harness, stream=stream, logprobs=True, **options)
+        assert answer.status_code == 200
+        if stream:
+            assert _text(answer) == expected_reply and "[DONE]" in answer.text
+            usage = json.loads([line for line in answer.text.split("\n") if '"usage":{' in line][-1][6:])["usage"]
+        else:
+            choice = answer.json()["choices"][0]
+            assert choice["message"]["content"] == expected_reply
+            shown = [byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"]]
+            assert bytes(shown).decode() == expected_reply
+            usage = answer.json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 3
+    assert all(replica.submits for replica in dying)
+    with harness.client() as client:
+        metrics = client.get("/metrics").text
+    assert 'headrace_migrations_total{model_name="tiny"} 2.0' in metrics
+    counts = [line for line in metrics.split("\n") if line.startswith("vllm:time_to_first_token_seconds_count")]
+    assert sum(float(line.split()[-1]) for line in counts) == 3
+
+
+def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventually: Any, expected_reply: str) -> None:
+    """The only replica dies in mid-answer; the one that takes its place goes on where it was."""
+    dying = make_replica(die_after=4, token_seconds=0.02)
+    harness.start([dying])
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(_post(harness, stream=True)))
+    thread.start()
+    with harness.client() as client:
+        eventually(lambda: client.get("/health").status_code == 503, 5)
+    back = make_replica(boot_id=b"c" * 16)
+    back.address = dying.address
+    harness.call(back.start())
+    thread.join(20)
+    assert _text(answers[0]) == expected_reply
+    assert len(back.submits) == 1 and len(back.submits[0].output_token_ids) == 4
+
+
+def test_a_stream_moves_so_often_and_no_more(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(replica_id=name, die_after=2) for name in "abcd"], migration_limit=2)
+    answer = _post(harness)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+    assert "3 replicas were lost" in answer.json()["error"]["message"]
+
+
+def test_nobody_ready_in_time_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(die_after=5, token_seconds=0.02)], migration_patience_seconds=0.5)
     answer = _post(harness, stream=True)
     last = [line for line in answer.text.split("\n") if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"

@@ -102,13 +102,14 @@ class EngineLoop:
             while not self._stopping and self.failure is None:
                 self._turn()
             if self.failure is not None:
-                self._end_all(Finish.ERROR, "the replica failed")
+                self._end_all(Finish.CANCELLED, "the replica failed")
             else:
                 self._end_all(Finish.CANCELLED, "the replica is stopping")
         except BaseException as error:
             self.failure = self.failure or error
             log.error("step_loop_died", error=type(error).__name__)
-            self._end_all(Finish.ERROR, "the replica failed")
+            # Given up, not failed: none of them is known to be at fault, and each may go on at another replica.
+            self._end_all(Finish.CANCELLED, "the replica failed")
         finally:
             self.ended.set()
 

@@ -72,6 +72,7 @@ def serve(
     secret_file: o.SecretFile = None,
     api_keys_file: o.ApiKeysFile = None,
     allow_no_auth: o.NoAuth = None,
+    migration_limit: o.MigrationLimit = None,
 ) -> None:
     """Start everything for one model: Ray, controller, replicas, router."""
     arguments = locals().copy()
@@ -112,6 +113,7 @@ def router(
     secret_file: o.SecretFile = None,
     api_keys_file: o.ApiKeysFile = None,
     allow_no_auth: o.NoAuth = None,
+    migration_limit: o.MigrationLimit = None,
     config_stdin: Annotated[bool, typer.Option("--config-stdin", hidden=True)] = False,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
