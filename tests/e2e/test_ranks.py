@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
@@ -11,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 from headrace_process import SMALL, Serve
+from metrics_page import Metrics
 from plain_model import PlainModel
-from streams import run_streams
+from streams import Outcome, run_streams
 from test_oracle import NEIGHBOURS
 
 GREEDY, SAMPLED, OUTPUT = 12, 20, 12
@@ -79,6 +81,13 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     victim = before["ranks"][-1] if before["generation"] % 2 else before["ranks"][0]
     pids = [rank["pid"] for rank in before["ranks"]]
     assert len(set(pids)) == len(pids) > 1
+    bodies = [_body([100, 200, 300 + place], temperature=0, max_tokens=120) for place in range(4)]
+    expected = run_streams(split.url, bodies)
+    found: list[Outcome] = []
+    streams = threading.Thread(target=lambda: found.extend(run_streams(split.url, bodies)))
+    streams.start()
+    eventually(lambda: Metrics(split.url)["vllm:num_requests_running"] == len(bodies), 20, "the streams run")
+    time.sleep(0.5)
     killed = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
     eventually(lambda: not any(map(_running, pids)), GONE_SECONDS, "all ranks of the group are gone")
@@ -90,5 +99,6 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     assert after["generation"] == before["generation"] + 1
     assert not set(pids) & {rank["pid"] for rank in after["ranks"]}
     assert time.monotonic() - killed < 90
-    (outcome,) = run_streams(split.url, [_body([100, 200, 300], temperature=0)])
-    assert outcome.complete
+    streams.join(60)
+    assert all(outcome.complete for outcome in found), "the streams went on where they were"
+    assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
