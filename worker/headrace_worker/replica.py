@@ -84,6 +84,7 @@ class Replica:
         self._follower.start()
         gc.collect()
         gc.freeze()
+        team.agree(0)  # pools are made: rank 0 warms all of us up
         team.agree(0)
         team.watch.be_strict()
         self._report("ready", 1.0)
