@@ -15,7 +15,7 @@ import machine
 import torch
 
 from headrace_worker.config import Meeting, ReplicaConfig
-from headrace_worker.parallel.communicators import HostCommunicator
+from headrace_worker.parallel.communicators import OrderedCommunicator
 from headrace_worker.parallel.context import Communicator
 from headrace_worker.parallel.group import host_group
 from headrace_worker.parallel.meeting import MeetingHost
@@ -41,7 +41,7 @@ def run(rank: int, meeting: Meeting, opened: MeetingHost | None = None) -> dict[
     ways: dict[str, Any] = {
         f"{type(shared).__name__} (rank order)": shared,
         "gloo all-reduce": GlooReduce(group),
-        "gloo gather (rank order)": HostCommunicator(group),
+        "gloo gather (rank order)": OrderedCommunicator(group),
     }
     times: dict[str, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in SIZES}
     for turn in range(ROUNDS + 1):

@@ -19,8 +19,8 @@ def join(parts: Tensor, dim: int) -> Tensor:
     return torch.cat(tuple(parts), dim)
 
 
-class HostCommunicator:
-    """Between nodes, in host memory: every rank gets everything and adds it in rank order."""
+class OrderedCommunicator:
+    """Every rank gets everything and adds it in rank order: between nodes, and where GPUs are to be deterministic."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

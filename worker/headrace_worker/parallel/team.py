@@ -12,7 +12,7 @@ from headrace_proto.errors import DeviceError, HeadraceError
 from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.model.device import choose_device
 from headrace_worker.parallel import shared_memory
-from headrace_worker.parallel.communicators import DeviceCommunicator, HostCommunicator
+from headrace_worker.parallel.communicators import DeviceCommunicator, OrderedCommunicator
 from headrace_worker.parallel.context import Alone, Communicator, ParallelContext
 from headrace_worker.parallel.group import device_group, host_group
 from headrace_worker.parallel.meeting import MeetingHost, meet
@@ -51,7 +51,7 @@ class Team:
         self.pipe = self.host
         if self.device.type == "cuda" and topology.pp > 1:
             self.pipe = device_group(self.board.store, "pipe", self.device, topology.rank, topology.size, watch)
-        self.context = ParallelContext(self._communicator(config.host), topology.stage, topology.pp, config.ep)
+        self.context = ParallelContext(self._communicator(config), topology.stage, topology.pp, config.ep)
 
     def agree(self, value: int) -> list[int]:
         """What each rank says, in rank order; all ranks ask the same questions in the same order.
@@ -71,18 +71,20 @@ class Team:
         """Leave in order."""
         self.watch.close()
 
-    def _communicator(self, host: str) -> Communicator:
+    def _communicator(self, config: ReplicaConfig) -> Communicator:
         topology, store = self.topology, self.board.store
         if topology.tp == 1:
             return Alone()
         if self.device.type == "cuda":
             name = f"stage-{topology.stage}"
-            return DeviceCommunicator(device_group(store, name, self.device, topology.place, topology.tp, self.watch))
+            group = device_group(store, name, self.device, topology.place, topology.tp, self.watch)
+            # NCCL's order of adding depends on how much there is to add.
+            return OrderedCommunicator(group) if config.deterministic else DeviceCommunicator(group)
         segment = self._share()
         if segment is not None:
             return shared_memory.SharedCommunicator(segment, topology.peers, topology.place, self.watch)
-        group = host_group(store, f"stage-{topology.stage}", host, topology.place, topology.tp, self.watch)
-        return HostCommunicator(group)
+        group = host_group(store, f"stage-{topology.stage}", config.host, topology.place, topology.tp, self.watch)
+        return OrderedCommunicator(group)
 
     def _share(self) -> shared_memory.Segment | None:
         """The stage's shared memory, if all of its ranks have it."""
