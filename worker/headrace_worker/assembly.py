@@ -16,6 +16,8 @@ from headrace_worker.parallel.context import SINGLE
 from headrace_worker.parallel.runner import MultiRankRunner
 from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
+from headrace_worker.profiling.profiler import StepProfiler
+from headrace_worker.profiling.stepping import ProfiledRunner
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.sizing import KvSize, free_memory, size_kv
 from headrace_worker.runner.warmup import warm_up
@@ -89,6 +91,7 @@ def assemble(
     report: Report = lambda stage, fraction: None,
     model: LoadedModel | None = None,
     team: Team | None = None,
+    profiler: StepProfiler | None = None,
 ) -> Assembly:
     """A whole engine, or rank 0's part of one with the team's other ranks behind it. Raises a HeadraceError."""
     part = assemble_part(config, report, model, team)
@@ -116,7 +119,9 @@ def assemble(
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
     depth, threaded = choose_depth(config, model.device)
-    steps: StepRunner = StepThread(stepper, lambda: torch.set_num_threads(model.threads)) if threaded else stepper
+    steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
+    if threaded:
+        steps = StepThread(steps, lambda: torch.set_num_threads(model.threads))
     engine = Engine(Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth)
     return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks, [*notes, loop_note(depth, config)])
 

@@ -71,6 +71,10 @@ class EngineLoop:
         self._draining = True
         self._command(lambda: None)
 
+    def touch(self) -> None:
+        """Has the runner reach a step's edge even when nobody is served."""
+        self._command(self._engine.touch)
+
     def abandon(self, error: BaseException) -> None:
         """The runner is gone, and the loop's thread may be stuck in it: `ended` is set now, whatever it does."""
         self.failure = self.failure or error

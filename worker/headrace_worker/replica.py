@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from blake3 import blake3
 from headrace_kernels import describe
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import EngineDeadError, HeadraceError
-from headrace_worker.assembly import Assembly, assemble, assemble_part
+from headrace_worker.assembly import Assembly, RankPart, assemble, assemble_part
 from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.engine import RunnerBrokenError
 from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
@@ -23,6 +24,8 @@ from headrace_worker.parallel.meeting import MeetingHost
 from headrace_worker.parallel.runner import MultiRankRunner
 from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
+from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
+from headrace_worker.profiling.stepping import ProfiledStage
 from headrace_worker.runner.sizing import KvSize
 from headrace_worker.server.description import Description
 from headrace_worker.server.server import ReplicaServer
@@ -37,6 +40,8 @@ Report = Callable[[str, float], None]
 STOP_SECONDS = 10.0
 LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank need not end
 FOLLOWER_STOP_SECONDS = 4.0
+PROFILE_EDGE_SECONDS = 0.3  # after the end of rank 0's window: the other ranks were asked a little later
+PROFILE_WRITE_SECONDS = 30.0
 
 
 class Replica:
@@ -56,6 +61,7 @@ class Replica:
         self._ranks: MultiRankRunner | None = None
         self._loop: EngineLoop | None = None
         self._server: ReplicaServer | None = None
+        self._profiler: StepProfiler | None = None
 
     def open_meeting(self) -> Meeting:
         """Of rank 0 of several: where all ranks, itself included, are to `start`. Raises MeetingError."""
@@ -67,6 +73,10 @@ class Replica:
 
         With several ranks all must be started at the same `meeting`. When one fails, all do.
         """
+        self._profiler = make_profiler(self._config, self._rank)
+        if self._profiler is not None:
+            self._report("making the profiler ready", 0.0)
+            self._profiler.warm_up()
         if meeting is None:
             return self._serve()
         self._report("meeting the other ranks", 0.0)
@@ -80,7 +90,7 @@ class Replica:
     def _follow(self, team: Team) -> ReplicaStarted:
         began = time.monotonic()
         part = assemble_part(self._config, self._report, team=team)
-        self._follower = Follower(StageRunner.of(part.model, part.runner, team), team)
+        self._follower = Follower(self._stage(part, team), team)
         self._follower.start()
         gc.collect()
         gc.freeze()
@@ -90,10 +100,17 @@ class Replica:
         self._report("ready", 1.0)
         return self._started("", part.model, part.size, part.max_model_len, part.max_num_seqs, 0, began)
 
+    def _stage(self, part: RankPart, team: Team) -> StageRunner:
+        if self._profiler is None:
+            return StageRunner.of(part.model, part.runner, team)
+        stage = ProfiledStage.of(part.model, part.runner, team)
+        stage.profiler = self._profiler
+        return stage
+
     def _serve(self) -> ReplicaStarted:
         began = time.monotonic()
         config = self._config
-        assembly = assemble(config, self._report, team=self._team)
+        assembly = assemble(config, self._report, team=self._team, profiler=self._profiler)
         self._ranks = assembly.ranks
         model, size, limits = assembly.model, assembly.size, assembly.limits
         # What was loaded stays for good: a full collection would walk all of it in the middle of a step.
@@ -172,6 +189,25 @@ class Replica:
         """Refuses new requests; those that are here go on."""
         if self._loop is not None:
             self._loop.drain()
+
+    def profile(self, steps: int, seconds: float) -> ProfileReport:
+        """Records this rank's next steps, and waits for the trace. All ranks are asked at the same time.
+
+        Raises ProfileRefusedError, ProfileFailedError.
+        """
+        return self.begin_profile(steps, seconds).wait(seconds + PROFILE_WRITE_SECONDS)
+
+    def begin_profile(self, steps: int, seconds: float) -> Window:
+        """As `profile`, but does not wait. Raises ProfileRefusedError."""
+        if self._profiler is None:
+            raise ProfileRefusedError("this replica has no folder for profiles: serve with --profile DIR")
+        window = self._profiler.open(steps, seconds)
+        if self._loop is not None:
+            # A rank that waits for a step notices nothing, not even that the time is over.
+            edge = threading.Timer(seconds + PROFILE_EDGE_SECONDS, self._loop.touch)
+            edge.daemon = True
+            edge.start()
+        return window
 
     def stop(self) -> None:
         """Ends the loop, then the server once the last frames are out. Idempotent, from any thread.

@@ -11,6 +11,7 @@ travel with its next commands.
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
 
 import structlog
 import torch
@@ -50,7 +51,7 @@ class StageRunner:
     """Runs this rank's part of every step, in the order of the commands."""
 
     @classmethod
-    def of(cls, model: LoadedModel, runner: Runner, team: Team) -> "StageRunner":
+    def of(cls, model: LoadedModel, runner: Runner, team: Team) -> Self:
         """For a rank's loaded part of a model."""
         return cls(runner, team, int(model.config.hidden_size), model.dtype)
 
