@@ -102,9 +102,6 @@ def assemble(
         ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report)
-    if team is not None:
-        team.agree(0)  # what is compiled is compiled, and nobody is silent for long any more
-        team.watch.be_strict()
     notes = record_steps(config, runner, report) if ranks is None else []
     limits = SchedulerLimits(
         part.max_num_seqs,

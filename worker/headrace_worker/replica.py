@@ -95,8 +95,7 @@ class Replica:
         gc.collect()
         gc.freeze()
         team.agree(0)  # pools are made: rank 0 warms all of us up
-        team.agree(0)
-        team.watch.be_strict()
+        team.settle()
         self._report("ready", 1.0)
         return self._started("", part.model, part.size, part.max_model_len, part.max_num_seqs, 0, began)
 
@@ -116,6 +115,8 @@ class Replica:
         # What was loaded stays for good: a full collection would walk all of it in the middle of a step.
         gc.collect()
         gc.freeze()
+        if self._team is not None:
+            self._team.settle()
         self._report("listening", 0.0)
         server = self._server = ReplicaServer(config.host, config.port, config.secret)
         loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))

@@ -32,9 +32,9 @@ from headrace_worker.runner import Runner, StepHandle
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
-from process_ranks import nursery, process_replica
+from process_ranks import nursery, process_replica, rank_group
 
-__all__ = ["nursery", "process_replica"]
+__all__ = ["nursery", "process_replica", "rank_group"]
 
 TIE = 1e-3
 TINY: dict[str, Any] = {

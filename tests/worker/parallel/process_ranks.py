@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,28 +38,43 @@ class Nursery:
         self._said: dict[int, dict[str, Any]] = {}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, config: ReplicaConfig, rank: int, meeting: Meeting) -> int:
-        """Process id of a new rank."""
+    def start(self, config: ReplicaConfig, rank: int, meeting: Meeting | None, **options: Any) -> int:
+        """Process id of a new rank; a rank 0 without a meeting opens one. `options` as told in rank_nursery.py."""
         assert self._process.stdin is not None
-        order = {"config": msgspec.msgpack.encode(config).hex(), "meeting": msgspec.msgpack.encode(meeting).hex()}
+        place = msgspec.msgpack.encode(meeting).hex() if meeting is not None else None
+        order = {"config": msgspec.msgpack.encode(config).hex(), "meeting": place, "rank": rank} | options
         with self._news:
             before = len(self._born)
-            self._process.stdin.write(json.dumps(order | {"rank": rank}) + "\n")
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
             assert self._news.wait_for(lambda: len(self._born) > before, 60), "no rank process came up"
             return self._born[before]
 
+    def heard(self, pid: int, key: str, seconds: float, value: object = None) -> Any:
+        """What a rank said under `key`; fails when it does not say it (or not `value`) within `seconds`."""
+
+        def has_said() -> bool:
+            said = self._said.get(pid, {})
+            return key in said and value in (None, said[key])
+
+        with self._news:
+            assert self._news.wait_for(has_said, seconds), (
+                f"rank process {pid}: no {key} {value}: {self._said.get(pid)}"
+            )
+            return self._said[pid][key]
+
+    def when(self, pid: int, key: str) -> float:
+        """When a rank said that, on the monotonic clock."""
+        return float(self._said[pid][f"{key} at"])
+
     def ended(self, pid: int, seconds: float) -> str:
         """How a rank ended; fails when it does not within `seconds`."""
-        with self._news:
-            assert self._news.wait_for(lambda: "ended" in self._said.get(pid, {}), seconds), f"rank {pid} goes on"
-            return str(self._said[pid]["ended"])
+        return str(self.heard(pid, "ended", seconds))
 
     def facts(self, pid: int, seconds: float = 60) -> dict[str, Any]:
         """What a rank said when it was ready."""
-        with self._news:
-            assert self._news.wait_for(lambda: "weight_bytes" in self._said.get(pid, {}), seconds)
-            return self._said[pid]
+        self.heard(pid, "kv_blocks", seconds)
+        return self._said[pid]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -69,12 +85,47 @@ class Nursery:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             facts = json.loads(line)
+            now = time.monotonic()
             with self._news:
-                said = self._said.setdefault(facts["pid"], {})
-                said.update(facts)
-                if len(facts) == 1:
+                if "born" in facts:
+                    self._said[facts["pid"]] = {}  # a number that another one had, perhaps
                     self._born.append(facts["pid"])
+                self._said.setdefault(facts["pid"], {}).update(facts | {f"{key} at": now for key in facts})
                 self._news.notify_all()
+
+
+@dataclass
+class RankGroup:
+    """A replica all of whose ranks are processes of the nursery, so that any of them may be killed."""
+
+    nursery: Nursery
+    config: ReplicaConfig
+    pids: list[int] = field(default_factory=list)  # by rank
+
+    def start(self, holds: Mapping[int, str] = {}, absent: Collection[int] = (), **options: Any) -> None:
+        """`holds`: ranks that stay in a stage of their start; `absent`: ranks that never come; `options`: of rank 0."""
+        first = self.nursery.start(self.config, 0, None, hold=holds.get(0), **options)
+        meeting = msgspec.msgpack.decode(bytes.fromhex(self.nursery.heard(first, "meeting", 20)), type=Meeting)
+        self.pids = [first]
+        for rank in range(1, self.config.tp * self.config.pp):
+            if rank not in absent:
+                fault = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
+                self.pids.append(self.nursery.start(self.config, rank, meeting, hold=holds.get(rank), **fault))
+
+    def ready(self) -> None:
+        for pid in self.pids:
+            self.nursery.facts(pid)
+
+    def reach(self, rank: int, stage: str) -> None:
+        self.nursery.heard(self.pids[rank], "stage", 30, stage)
+
+    def kill(self) -> None:
+        """Whatever is left of it."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self.pids:
+            self.nursery.heard(pid, "gone", 10)
 
 
 @dataclass
@@ -93,6 +144,7 @@ class ProcessReplica:
         self.team = Team(self.config, 0, opened.meeting, opened)
         try:
             assembly = assemble(self.config, team=self.team)
+            self.team.settle()
         except Exception as error:
             self.team.watch.fail(str(error))
             raise
@@ -151,13 +203,26 @@ def process_replica(
     return make
 
 
-def gone(pid: int, seconds: float) -> bool:
-    """Whether a process ends within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
+@pytest.fixture
+def rank_group(
+    nursery: Nursery, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
+) -> Iterator[Callable[..., RankGroup]]:
+    """Makes groups of a tiny llama; what is left of them is killed in the end."""
+    made: list[RankGroup] = []
+
+    def make(tp: int, pp: int) -> RankGroup:
+        config = replica_config(
+            save_tiny("llama"),
+            tp=tp,
+            pp=pp,
+            kv_cache_memory=8 << 20,
+            max_num_seqs=16,
+            max_num_batched_tokens=48,
+            max_model_len=128,
+        )
+        made.append(RankGroup(nursery, config))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.kill()

@@ -1,33 +1,60 @@
 """Starts rank processes quickly: the libraries are imported once, and every rank is a fork of this process.
 
-Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "meeting": hex}. Prints
-{"pid": n} for each, and {"pid": n, "ended": sentence} when it is over. Ranks are killed when stdin closes.
+Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "meeting": hex, or null
+for a rank 0 that opens one}, and perhaps "hold": the stage of its start in which it stays, "busy": true for a rank 0
+that gives itself endless requests, "fault": the number of a step that shall raise. Prints JSON lines that begin with
+the process id: when it is born, has opened a meeting, comes to a stage, is ready, has ended (with how), is gone.
+Ranks are killed when stdin closes.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
+import time
+from typing import Any
 
 import msgspec
 
 from headrace_worker.config import Meeting, ReplicaConfig
+from headrace_worker.parallel.stage import StageRunner
+from headrace_worker.plan import RowSampling
 from headrace_worker.replica import Replica
+from headrace_worker.request import Request
+
+SAYS = os.dup(1)  # what is logged goes elsewhere
+os.dup2(2, 1)
 
 
 def say(**facts: object) -> None:
-    os.write(1, (json.dumps(facts) + "\n").encode())
+    os.write(SAYS, (json.dumps({"pid": os.getpid()} | facts) + "\n").encode())
 
 
-def be_rank(order: dict[str, object]) -> str:
+def be_rank(order: dict[str, Any]) -> str:
     """The life of one rank, as the cluster room would run it; how it ended, in a sentence."""
-    config = msgspec.msgpack.decode(bytes.fromhex(str(order["config"])), type=ReplicaConfig)
-    meeting = msgspec.msgpack.decode(bytes.fromhex(str(order["meeting"])), type=Meeting)
-    replica = Replica(config, int(str(order["rank"])))
+    config = msgspec.msgpack.decode(bytes.fromhex(order["config"]), type=ReplicaConfig)
+
+    def report(stage: str, fraction: float) -> None:
+        say(stage=stage)
+        if stage == order.get("hold"):
+            time.sleep(1000)
+
+    replica = Replica(config, order["rank"], report)
+    signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
+    if order.get("fault"):
+        raise_in_step(order["fault"])
     try:
+        if order["meeting"] is None:
+            meeting = replica.open_meeting()
+            say(meeting=msgspec.msgpack.encode(meeting).hex())
+        else:
+            meeting = msgspec.msgpack.decode(bytes.fromhex(order["meeting"]), type=Meeting)
         started = replica.start(meeting)
-        say(pid=os.getpid(), weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes)
+        say(weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes, kv_blocks=started.kv_blocks)
+        if order.get("busy"):
+            threading.Thread(target=keep_busy, args=(replica,), daemon=True).start()
         replica.wait()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -36,12 +63,47 @@ def be_rank(order: dict[str, object]) -> str:
     return "stopped"
 
 
+def keep_busy(replica: Any) -> None:
+    """Requests without end, as the server would hand them over."""
+    loop = replica._loop
+    start_chain = loop._engine.scheduler.kv.start_chain
+    while True:
+        prompt = [random.randrange(3, 300) for _ in range(random.randrange(1, 40))]
+        loop.submit(
+            Request(
+                attempt_id=os.urandom(16),
+                tokens=prompt,
+                prompt_len=len(prompt),
+                max_len=len(prompt) + 80,
+                sampling=RowSampling(temperature=0.0),
+                stop_ids=frozenset(),
+                chain=start_chain(b"", ""),
+                arrival=time.monotonic(),
+            )
+        )
+        time.sleep(0.02)
+
+
+def raise_in_step(number: int) -> None:
+    """Let the step of that number raise in this process."""
+    run = StageRunner.run
+
+    def faulty(self: Any, step: Any) -> Any:
+        if step.plan.step == number and step.plan.work:
+            raise FloatingPointError("a secret detail")
+        return run(self, step)
+
+    StageRunner.run = faulty  # type: ignore[method-assign]
+
+
 def reap() -> None:
     while True:
         try:
-            os.wait()
+            pid, _ = os.wait()
         except ChildProcessError:
-            threading.Event().wait(0.05)
+            threading.Event().wait(0.02)
+        else:
+            say(pid=pid, gone=True)
 
 
 def main() -> None:
@@ -53,11 +115,11 @@ def main() -> None:
         if pid == 0:
             try:
                 os.close(0)
-                say(pid=os.getpid(), ended=be_rank(order))
+                say(ended=be_rank(order))
             finally:
                 os._exit(0)
         children.append(pid)
-        say(pid=pid)
+        say(pid=pid, born=True)
     for pid in children:
         try:
             os.kill(pid, signal.SIGKILL)

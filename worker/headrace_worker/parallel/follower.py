@@ -45,10 +45,10 @@ class Follower:
             while self._obey():
                 pass
         except BaseException as error:
-            self.failure = self.failure or error
             if not isinstance(error, RankLostError):
                 log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
-                self._team.watch.fail(f"{type(error).__name__} in a step")
+                self._team.watch.fail(f"{type(error).__name__} in a step")  # and this rank's own failure is named alike
+            self.failure = self.failure or error
         finally:
             self.ended.set()
 

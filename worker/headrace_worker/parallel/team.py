@@ -67,6 +67,11 @@ class Team:
         node = _node()
         return self.agree(node).count(node)
 
+    def settle(self) -> None:
+        """All are warm: what is compiled is compiled and collected, and who is silent now hangs."""
+        self.agree(0)
+        self.watch.be_strict()
+
     def close(self) -> None:
         """Leave in order."""
         self.watch.close()

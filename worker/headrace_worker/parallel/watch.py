@@ -18,9 +18,9 @@ from headrace_worker.parallel.errors import RankLostError
 from headrace_worker.parallel.link import Kind, Link
 from headrace_worker.parallel.roll import Roll
 
-TICK_SECONDS = 0.2
-SILENT_TICKS = 7
-PATIENT_TICKS = 150  # while libraries and weights are loaded, which may hold the interpreter's lock
+TICK_SECONDS = 0.1
+SILENT_TICKS = 14
+PATIENT_TICKS = 300  # while libraries and weights are loaded, which may hold the interpreter's lock
 
 Result = TypeVar("Result")
 

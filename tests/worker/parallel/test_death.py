@@ -1,0 +1,150 @@
+"""A rank that is killed, hangs or fails: every other one ends by itself within two seconds, and says who it was."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 2.0
+SHARED = Path("/dev/shm")
+Make = Callable[..., Any]
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    """No shared memory of ours outlives a test, however its ranks ended."""
+    before = set(SHARED.iterdir())
+    yield
+    assert not [entry for entry in set(SHARED.iterdir()) - before if "headrace" in entry.name]
+
+
+def strike(group: Any, rank: int, how: signal.Signals) -> list[float]:
+    """Hits a rank; seconds until each other one was gone. All of them must name it."""
+    victim = group.pids[rank]
+    began = time.monotonic()
+    os.kill(victim, how)
+    others = [pid for pid in group.pids if pid != victim]
+    for pid in others:
+        said = group.nursery.ended(pid, 6)
+        assert f"rank {rank} (process {victim})" in said, said
+        group.nursery.heard(pid, "gone", 6)
+    if how is signal.SIGKILL:
+        group.nursery.heard(victim, "gone", 6)
+    return [group.nursery.when(pid, "gone") - began for pid in others]
+
+
+def in_time(seconds: list[float], record: Record) -> None:
+    name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].removesuffix(" (call)")
+    record(name, f"{max(seconds):.2f} s")
+    assert min(seconds) > 0, "it ended before"
+    assert max(seconds) <= SECONDS
+
+
+IDLE, BUSY = "idle", "in steps"
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "state"),
+    [
+        *((2, 1, rank, state) for rank in (0, 1) for state in (IDLE, BUSY)),
+        *((1, 2, rank, state) for rank in (0, 1) for state in (IDLE, BUSY)),
+        *((2, 2, rank, BUSY) for rank in (0, 1, 2, 3)),
+        (2, 2, 1, IDLE),
+    ],
+)
+def test_a_killed_rank(
+    tp: int, pp: int, rank: int, state: str, rank_group: Make, record_testsuite_property: Record
+) -> None:
+    group = rank_group(tp, pp)
+    group.start(busy=state == BUSY)
+    group.ready()
+    time.sleep(0.3)
+    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "state"), [(2, 1, 0, IDLE), (2, 1, 1, BUSY), (1, 2, 1, IDLE), (2, 2, 0, BUSY), (2, 2, 2, BUSY)]
+)
+def test_a_stopped_rank(
+    tp: int, pp: int, rank: int, state: str, rank_group: Make, record_testsuite_property: Record
+) -> None:
+    group = rank_group(tp, pp)
+    group.start(busy=state == BUSY)
+    group.ready()
+    time.sleep(0.3)
+    in_time(strike(group, rank, signal.SIGSTOP), record_testsuite_property)
+    # Once it goes on, it finds itself alone and ends too.
+    os.kill(group.pids[rank], signal.SIGCONT)
+    group.nursery.heard(group.pids[rank], "gone", SECONDS + 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank"),
+    [("building the model", 0), ("building the model", 3), ("sizing the KV cache", 1), ("sizing the KV cache", 2)],
+)
+def test_a_rank_killed_while_it_loads(
+    stage: str, rank: int, rank_group: Make, record_testsuite_property: Record
+) -> None:
+    """The others are ahead of it, and wait for it in a way that no library would end."""
+    group = rank_group(2, 2)
+    group.start(holds={rank: stage})
+    group.reach(rank, stage)
+    time.sleep(0.3)
+    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (2, 2, 3)])
+def test_a_rank_killed_in_warm_up(
+    tp: int, pp: int, rank: int, rank_group: Make, record_testsuite_property: Record
+) -> None:
+    group = rank_group(tp, pp)
+    group.start(holds={0: "warming up"})
+    group.reach(0, "warming up")
+    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+
+
+def test_a_rank_killed_while_others_have_not_come(rank_group: Make, record_testsuite_property: Record) -> None:
+    group = rank_group(2, 2)
+    group.start(absent=[3])
+    time.sleep(0.5)
+    in_time(strike(group, 1, signal.SIGKILL), record_testsuite_property)
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (2, 2, 3)])
+def test_an_exception_in_a_followers_step(tp: int, pp: int, rank: int, rank_group: Make) -> None:
+    """It is told by its type alone: what an exception says may hold paths or prompts."""
+    group = rank_group(tp, pp)
+    group.start(busy=True, faults={rank: 20})
+    for pid in group.pids:
+        said = group.nursery.ended(pid, 20)
+        assert f"rank {rank} (process {group.pids[rank]}) failed: FloatingPointError in a step" in said
+        group.nursery.heard(pid, "gone", SECONDS)
+    ends = [group.nursery.when(pid, "gone") for pid in group.pids]
+    assert max(ends) - min(ends) <= SECONDS
+
+
+def test_an_exception_in_rank_0s_step(rank_group: Make) -> None:
+    group = rank_group(2, 1)
+    group.start(busy=True, fault=20)
+    for pid in group.pids:
+        said = group.nursery.ended(pid, 20)
+        assert f"rank 0 (process {group.pids[0]}) failed: FloatingPointError in a step" in said
+
+
+def test_a_rank_that_leaves_before_the_others(rank_group: Make) -> None:
+    """Stopped in order, but not by rank 0: the others cannot go on without it."""
+    group = rank_group(2, 2)
+    group.start()
+    group.ready()
+    leaver = group.pids.pop(2)
+    os.kill(leaver, signal.SIGUSR1)  # the nursery's ranks are told to stop by this
+    group.nursery.heard(leaver, "gone", 8)
+    for pid in group.pids:
+        assert f"rank 2 (process {leaver}) left before the others" in group.nursery.ended(pid, 3)
+        group.nursery.heard(pid, "gone", 3)
+        assert group.nursery.when(pid, "gone") - group.nursery.when(leaver, "ended") <= SECONDS
