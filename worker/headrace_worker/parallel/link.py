@@ -62,10 +62,11 @@ class Link:
         while len(self._received) >= _HEAD.size:
             code, length = _HEAD.unpack_from(self._received)
             end = _HEAD.size + length
-            if len(self._received) < end:
-                break
             try:
-                frames.append((Kind(code), self._received[_HEAD.size : end].decode()))
+                kind = Kind(code)
+                if len(self._received) < end:
+                    break
+                frames.append((kind, self._received[_HEAD.size : end].decode()))
             except ValueError as error:
                 raise ConnectionAbortedError from error
             del self._received[:end]

@@ -1,0 +1,137 @@
+"""Commands and answers of every size between processes, in their order."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import msgspec
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from headrace_worker.parallel.channel import FRAME_BYTES, Channel
+from headrace_worker.parallel.group import Group, host_group
+from headrace_worker.parallel.messages import Answer, Clear, Command, Drawn, Step, Stop, decode_command, encoder
+from headrace_worker.parallel.watch import Watch
+from headrace_worker.plan import RowInit, RowSampling, SampledLogprobs, StepPlan, StepResult, TableUpdate, Work
+
+ROOM = FRAME_BYTES - 8
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    """Three ranks in threads of this process."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    made: list[Group | None] = [None] * 3
+
+    def make(rank: int) -> None:
+        made[rank] = host_group(store, "host", "127.0.0.1", rank, 3, Watch(rank))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    yield [group for group in made if group is not None]
+
+
+def step_of(size: int) -> Step:
+    """A step whose message has exactly that size: the plan's prompt makes up for it."""
+
+    def make(tokens: int, big: int) -> Step:
+        ids = [1_000_000] * big + [1] * tokens
+        return Step(StepPlan(3, [1], [RowInit(0, 1, ids, 5, RowSampling())], [], [Work(0, 0, 5, True)]), [])
+
+    empty = len(encoder.encode(make(0, 0)))
+    big = max(0, (size - empty) // 5 - 8)
+    small = 0
+    while len(encoder.encode(make(small, big))) < size:
+        small += 1
+    made = make(small, big)
+    assert len(encoder.encode(made)) == size
+    return made
+
+
+PLAN = StepPlan(
+    9,
+    [3, 4],
+    [RowInit(1, 7, [5, 6], 2, RowSampling(seed=2**64 - 1, stop_token_ids=(2,), logit_bias=((3, -1.5),), logprobs=3))],
+    [TableUpdate(1, 2, 3, [9, 8])],
+    [Work(1, 0, 2, True)],
+)
+COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17), Stop()]
+
+
+def test_what_is_sent_is_what_comes(groups: list[Group]) -> None:
+    first, *others = (Channel(group, 0) for group in groups)
+    for command in COMMANDS:
+        first.command(command)
+        assert [other.next_command() for other in others] == [command, command]
+
+
+@pytest.mark.parametrize("size", [ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, 3_000_000])
+def test_messages_below_at_and_above_a_frame(groups: list[Group], size: int) -> None:
+    sender, *receivers = (Channel(group, 1) for group in groups)
+    large, small = step_of(size), COMMANDS[0]
+    threads = []
+    for receiver in receivers:
+
+        def take(receiver: Channel = receiver) -> None:
+            taken.append([receiver.next_command() for _ in range(4)])
+
+        threads.append(threading.Thread(target=take))
+    taken: list[list[Command]] = []
+    for thread in threads:
+        thread.start()
+    for command in (large, small, large, small):
+        sender.command(command)
+    sender.flush()
+    for thread in threads:
+        thread.join(20)
+    assert taken == [[large, small, large, small]] * 2
+
+
+def test_answers_of_every_size_with_their_numbers(groups: list[Group]) -> None:
+    first, _, third = (Channel(group, 1) for group in groups)
+    logprob = SampledLogprobs(-0.1, list(range(20)), [-0.5] * 20)
+    for count in (0, 1, 40, 4000):
+        answer = Answer(StepResult(count, [7] * count, dict.fromkeys(range(count), logprob), {0: "not finite"}), "why")
+        thread = threading.Thread(target=third.answer, args=(answer,))
+        thread.start()
+        assert first.next_answer(2) == answer
+        thread.join(20)
+    third.flush()
+
+
+def test_commands_and_answers_do_not_overtake_each_other(groups: list[Group]) -> None:
+    """Two batches in flight: commands run ahead of the answers that they are to bring."""
+    first, second, third = (Channel(group, 1) for group in groups)
+
+    def follow(channel: Channel, answers: bool) -> None:
+        while isinstance(command := channel.next_command(), Step):
+            if answers:
+                channel.answer(Answer(StepResult(command.plan.step, [command.plan.step], {}, {})))
+
+    threads = [threading.Thread(target=follow, args=arguments) for arguments in ((second, False), (third, True))]
+    for thread in threads:
+        thread.start()
+    due = []
+    for number in range(300):
+        first.command(Step(StepPlan(number, [], [], [], []), [Drawn(number - 2, [number])]))
+        due.append(number)
+        if len(due) == 2:
+            assert first.next_answer(2).result.tokens == [due.pop(0)]
+    assert first.next_answer(2).result.step == 299
+    first.command(Stop())
+    first.flush()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"", b"\xc1", b"\x81\xa4type\xa4halt", encoder.encode(Answer(StepResult(1, [], {}, {})))]
+)
+def test_what_is_no_command_is_refused(rubbish: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_command(rubbish)
