@@ -93,6 +93,49 @@ class FakeRunner:
         return token
 
 
+@dataclass
+class PipelineRunner(FakeRunner):
+    """Several stages: a token is known to the first one only when its step was collected, not when it was launched."""
+
+    batches: int = 2
+    on_collect: Callable[[StepPlan], None] = lambda plan: None
+    in_flight: list[StepPlan] = field(default_factory=list)
+    most_in_flight: int = 0
+    generations: dict[int, int] = field(default_factory=dict)
+    _late: list[tuple[int, int, int]] = field(default_factory=list)  # row, generation, token
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.on_launch(plan)
+        for row in plan.frees:
+            self.generations.pop(row, None)
+        for init in plan.inits:
+            self.generations[init.row] = init.generation
+        pending = {(row, generation) for row, generation, _ in self._late}
+        for work in plan.work:
+            assert (work.row, self.generations[work.row]) not in pending, "a row's next position needs its token"
+        draft = [(work.row, self.generations[work.row]) for work in plan.work if work.sample]
+        launch, self.on_launch = self.on_launch, lambda plan: None
+        result = super().launch(plan)
+        self.on_launch = launch
+        for (row, generation), token in zip(draft, result.tokens, strict=True):
+            self._late.append((row, generation, self.rows[row].pop()))
+            assert self._late[-1][2] == token
+        self.in_flight.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        assert len(self.in_flight) <= self.batches
+        return result
+
+    def collect(self, handle: StepResult) -> StepResult:
+        plan = self.in_flight.pop(0)
+        assert plan.step == handle.step, "steps are collected in their order"
+        drawn, self._late = self._late[: len(handle.tokens)], self._late[len(handle.tokens) :]
+        for row, generation, token in drawn:
+            if self.generations.get(row) == generation:
+                self.rows[row].append(token)
+        self.on_collect(plan)
+        return handle
+
+
 class Clock:
     """A clock that moves when told."""
 
@@ -156,7 +199,7 @@ def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLa
 
 @pytest.fixture
 def make_bench() -> Callable[..., Bench]:
-    """Builds a bench: windows per cache group, blocks, limits, depth of the loop."""
+    """Builds a bench: windows per cache group, blocks, limits, depth of the loop; `batches` > 1: as many in flight."""
 
     def make(
         windows: tuple[int, ...] = (0,),
@@ -166,13 +209,16 @@ def make_bench() -> Callable[..., Bench]:
         block_size: int = 4,
         depth: int = 0,
         max_waiting: int = 1000,
+        batches: int = 1,
     ) -> Bench:
         layout = make_layout(windows, block_size)
         clock = Clock()
         kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), ModelScope("m", "r", "float32", "float32"))
-        scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting), kv, clock)
-        runner = FakeRunner(layout)
-        return Bench(Engine(scheduler, runner, clock, depth), runner, scheduler, kv, clock)
+        scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
+        runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
+        return Bench(
+            Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1), runner, scheduler, kv, clock
+        )
 
     return make
 

@@ -210,8 +210,10 @@ def test_continued_outputs_keep_their_index(make_bench: Make, undisturbed: Undis
     assert indexes == list(range(4, 10))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "batches"), [(seed, 1) for seed in range(60)] + [(seed, 2 + seed % 3) for seed in range(100, 160)]
+)
+def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int, batches: int) -> None:
     """Shared prefixes, cancels, deadlines, tiny pools, any depth: tokens, conservation, and an end for everyone."""
     random = Random(seed)
     windows = random.choice([(0,), (0, 5), (9,), (4, 0)])
@@ -224,6 +226,7 @@ def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int)
         max_num_seqs=random.randrange(1, 9),
         budget=random.choice([3, 7, 16, 50]),
         depth=random.randrange(3),
+        batches=batches,
     )
     stems = [prompt_of(1000 + i, 16) for i in range(3)]
     emitted: dict[bytes, list[int]] = {}
