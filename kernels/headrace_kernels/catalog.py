@@ -1,4 +1,4 @@
-"""Every op with its backends, best first. A new backend (Triton, say) is one more line per op here."""
+"""Every op with its backends, best first."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.cpu import library
+from headrace_kernels.gpu import availability
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.registry import Backend, Op
 
@@ -26,19 +27,50 @@ class AttentionRun(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> Tensor: ...
+
+
+class WriteRun(Protocol):
+    """Signature of the cache store in every backend."""
+
+    def __call__(
+        self, key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None
+    ) -> None: ...
+
+
+class RopeWriteRun(Protocol):
+    """Signature of rotary embedding and cache store in one."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pool: Tensor,
+        slots: Tensor,
+        kv_scale: Tensor | None = None,
     ) -> Tensor: ...
 
 
 def _backends(module: str, name: str) -> tuple[Backend[Any], ...]:
-    """The C++ and the torch implementation of an op, by the module and function name that both folders share."""
+    """The implementations of an op, by the module and function name that all folders share."""
 
     def loader(folder: str) -> Callable[[], Any]:
         return lambda: getattr(importlib.import_module(f"headrace_kernels.{folder}.{module}"), name)
 
-    return Backend("cpu", loader("cpu"), library.missing), Backend("torch", loader("reference"))
+    return (
+        Backend("triton", loader("gpu"), availability.missing, frozenset({"cuda"})),
+        Backend("cpu", loader("cpu"), library.missing, frozenset({"cpu"})),
+        Backend("torch", loader("reference")),
+    )
 
 
-WRITE_KV: Op[Callable[[Tensor, Tensor, Tensor, Tensor], None]] = Op("write_kv", *_backends("attention", "write_kv"))
+WRITE_KV: Op[WriteRun] = Op("write_kv", *_backends("cache", "write_kv"))
+ROPE_WRITE_KV: Op[RopeWriteRun] = Op("rope_write_kv", *_backends("cache", "rope_write_kv"))
 PAGED_ATTENTION: Op[AttentionRun] = Op("paged_attention", *_backends("attention", "paged_attention"))
 RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = Op("rms_norm", *_backends("elementwise", "rms_norm"))
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Op(
@@ -56,6 +88,7 @@ GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_argmax", *_ba
 
 ALL: tuple[Op[Any], ...] = (
     WRITE_KV,
+    ROPE_WRITE_KV,
     PAGED_ATTENTION,
     RMS_NORM,
     ADD_RMS_NORM,
@@ -76,6 +109,12 @@ def describe() -> list[str]:
         notes = ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
     else:
         notes = [f"CPU kernels: torch only, slower, since {reason}."]
+    if torch.cuda.is_available():
+        reason = availability.missing()
+        if reason is None:
+            notes.append("GPU kernels: Triton; attention over the paged cache, norms, rope, sampling.")
+        else:
+            notes.append(f"GPU kernels: torch only, much slower, since {reason}.")
     settled = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
     if not settled and torch.get_num_threads() > 1:
         notes.append(

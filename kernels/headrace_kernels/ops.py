@@ -5,13 +5,36 @@ Shape letters are explained in ``headrace_kernels.meta``. Inputs may be strided 
 
 from torch import Tensor
 
-from headrace_kernels import catalog
+from headrace_kernels import catalog, kv_format
 from headrace_kernels.meta import AttentionMeta
 
 
-def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """Stores key and value [T, K, D] of new tokens into one layer's pool [2, B, K, P, D] at ``slots`` [T] int64."""
-    catalog.WRITE_KV.best()(key, value, pool, slots)
+def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """Stores key and value [T, K, D] of new tokens into one layer's pool [2, B, K, P, D] at ``slots`` [T] int64.
+
+    Negative slots are skipped. kv_scale [2, B, K, P]: for pools of int8 and float8_e4m3fn, see
+    ``headrace_kernels.kv_format``; raises CacheFormatError where the two do not belong together.
+    """
+    kv_format.check(pool, kv_scale)
+    catalog.WRITE_KV.best(pool)(key, value, pool, slots, kv_scale)
+
+
+def rope_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """``apply_rope`` and ``write_kv`` of the rotated key in one: returns the rotated query [T, H, D].
+
+    May write into query and key; the key is not to be used afterwards.
+    """
+    kv_format.check(pool, kv_scale)
+    return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale)
 
 
 def paged_attention(
@@ -23,34 +46,42 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of query [T, H, D] over one layer's pool [2, B, K, P, D] -> [T, H, D].
 
     H is a multiple of K; query head h reads KV head h // (H / K). The new tokens must already be in the pool.
     window: keys a query sees, itself included (0 = all). softcap: scores become ``softcap * tanh(scores / softcap)``
-    (0 = off). sinks: [H] logits that take part in each softmax without a value.
+    (0 = off). sinks: [H] logits that take part in each softmax without a value. kv_scale: as in ``write_kv``.
+    deterministic: a row's bits depend on its own query and keys alone, not on its batch, nor on whether it comes as a
+    decode step or within a prefill. Tokens that belong to no sequence, or to one of length 0, give zeros.
     """
-    return catalog.PAGED_ATTENTION.best()(query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    kv_format.check(pool, kv_scale)
+    return catalog.PAGED_ATTENTION.best(query)(
+        query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., N] divided by its root mean square over N, times weight [N]."""
-    return catalog.RMS_NORM.best()(x, weight, eps)
+    return catalog.RMS_NORM.best(x)(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both new tensors [..., N]."""
-    return catalog.ADD_RMS_NORM.best()(x, residual, weight, eps)
+    return catalog.ADD_RMS_NORM.best(x)(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of merged [..., 2 I] -> [..., I]."""
-    return catalog.SILU_MUL.best()(gate_up)
+    return catalog.SILU_MUL.best(gate_up)(gate_up)
 
 
 def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of two tensors [..., I]."""
-    return catalog.SILU_MUL_PAIR.best()(gate, up)
+    return catalog.SILU_MUL_PAIR.best(gate)(gate, up)
 
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,24 +89,24 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
     May write into query and key; use what it returns.
     """
-    return catalog.APPLY_ROPE.best()(query, key, cos, sin)
+    return catalog.APPLY_ROPE.best(query)(query, key, cos, sin)
 
 
 def row_logsumexp(scores: Tensor) -> Tensor:
     """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
-    return catalog.ROW_LOGSUMEXP.best()(scores)
+    return catalog.ROW_LOGSUMEXP.best(scores)(scores)
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """Gumbel noise [R, vocab] float32 from keys [R] int64: the same bits on any device and in any batch."""
-    return catalog.GUMBEL_NOISE.best()(keys, vocab)
+    return catalog.GUMBEL_NOISE.best(keys)(keys, vocab)
 
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     """The entries ids [R, N] int64 of ``gumbel_noise(keys, ...)``."""
-    return catalog.GUMBEL_NOISE_AT.best()(keys, ids)
+    return catalog.GUMBEL_NOISE_AT.best(keys)(keys, ids)
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     """argmax [R] int64 of scores [R, V] float32 + noise; -inf entries are never drawn."""
-    return catalog.GUMBEL_ARGMAX.best()(scores, keys)
+    return catalog.GUMBEL_ARGMAX.best(scores)(scores, keys)

@@ -1,4 +1,5 @@
-"""Which backend runs an op: every op has an ordered list of backends, and the best one that is available is picked.
+"""Which backend runs a call: every op has an ordered list of backends, and the best one that is available and made for
+the device of the call's tensors is picked, call by call: CPU tensors get the C++ one on a machine with a GPU too.
 
 A backend is available or not on this machine (a compiler, a GPU, a switched-off environment variable); beyond that it
 may accept only some calls (dtype, device, head size). The last backend of every op is the torch reference, which is
@@ -8,6 +9,8 @@ always available and accepts everything.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from torch import Tensor
 
 Run = TypeVar("Run", bound=Callable[..., object])
 
@@ -23,6 +26,7 @@ class Backend(Generic[Run]):
     name: str
     load: Callable[[], Run]
     missing: Callable[[], str | None] = lambda: None
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})  # whose tensors it is picked for
 
 
 class Op(Generic[Run]):
@@ -32,17 +36,23 @@ class Op(Generic[Run]):
         self.name = name
         self._backends = backends
         self._loaded: dict[str, Run] = {}
-        self._best: Run | None = None
+        self._best_cpu: Run | None = None
+        self._best_cuda: Run | None = None
 
-    def best(self) -> Run:
-        """The best available backend's function."""
-        if self._best is None:
-            self._best = self.named(self.chosen())
-        return self._best
+    def best(self, tensor: Tensor) -> Run:
+        """The function of the best available backend for a tensor's device."""
+        if tensor.is_cuda:
+            if self._best_cuda is None:
+                self._best_cuda = self.named(self.chosen("cuda"))
+            return self._best_cuda
+        if self._best_cpu is None:
+            self._best_cpu = self.named(self.chosen("cpu"))
+        return self._best_cpu
 
-    def chosen(self) -> str:
-        """Name of the best available backend."""
-        return next(backend.name for backend in self._backends if backend.missing() is None)
+    def chosen(self, device: str) -> str:
+        """Name of the best available backend for tensors on a device, "cpu" or "cuda"."""
+        fits = (backend for backend in self._backends if device in backend.devices)
+        return next(backend.name for backend in fits if backend.missing() is None)
 
     def available(self) -> list[str]:
         """Names of all backends that can run here."""

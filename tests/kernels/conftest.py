@@ -1,5 +1,10 @@
-"""A naive attention that follows the definition token by token, and random paged batches for it."""
+"""A naive attention that follows the definition token by token, and random paged batches for it.
 
+Triton kernels run in Triton's interpreter where there is no GPU. They are loaded by their first test, which comes later
+than this line, whatever else runs in the process.
+"""
+
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -8,6 +13,9 @@ import torch
 from torch import Tensor
 
 from headrace_kernels import AttentionMeta
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @dataclass

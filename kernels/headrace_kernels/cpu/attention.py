@@ -1,4 +1,4 @@
-"""The C++ attention and cache store: float32 on a CPU, head sizes that are multiples of 16; the rest goes to torch."""
+"""The C++ attention: float32 on a CPU, head sizes that are multiples of 16; the rest goes to torch."""
 
 import torch
 from torch import Tensor
@@ -8,22 +8,7 @@ from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
 
 _attention = load().headrace_attention
-_write_kv = load().headrace_write_kv
 _LANES = 16
-
-
-def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """See ``headrace_kernels.ops.write_kv``."""
-    if pool.dtype is not torch.float32 or key.dtype is not torch.float32 or not pool.is_cpu:
-        return reference.write_kv(key, value, pool, slots)
-    key, value, slots = _rows(key), _rows(value), slots.contiguous()
-    tokens, kv_heads, head_dim = key.shape
-    key_token, key_head, _ = key.stride()
-    value_token, value_head, _ = value.stride()
-    _write_kv(
-        key.data_ptr(), key_token, key_head, value.data_ptr(), value_token, value_head, pool.data_ptr(), pool.shape[1],
-        slots.data_ptr(), tokens, kv_heads, head_dim, pool.shape[3], torch.get_num_threads(),
-    )  # fmt: skip
 
 
 def paged_attention(
@@ -35,11 +20,16 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See ``headrace_kernels.ops.paged_attention``."""
+    """See ``headrace_kernels.ops.paged_attention``; always deterministic."""
     tokens, heads, head_dim = query.shape
     if pool.dtype is not torch.float32 or query.dtype is not torch.float32 or head_dim % _LANES or not pool.is_cpu:
-        return reference.paged_attention(query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return reference.paged_attention(
+            query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
+            deterministic=deterministic,
+        )  # fmt: skip
     query = _rows(query)
     query_token, query_head, _ = query.stride()
     _, blocks, kv_heads, block_size, _ = pool.shape

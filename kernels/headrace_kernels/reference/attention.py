@@ -1,20 +1,12 @@
 """Attention over a paged cache in plain torch, vectorised over sequences."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
-
-
-def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """Stores key and value [T, K, D] into the pool [2, B, K, P, D] at ``slots`` [T] (negative ones are skipped)."""
-    block_size = pool.shape[3]
-    kept = slots >= 0
-    if not bool(kept.all()):
-        key, value, slots = key[kept], value[kept], slots[kept]
-    block, offset = slots // block_size, slots % block_size
-    pool[0, block, :, offset] = key.to(pool.dtype)
-    pool[1, block, :, offset] = value.to(pool.dtype)
 
 
 def paged_attention(
@@ -26,20 +18,48 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of query [T, H, D] over the pool [2, B, K, P, D]; see ``headrace_kernels.ops``.
 
-    Sequences are padded to the longest of their bucket, where a bucket holds query lengths of one power of two: decode
-    rows are never padded to the length of a prefill chunk, and the work is at most about twice the necessary.
+    Deterministic: one token at a time, which is slow. Else sequences are padded to the longest of their bucket, where a
+    bucket holds query lengths of one power of two: decode rows are never padded to the length of a prefill chunk, and
+    the work is at most about twice the necessary.
     """
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    if deterministic and len(query) > 1:
+        for token, alone in _token_by_token(meta):
+            row = slice(token, token + 1)
+            out[row] = paged_attention(
+                query[row], pool, alone, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale
+            )
+        return out
     query_lens = (meta.query_starts[1:] - meta.query_starts[:-1]).long()
     buckets = torch.frexp((query_lens * 2 - 1).clamp(min=0).float())[1]  # 1 | 2 | 3-4 | 5-8 | ...
     for bucket in sorted(set(buckets.tolist())):
-        members = ((buckets == bucket) & (query_lens > 0)).nonzero().flatten()
+        members = ((buckets == bucket) & (query_lens > 0) & (meta.seq_lens > 0)).nonzero().flatten()
         if len(members):
-            _attend_bucket(out, query, pool, meta, members, query_lens[members], scale, window, softcap, sinks)
+            lens = query_lens[members]
+            _attend_bucket(out, query, pool, meta, members, lens, scale, window, softcap, sinks, kv_scale)
     return out
+
+
+def _token_by_token(meta: AttentionMeta) -> Iterator[tuple[int, AttentionMeta]]:
+    """Each token of the step with a meta of its own, in which it is the last of its sequence."""
+    starts, lens = meta.query_starts.tolist(), meta.seq_lens.tolist()
+    for s, (start, end, seq_len) in enumerate(zip(starts, starts[1:], lens, strict=False)):
+        for token in range(start, end) if seq_len else ():
+            length = seq_len - (end - 1 - token)
+            alone = replace(
+                meta,
+                query_starts=meta.query_starts.new_tensor([0, 1]),
+                seq_lens=meta.seq_lens.new_tensor([length]),
+                block_tables=meta.block_tables[s : s + 1],
+                max_query_len=1,
+                max_seq_len=length,
+            )
+            yield token, alone
 
 
 def _attend_bucket(
@@ -53,6 +73,7 @@ def _attend_bucket(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    kv_scale: Tensor | None,
 ) -> None:
     device = query.device
     num_heads = query.shape[1]
@@ -73,7 +94,13 @@ def _attend_bucket(
     # Padding re-reads the sequence's own last key: never a block that belongs to somebody else.
     read_SL = torch.minimum(key_pos_SL, seq_lens[:, None] - 1)
     block_SL = meta.block_tables[members].long().gather(1, read_SL // block_size)
-    keys, values = pool[:, block_SL, :, read_SL % block_size].float().unbind(2)  # [S, L, K, D] each
+    offset_SL = read_SL % block_size
+    if kv_scale is None:
+        read = pool[:, block_SL, :, offset_SL].float()
+    else:
+        read = pool.view(torch.uint8)[:, block_SL, :, offset_SL].view(pool.dtype).float()  # torch cannot index float8
+        read = read * kv_scale[:, block_SL, :, offset_SL][..., None]
+    keys, values = read.unbind(2)  # [S, L, K, D] each
 
     scores = torch.einsum("sqkgd,slkd->skgql", q, keys) * scale
     if softcap:

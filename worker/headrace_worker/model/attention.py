@@ -38,6 +38,7 @@ class StepContext:
 
     layers: Mapping[int, LayerCache]  # by model layer index
     metas: Sequence[AttentionMeta]  # by cache group
+    deterministic: bool = False  # a row's bits depend on that row alone
     hidden_in: Tensor | None = None  # [1, T, N] from the stage before; None on the first
     hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
     attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
@@ -79,10 +80,12 @@ def attend(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
 
-    `window` is what the model's code says (None = it says nothing) and must be the cache group's.
+    `rope`: cos and sin [T, R] by which query and key are still to be rotated; both may be overwritten then. `window` is
+    what the model's code says (None = it says nothing) and must be the cache group's.
     """
     step = current_step()
     cache = step.layers[layer]
@@ -108,8 +111,20 @@ def attend(
         )
     step.attended.add(layer)
     meta = step.metas[cache.group]
-    ops.write_kv(key, value, cache.pool, meta.slots)
-    return ops.paged_attention(query, cache.pool, meta, scale=scale, window=cache.window, softcap=softcap, sinks=sinks)
+    if rope is None:
+        ops.write_kv(key, value, cache.pool, meta.slots)
+    else:
+        query = ops.rope_write_kv(query, key, value, *rope, cache.pool, meta.slots)
+    return ops.paged_attention(
+        query,
+        cache.pool,
+        meta,
+        scale=scale,
+        window=cache.window,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=step.deterministic,
+    )
 
 
 def attention_forward(

@@ -45,6 +45,7 @@ class LoadedModel:
     read_bytes: int  # of the checkpoint's files
     load_seconds: float  # from the start of `load`; imports not counted
     notes: list[str]
+    deterministic: bool = False  # a row's bits depend on that row alone
 
     @property
     def vocab_size(self) -> int:
@@ -118,6 +119,7 @@ def load(
         read_bytes=weights.read_bytes,
         load_seconds=time.monotonic() - started,
         notes=notes,
+        deterministic=config.deterministic,
     )
 
 

@@ -62,6 +62,7 @@ class Runner:
         self.rows = RowState(self.layout, max_rows, max_len, model.device)
         self.sampler = Sampler(model.vocab_size, max_rows, model.device)
         self._vocab_size = model.vocab_size
+        self._deterministic = model.deterministic
         self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
@@ -134,7 +135,7 @@ class Runner:
 
     def _compute(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        with step_context(StepContext(self._caches, batch.metas, hidden_in)):
+        with step_context(StepContext(self._caches, batch.metas, self._deterministic, hidden_in)):
             return self._model(ids, batch.positions, batch.sample_index)
 
     @torch.inference_mode()

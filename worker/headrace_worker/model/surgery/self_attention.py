@@ -1,4 +1,4 @@
-"""Self-attention with q/k/v in one product, rotary embedding in one operation, and no detour through [1, H, T, D].
+"""Self-attention with q/k/v in one product, rotary embedding and KV write in one operation, and no [1, H, T, D].
 
 Shape letters: T tokens, H query heads, K key/value heads, D head size, N hidden size.
 """
@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import headrace_kernels.ops as ops
 from headrace_worker.model.attention import attend
 from headrace_worker.model.surgery.linears import merge_linears
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
@@ -42,8 +41,10 @@ class FusedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = position_embeddings
-        query, key = ops.apply_rope(query, key, cos[0], sin[0])
-        out = attend(self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        rope = (cos[0], sin[0])
+        out = attend(
+            self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope
+        )
         return self.o_proj(out.view(1, tokens, self.heads * self.head_dim)), None
 
 

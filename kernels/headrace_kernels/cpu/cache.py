@@ -1,0 +1,45 @@
+"""The C++ cache store: float32 on a CPU; the rest goes to torch."""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.cpu.elementwise import apply_rope
+from headrace_kernels.cpu.library import load
+from headrace_kernels.reference import cache as reference
+
+_write_kv = load().headrace_write_kv
+
+
+def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """See ``headrace_kernels.ops.write_kv``."""
+    if pool.dtype is not torch.float32 or key.dtype is not torch.float32 or not pool.is_cpu:
+        return reference.write_kv(key, value, pool, slots, kv_scale)
+    key, value, slots = _rows(key), _rows(value), slots.contiguous()
+    tokens, kv_heads, head_dim = key.shape
+    key_token, key_head, _ = key.stride()
+    value_token, value_head, _ = value.stride()
+    _write_kv(
+        key.data_ptr(), key_token, key_head, value.data_ptr(), value_token, value_head, pool.data_ptr(), pool.shape[1],
+        slots.data_ptr(), tokens, kv_heads, head_dim, pool.shape[3], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def rope_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """See ``headrace_kernels.ops.rope_write_kv``; rotates in place."""
+    query, key = apply_rope(query, key, cos, sin)
+    write_kv(key, value, pool, slots, kv_scale)
+    return query
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

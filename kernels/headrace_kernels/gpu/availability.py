@@ -1,0 +1,31 @@
+"""Whether Triton kernels can run in this process."""
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+SWITCH = "HEADRACE_TRITON"
+INTERPRET = "TRITON_INTERPRET"
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU; fixed when it is first asked."""
+    return os.environ.get(INTERPRET, "0") not in ("", "0")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the Triton kernels cannot run here, as a sentence; None if they can. Fixed when it is first asked."""
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch not in ("on", "off"):
+        return f"{SWITCH}={switch} is neither on nor off"
+    if switch == "off":
+        return f"{SWITCH}=off"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    if not interpreted() and not torch.cuda.is_available():
+        return f"torch sees no CUDA device ({INTERPRET}=1 runs the kernels in Triton's interpreter, for tests)"
+    return None

@@ -1,0 +1,69 @@
+"""Launches the cache stores: any slot layout, plain or quantized pools. What they do not take goes to torch."""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.gpu.kernels import cache as kernels
+from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
+from headrace_kernels.reference import cache as reference
+
+_WARPS = 4
+
+
+def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """See ``headrace_kernels.ops.write_kv``."""
+    if not _fits(pool, key, value):
+        return reference.write_kv(key, value, pool, slots, kv_scale)
+    tokens, kv_heads, head_dim = key.shape
+    if tokens == 0:
+        return None
+    key, value = rows(key), rows(value)
+    _, block, head, slot, _ = pool.stride()
+    kernels.write_kv[(tokens, 2)](
+        key, value, *halves(pool, kv_scale), slots.contiguous(),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
+        kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim), pool.shape[3], quantization(pool),
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return None
+
+
+def rope_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """See ``headrace_kernels.ops.rope_write_kv``; writes into neither query nor key."""
+    if not _fits(pool, key, value) or not turns(query, key, cos, sin):
+        return reference.rope_write_kv(query, key, value, cos, sin, pool, slots, kv_scale)
+    tokens, heads, head_dim = query.shape
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if tokens == 0:
+        return out
+    kv_heads, half = key.shape[1], cos.shape[-1] // 2
+    query, key, value, cos, sin = rows(query), rows(key), rows(value), rows(cos), rows(sin)
+    _, block, head, slot, _ = pool.stride()
+    kernels.rope_write_kv[(tokens, 3)](
+        out, query, key, value, cos, sin, *halves(pool, kv_scale), slots.contiguous(),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        cos.stride(0), sin.stride(0), block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
+        heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim),
+        half, power_of_2(half), power_of_2(head_dim - 2 * half), pool.shape[3], quantization(pool), num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def turns(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernels rotate these: one dtype (torch would widen a mixture), and tables that are not wider."""
+    return query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype
+
+
+def _fits(pool: Tensor, key: Tensor, value: Tensor) -> bool:
+    known = pool.dtype in FLOATS or quantization(pool) != 0
+    return known and key.dtype in FLOATS and value.dtype in FLOATS and pool.stride(-1) == 1

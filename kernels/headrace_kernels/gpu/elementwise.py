@@ -1,0 +1,104 @@
+"""Launches norms, activation and rotary embedding; what the kernels do not take goes to torch."""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.gpu.cache import turns
+from headrace_kernels.gpu.kernels import cache as rope_kernels
+from headrace_kernels.gpu.kernels import elementwise as kernels
+from headrace_kernels.gpu.tensors import FLOATS, flat, power_of_2, rows
+from headrace_kernels.reference import elementwise as reference
+
+_LARGEST_ROW = 32768  # a program holds whole rows in registers
+_TILE = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``headrace_kernels.ops.rms_norm``."""
+    if not _norms(x, weight):
+        return reference.rms_norm(x, weight, eps)
+    return _normed(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.add_rms_norm``."""
+    if not _norms(x, weight) or x.shape != residual.shape or x.dtype is not residual.dtype:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    return _normed(x, residual, weight, eps)
+
+
+def _norms(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype in FLOATS and weight.dtype in FLOATS and x.shape[-1] <= _LARGEST_ROW
+
+
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else out
+    count = out.numel() // size
+    if count == 0:
+        return out, total
+    x = _two_levels(x)
+    added = x if residual is None else _two_levels(residual.expand(out.shape))
+    inner = x.shape[1]
+    if added.shape != x.shape:
+        x, added, inner = x.reshape(count, 1, size), added.reshape(count, 1, size), 1
+    padded = power_of_2(size)
+    tile = max(1, _TILE // padded)  # depends on the row's size alone, and so does the order of its sum
+    warps = min(16, max(1 if padded < 512 else 4, padded // 1024))
+    kernels.rms_norm[(-(-count // tile),)](
+        out, total, x, added, weight.contiguous(), count, inner,
+        x.stride(0), x.stride(1), added.stride(0), added.stride(1), eps,
+        residual is not None, size, padded, tile, num_warps=warps,
+    )  # fmt: skip
+    return out, total
+
+
+def _two_levels(x: Tensor) -> Tensor:
+    """x as [A, B, N] with contiguous rows; heads cut from a merged projection stay views."""
+    x = rows(x)
+    if x.dim() == 3:
+        return x.view(x.shape[1], 1, x.shape[2]) if x.shape[0] == 1 and x.stride(1) else x
+    x = x.reshape(-1, x.shape[-1])
+    return x[:, None]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.silu_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul_pair(gate, up)
+
+
+def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.silu_mul_pair``."""
+    if gate.dtype not in FLOATS or up.dtype is not gate.dtype or gate.shape != up.shape:
+        return reference.silu_mul_pair(gate, up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    size = gate.shape[-1]
+    if out.numel() == 0:
+        return out
+    gates, ups = flat(gate), flat(up)
+    block = min(_TILE, power_of_2(size))
+    kernels.silu_mul[(gates.shape[0], -(-size // block))](
+        out, gates, ups, gates.stride(0), ups.stride(0), size, block, num_warps=4
+    )
+    return out
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.apply_rope``; not in place."""
+    if not turns(query, key, cos, sin):
+        return reference.apply_rope(query, key, cos, sin)
+    tokens, heads, head_dim = query.shape
+    kv_heads, half = key.shape[1], cos.shape[-1] // 2
+    out_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    if tokens:
+        query, key, cos, sin = rows(query), rows(key), rows(cos), rows(sin)
+        rope_kernels.rope[(tokens, 2)](
+            out_query, out_key, query, key, cos, sin,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos.stride(0), sin.stride(0),
+            heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, half, power_of_2(half),
+            power_of_2(head_dim - 2 * half), num_warps=4,
+        )  # fmt: skip
+    return out_query, out_key

@@ -1,0 +1,197 @@
+"""Kernels that store keys and values in the paged cache, plain or quantized, with or without rotary embedding."""
+
+import triton
+import triton.language as tl
+
+from headrace_kernels.gpu.kernels.numbers import encode_e4m3, round_to_int8
+
+
+@triton.jit
+def head_scale(largest, check, QUANT: tl.constexpr):
+    """Scale [K] of heads from their largest magnitudes; not a number if ``check`` (a sum of 0 * x) is none."""
+    steps = 127.0 if QUANT == 1 else 448.0
+    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, steps, tl.float32)), 1e-30) + check
+
+
+@triton.jit
+def as_stored(x, scale, target, QUANT: tl.constexpr):
+    """Values [K, D] in the pool's format."""
+    if QUANT == 1:
+        return round_to_int8(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+    if QUANT == 2:
+        return encode_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+    return x.to(target.dtype.element_ty)
+
+
+@triton.jit
+def store_heads(
+    source, source_head, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride,
+    KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Stores one token's heads [K, D] at its slot."""
+    h = tl.arange(0, K_PAD)
+    d = tl.arange(0, D_PAD)
+    mask = (h < KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+    x = tl.load(source + (h * source_head)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    scale = tl.full([K_PAD], 1.0, tl.float32)
+    if QUANT:
+        scale = head_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), QUANT)
+        tl.store(scales + block * scale_block_stride + h * BLOCK_SIZE + offset, scale, mask=h < KV_HEADS)
+    into = pool + block * block_stride + offset * slot_stride + (h * head_stride)[:, None] + d[None, :]
+    tl.store(into, as_stored(x, scale, pool, QUANT), mask=mask)
+
+
+@triton.jit
+def load_turned(
+    source, source_head, cos, sin,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
+    """Both halves [H, HALF] of one token's rotated heads, rounded as the source is, as float32; and their mask."""
+    h = tl.arange(0, H_PAD)
+    d = tl.arange(0, HALF_PAD)
+    near = d < HALF
+    mask = (h < HEADS)[:, None] & near[None, :]
+    place = source + (h * source_head)[:, None] + d[None, :]
+    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos + d, mask=near, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + HALF + d, mask=near, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + d, mask=near, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + HALF + d, mask=near, other=0.0).to(tl.float32)
+    first = a * cos_a[None, :] - b * sin_a[None, :]
+    second = b * cos_b[None, :] + a * sin_b[None, :]
+    round_to = source.dtype.element_ty
+    return first.to(round_to).to(tl.float32), second.to(round_to).to(tl.float32), mask
+
+
+@triton.jit
+def turn_heads(
+    out, source, source_head, cos, sin,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rotates one token's heads [H, D] into contiguous memory."""
+    first, second, mask = load_turned(source, source_head, cos, sin, HEADS, H_PAD, HALF, HALF_PAD)
+    h = tl.arange(0, H_PAD)
+    d = tl.arange(0, HALF_PAD)
+    place = out + (h * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(place, first.to(out.dtype.element_ty), mask=mask)
+    tl.store(place + HALF, second.to(out.dtype.element_ty), mask=mask)
+    if HEAD_DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, REST_PAD)
+        mask = (h < HEADS)[:, None] & (rest < HEAD_DIM)[None, :]
+        x = tl.load(source + (h * source_head)[:, None] + rest[None, :], mask=mask)
+        tl.store(out + (h * HEAD_DIM)[:, None] + rest[None, :], x, mask=mask)
+
+
+@triton.jit
+def store_turned(
+    source, source_head, cos, sin, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride,
+    KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Rotates one token's key heads [K, D] and stores them at its slot."""
+    first, second, mask = load_turned(source, source_head, cos, sin, KV_HEADS, K_PAD, HALF, HALF_PAD)
+    h = tl.arange(0, K_PAD)
+    d = tl.arange(0, HALF_PAD)
+    rest = 2 * HALF + tl.arange(0, REST_PAD)
+    rest_mask = (h < KV_HEADS)[:, None] & (rest < HEAD_DIM)[None, :]
+    third = tl.load(source + (h * source_head)[:, None] + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    scale = tl.full([K_PAD], 1.0, tl.float32)
+    if QUANT:
+        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(third), 1))
+        check = tl.sum((first + second) * 0.0, 1) + tl.sum(third * 0.0, 1)
+        scale = head_scale(largest, check, QUANT)
+        tl.store(scales + block * scale_block_stride + h * BLOCK_SIZE + offset, scale, mask=h < KV_HEADS)
+    into = pool + block * block_stride + offset * slot_stride + (h * head_stride)[:, None]
+    tl.store(into + d[None, :], as_stored(first, scale, pool, QUANT), mask=mask)
+    tl.store(into + HALF + d[None, :], as_stored(second, scale, pool, QUANT), mask=mask)
+    if HEAD_DIM > 2 * HALF:
+        tl.store(into + rest[None, :], as_stored(third, scale, pool, QUANT), mask=rest_mask)
+
+
+@triton.jit
+def write_kv(
+    key, value, keys, values, key_scales, value_scales, slots, key_token, key_head, value_token, value_head,
+    block_stride, head_stride, slot_stride, scale_block_stride,
+    KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, 2): keys, then values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    if tl.program_id(1) == 0:
+        store_heads(
+            key + token * key_token, key_head, keys, key_scales, slot, block_stride, head_stride, slot_stride,
+            scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+        )  # fmt: skip
+    else:
+        store_heads(
+            value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
+            slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+        )  # fmt: skip
+
+
+@triton.jit
+def rope_write_kv(
+    out, query, key, value, cos, sin, keys, values, key_scales, value_scales, slots,
+    query_token, query_head, key_token, key_head, value_token, value_head, cos_token, sin_token,
+    block_stride, head_stride, slot_stride, scale_block_stride,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, 3): queries into ``out``, keys and values into the pool."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cos += token * cos_token
+    sin += token * sin_token
+    if part == 0:
+        turn_heads(
+            out + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
+            HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            if part == 1:
+                store_turned(
+                    key + token * key_token, key_head, cos, sin, keys, key_scales, slot, block_stride, head_stride,
+                    slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, BLOCK_SIZE,
+                    QUANT,
+                )  # fmt: skip
+            else:
+                store_heads(
+                    value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
+                    slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+                )  # fmt: skip
+
+
+@triton.jit
+def rope(
+    out_query, out_key, query, key, cos, sin, query_token, query_head, key_token, key_head, cos_token, sin_token,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, 2): queries, then keys."""
+    token = tl.program_id(0).to(tl.int64)
+    cos += token * cos_token
+    sin += token * sin_token
+    if tl.program_id(1) == 0:
+        turn_heads(
+            out_query + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
+            HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+        )  # fmt: skip
+    else:
+        turn_heads(
+            out_key + token * KV_HEADS * HEAD_DIM, key + token * key_token, key_head, cos, sin,
+            KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+        )  # fmt: skip

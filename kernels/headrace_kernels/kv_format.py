@@ -1,0 +1,33 @@
+"""Formats of the KV pool: floating point as it is, or 8 bits with one scale per written token and KV head.
+
+A quantized pool [2, B, K, P, D] comes with ``kv_scale`` [2, B, K, P] float32: the largest magnitude of a head's D
+entries divided by the format's largest number. It is found when the token is written, so nothing has to be
+calibrated, blocks can be moved and shared together with their scales, and no other token can spoil one's precision.
+Entry = stored number * scale.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST_SCALE = 1e-30  # keeps the entries of an all-zero head finite
+
+
+class CacheFormatError(ValueError):
+    """A KV pool's dtype and scales do not belong together."""
+
+
+def check(pool: Tensor, kv_scale: Tensor | None) -> None:
+    """Raises CacheFormatError unless the pool is plain without scales, or quantized with scales that fit it."""
+    if pool.dtype not in LARGEST:
+        if kv_scale is not None:
+            raise CacheFormatError(f"A KV pool of {pool.dtype} takes no kv_scale; pools of int8 and float8_e4m3fn do.")
+        return
+    if kv_scale is None:
+        raise CacheFormatError(f"A KV pool of {pool.dtype} needs kv_scale, a float32 tensor {list(pool.shape[:4])}.")
+    fits = kv_scale.shape == pool.shape[:4] and kv_scale.stride()[2:] == (pool.shape[3], 1)
+    if not fits or kv_scale.dtype is not torch.float32:
+        raise CacheFormatError(
+            f"A KV pool {list(pool.shape)} wants kv_scale as float32 {list(pool.shape[:4])} with contiguous [K, P], "
+            f"not {kv_scale.dtype} {list(kv_scale.shape)} with strides {list(kv_scale.stride())}."
+        )

@@ -1,0 +1,77 @@
+"""Storing keys and values: rotated or not, in every format of the pool, by every backend."""
+
+import pytest
+import torch
+
+from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels.kv_format import LARGEST, CacheFormatError
+
+BACKENDS = catalog.ROPE_WRITE_KV.available()
+FORMATS = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+
+
+def _pool(dtype, blocks=6, heads=2, size=16, dim=32):
+    pool = torch.zeros(2, blocks, heads, size, dim, dtype=torch.uint8 if dtype in LARGEST else dtype)
+    if dtype not in LARGEST:
+        return pool, None
+    return pool.view(dtype), torch.zeros(2, blocks, heads, size)
+
+
+def _plain(pool, scale):
+    return pool.float() if scale is None else pool.float() * scale[..., None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(("tokens", "rotary"), [(1, 32), (7, 32), (40, 16)])
+def test_rope_and_store_in_one(backend, dtype, tokens, rotary):
+    """As rope by itself followed by a store by itself, up to the format's precision; skipped slots stay as they are."""
+    merged = torch.randn(tokens, 8, 32)  # slices of one projection, as the model has them
+    query, key, value = merged.split((4, 2, 2), 1)
+    angle = torch.randn(tokens, rotary // 2).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    slots = torch.randperm(96)[:tokens]
+    slots[::3] = -1
+    pool, scale = _pool(dtype)
+    expected_query, rotated = catalog.APPLY_ROPE.named("torch")(query.clone(), key.clone(), cos, sin)
+    kept = value.clone()
+    out = catalog.ROPE_WRITE_KV.named(backend)(query, key, value, cos, sin, pool, slots, scale)
+    torch.testing.assert_close(out, expected_query, atol=1e-6, rtol=1e-5)
+    assert torch.equal(value, kept)
+    stored = _plain(pool, scale).permute(0, 1, 3, 2, 4).reshape(2, 96, 2, 32)
+    written = slots[slots >= 0]
+    coarse = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.int8: 2e-2, torch.float8_e4m3fn: 0.15}[dtype]
+    for part, x in enumerate((rotated, value)):
+        torch.testing.assert_close(stored[part, written], x[slots >= 0].float(), atol=coarse, rtol=coarse)
+    untouched = torch.ones(96, dtype=torch.bool)
+    untouched[written] = False
+    assert not stored[:, untouched].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_attention_over_8_bits(backend, dtype):
+    """What was stored in 8 bits is read back as what it stands for."""
+    pool, scale = _pool(dtype)
+    key, value = torch.randn(40, 2, 32) * 3, torch.randn(40, 2, 32)
+    slots = torch.arange(16, 56)
+    catalog.WRITE_KV.named(backend)(key, value, pool, slots, scale)
+    meta = AttentionMeta(
+        torch.tensor([0, 2], dtype=torch.int32), torch.tensor([40], dtype=torch.int32),
+        torch.tensor([[1, 2, 3]], dtype=torch.int32), slots[-2:], 2, 40,
+    )  # fmt: skip
+    query = torch.randn(2, 4, 32)
+    out = catalog.PAGED_ATTENTION.named(backend)(query, pool, meta, scale=0.2, kv_scale=scale)
+    plain = catalog.PAGED_ATTENTION.named("torch")(query, _plain(pool, scale), meta, scale=0.2)
+    torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-4)
+
+
+def test_formats_and_scales_belong_together():
+    plain, _ = _pool(torch.float32)
+    small, scale = _pool(torch.int8)
+    x, slots = torch.randn(1, 2, 32), torch.tensor([3])
+    from headrace_kernels import ops
+
+    for pool, wrong in ((plain, scale), (small, None), (small, scale[:, :2])):
+        with pytest.raises(CacheFormatError):
+            ops.write_kv(x, x, pool, slots, wrong)

@@ -1,0 +1,77 @@
+"""What a recorded step needs of attention: shapes alone decide the launch, and padding is harmless; and determinism."""
+
+import pytest
+import torch
+
+from headrace_kernels import AttentionMeta, catalog
+
+BACKENDS = catalog.PAGED_ATTENTION.available()
+
+
+def _padded(case, tokens, sequences, entries, max_query_len, max_seq_len):
+    """The same batch in larger buffers: tokens of no sequence, sequences of no token."""
+    meta, count = case.meta, case.query.shape[0]
+    query = torch.full((tokens, *case.query.shape[1:]), float("nan"))
+    query[:count] = case.query
+    tables = torch.zeros(sequences, entries, dtype=torch.int32)
+    tables[: len(case.lens), : meta.block_tables.shape[1]] = meta.block_tables
+    starts = torch.full((sequences + 1,), count, dtype=torch.int32)
+    starts[: len(case.lens) + 1] = meta.query_starts
+    lens = torch.zeros(sequences, dtype=torch.int32)
+    lens[: len(case.lens)] = meta.seq_lens
+    slots = torch.full((tokens,), -1, dtype=torch.int64)
+    return query, AttentionMeta(starts, lens, tables, slots, max_query_len, max_seq_len)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize(
+    ("lens", "tokens", "sequences", "longest"),
+    [
+        ([(1, 5), (1, 16), (1, 33)], 8, 8, 1),
+        ([(1, 5)], 1, 1, 1),
+        ([(1, 31), (20, 20), (3, 70)], 64, 16, 64),
+        ([(7, 7)], 16, 16, 16),
+    ],
+)
+def test_padding_changes_nothing(make_case, backend, lens, tokens, sequences, longest, window):
+    case = make_case(lens, heads=6, kv_heads=2, head_dim=32, window=window)
+    query, meta = _padded(case, tokens, sequences, 16, longest, 256)
+    out = catalog.PAGED_ATTENTION.named(backend)(query, case.pool, meta, scale=0.2, window=window)
+    count = case.query.shape[0]
+    torch.testing.assert_close(out[:count], case.naive(0.2, window).float(), atol=2e-6, rtol=1e-5)
+    if backend == "triton":
+        assert not out[count:].any(), "what belongs to no sequence is zero, not NaN"
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not here")
+# The interpreter multiplies float32 with a library whose rows depend on where they stand; float16 it does not.
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32][: 3 if torch.cuda.is_available() else 1], ids=str
+)
+@pytest.mark.parametrize("window", [0, 40])
+def test_deterministic_rows_are_their_own(make_case, dtype, window):
+    """Bit for bit: alone, among others, as a decode step or within a prefill, whatever the bounds of the launch."""
+    attend = catalog.PAGED_ATTENTION.named("triton")
+    lens = [(1, 50), (30, 75), (70, 70), (1, 130)]
+    case = make_case(lens, heads=4, kv_heads=2, head_dim=64, window=window)
+    pool, query = case.pool.to(dtype), case.query.to(dtype)
+    options = {"scale": 0.125, "window": window, "deterministic": True}
+    together = attend(query, pool, case.meta, **options)
+    starts = case.meta.query_starts.tolist()
+    for place, (count, length) in enumerate(lens):
+        for rows in {1, count}:  # the last token alone, and all
+            first = starts[place] + count - rows
+            meta = AttentionMeta(
+                torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32),
+                case.meta.block_tables[place : place + 1], torch.empty(0), rows, length,
+            )  # fmt: skip
+            alone = attend(query[first : first + rows], pool, meta, **options)
+            assert torch.equal(alone, together[first : first + rows])
+
+
+def test_every_op_has_a_reference_and_every_backend():
+    for op in catalog.ALL:
+        assert op.available()[-1] == "torch"
+        assert op.chosen("cpu") in ("cpu", "torch")
+        assert [backend for backend in op.available() if backend == "triton"] == ["triton"] * ("triton" in BACKENDS)
