@@ -31,5 +31,9 @@ class NotRunningError(HeadraceError):
     """No server answers where a client command looks for one."""
 
 
+class ProfileError(HeadraceError):
+    """No profile can be made; the sentence says why."""
+
+
 class StateError(HeadraceError):
     """The folder that keeps keys and process ids cannot be used."""

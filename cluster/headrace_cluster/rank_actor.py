@@ -2,16 +2,19 @@
 
 import importlib
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, StartOrder, StartOutcome
+from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, ProfileOutcome, StartOrder, StartOutcome
 from headrace_proto.errors import HeadraceError
 from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
 
 
 class RankActor:
@@ -29,6 +32,9 @@ class RankActor:
         self._replica_class = replica_class
         self._replica: Any = None
         self._progress = ("importing the engine", 0.0)
+        if threading.current_thread() is threading.main_thread():
+            # Without a handler it would end the process.
+            signal.signal(signal.SIGUSR2, lambda number, frame: self._profile_on_signal())
 
     def facts(self) -> tuple[int, str, list[str]]:
         """Process id, node, and the GPUs that Ray keeps for this rank."""
@@ -69,10 +75,29 @@ class RankActor:
         if self._replica is not None:
             self._replica.drain()
 
+    def profile(self, steps: int, seconds: float) -> bytes:
+        """Records the next steps; returns an encoded ProfileOutcome when the trace is written, or cannot be."""
+        try:
+            outcome = ProfileOutcome(self._replica.profile(steps, seconds))
+        except HeadraceError as error:
+            outcome = ProfileOutcome(error=str(error))
+        return msgspec.msgpack.encode(outcome)
+
     def stop(self) -> None:
         """Ends the engine; the process is ended by the controller."""
         if self._replica is not None:
             self._replica.stop()
+
+    def _profile_on_signal(self) -> None:
+        """A window of the usual size; what comes of it is in the log."""
+
+        def begin() -> None:
+            try:
+                self._replica.begin_profile(DEFAULT_STEPS, DEFAULT_SECONDS)
+            except Exception as error:
+                print(f"SIGUSR2: no profile: {error}", flush=True)
+
+        threading.Thread(target=begin, daemon=True).start()  # a handler must not wait for a lock
 
     def _start(self, meeting: Meeting | None) -> ReplicaStarted:
         replica = self._replica or self._make()

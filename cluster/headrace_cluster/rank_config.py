@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace_worker.config import Meeting, ReplicaStarted
+from headrace_worker.profiling import ProfileReport
 
 NODE_HOST = "node"  # as ReplicaConfig.host: the address by which Ray knows this node
 REPLICA_CLASS = "headrace_worker.replica:Replica"
@@ -24,3 +25,10 @@ class StartOutcome(msgspec.Struct, frozen=True):
     error: str = ""
     final: bool = False  # the next try would end the same way
     secondary: bool = False  # another rank is to blame
+
+
+class ProfileOutcome(msgspec.Struct, frozen=True):
+    """What came of a profile of one rank: a report, or a sentence."""
+
+    report: ProfileReport | None = None
+    error: str = ""

@@ -11,6 +11,7 @@ import pytest
 
 from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.rank_config import ProfileOutcome
 from headrace_cluster.spec import ModelSpec
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
 
@@ -39,6 +40,7 @@ class FakeDriver:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
         self.failures: list[StartFailedError] = []  # of the next starts
+        self.profiles: list[ProfileOutcome] = []  # what a profile brings
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
 
     async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
@@ -60,6 +62,10 @@ class FakeDriver:
 
     async def died(self, name: ReplicaName) -> str:
         return await self._deaths[name]
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        self.calls.append(("profile", name))
+        return self.profiles
 
     async def drain(self, name: ReplicaName) -> None:
         self.calls.append(("drain", name))

@@ -39,6 +39,7 @@ def _imported(*arguments: str) -> set[str]:
         ("status", "--json"),
         ("status",),
         ("stop",),
+        ("profile",),
         ("chat", "--once", "x"),
         ("config", "show"),
     ],
@@ -66,6 +67,8 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("router", "--config-stdin"), 2, "--secret-file"),
         (("status",), 1, "./headrace serve"),
         (("stop",), 1, "./headrace serve"),
+        (("profile",), 1, "./headrace serve"),
+        (("profile", "--steps", "many"), 2, "valid integer"),
         (("chat", "--once", "x", "--port", "1"), 1, "./headrace serve --port 1"),
     ],
 )
@@ -109,6 +112,17 @@ def test_a_strange_variable_is_a_warning() -> None:
     assert "HEADRACE_PROT sets nothing (did you mean HEADRACE_PORT?)" in done.stderr
 
 
+PROFILE = {
+    "id": "tiny-0",
+    "generation": 1,
+    "traces": [
+        {"rank": 0, "node": "10.0.0.1", "path": "/p/[x]-r0.gz", "steps": 5, "seconds": 0.5, "note": "5 of 40 steps"},
+        {"rank": 1, "node": "10.0.0.2", "error": "no step ran"},
+    ],
+    "operators": [{"name": "aten::mm", "calls": 7, "milliseconds": 12.3456, "share": 0.815, "on_device": False}],
+}
+
+
 class FakeServer:
     """Answers like a router and an admin API; keeps what it was asked."""
 
@@ -139,6 +153,8 @@ class FakeServer:
         elif handler.path == "/status":
             document = {"replicas": [{"id": "tiny-0"}], "routers": []}
             self._send(handler, 200, json.dumps(document))
+        elif handler.path == "/profile" and not self.broken:
+            self._send(handler, 200, json.dumps(PROFILE))
         elif self.broken:
             self._send(handler, 400, json.dumps({"error": {"message": "the prompt is too long"}}))
         else:
@@ -193,7 +209,7 @@ def test_chat_repeats_the_servers_sentence(server: FakeServer) -> None:
     assert done.stderr == "headrace: the prompt is too long\n"
 
 
-def test_status_uses_the_kept_key(server: FakeServer) -> None:
+def test_status_and_profile_use_the_kept_key(server: FakeServer) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     url = f"http://127.0.0.1:{server.port}"
@@ -202,5 +218,20 @@ def test_status_uses_the_kept_key(server: FakeServer) -> None:
     assert done.returncode == 0
     assert json.loads(done.stdout) == {"replicas": [{"id": "tiny-0"}], "routers": []}
     assert server.requests[-1][1]["Authorization"] == "Bearer kept-key"
+    profiled = _run("profile", "tiny-0", "--steps", "5", "--admin-port", str(server.port))
+    assert profiled.returncode == 0, profiled.stderr
+    path, headers, body = server.requests[-1]
+    assert (path, headers["Authorization"], json.loads(body)) == (
+        "/profile",
+        "Bearer kept-key",
+        {"replica": "tiny-0", "steps": 5},
+    )
+    lines = [line.split() for line in profiled.stdout.splitlines()]
+    assert ["rank", "0", "on", "10.0.0.1:", "5", "steps", "in", "0.500", "s", "/p/[x]-r0.gz"] in lines
+    assert ["aten::mm", "7", "12.35", "81.5%"] in lines
+    assert "5 of 40 steps" in profiled.stdout and "no step ran" in profiled.stdout
+    server.broken = True
+    refused = _run("profile", "--admin-port", str(server.port))
+    assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "headrace: the prompt is too long\n")
     elsewhere = _run("status", "--admin-port", "1")
     assert f"servers run with --admin-port {server.port}" in elsewhere.stderr

@@ -17,11 +17,14 @@ from headrace_cluster.controller.driver import StartFailedError
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.reconciler import State
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.errors import ProfileError
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.rank_config import ProfileOutcome
 from headrace_cluster.spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import secret_metadata
+from headrace_worker.profiling import Operator, ProfileReport
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -32,6 +35,7 @@ HEALTH = {
     "drain_seconds": 2,
     "start_seconds": 20,
 }
+LOOPBACK = "127.0.0.1:8002"
 FIRST = ReplicaName("smollm2-0", 1)
 SECOND = ReplicaName("smollm2-0", 2)
 
@@ -182,15 +186,22 @@ def test_admin_needs_key_and_host() -> None:
     async def stop() -> None:
         stopped.append(True)
 
-    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop)
+    async def profile(replica: str | None, steps: int, seconds: float) -> dict[str, Any]:
+        if replica == "busy":
+            raise ProfileError("a profile is being recorded")
+        return {"asked": [replica, steps, seconds]}
+
+    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, profile)
     good = {"Authorization": "Bearer the-key"}
 
-    async def ask(method: str, path: str, headers: dict[str, str], host: str = "127.0.0.1:8002") -> httpx.Response:
+    async def ask(
+        method: str, path: str, headers: dict[str, str], host: str = LOOPBACK, content: str = ""
+    ) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{host}") as client:
-            return await client.request(method, path, headers=headers)
+            return await client.request(method, path, headers=headers, content=content)
 
     async def scenario() -> None:
-        for path in ("/status", "/stop", "/nothing", "/docs", "/openapi.json"):
+        for path in ("/status", "/stop", "/profile", "/nothing", "/docs", "/openapi.json"):
             for method in ("GET", "POST", "OPTIONS"):
                 for headers in ({}, {"Authorization": "Bearer the-kez"}, {"Authorization": "the-key"}):
                     answer = await ask(method, path, headers)
@@ -202,9 +213,59 @@ def test_admin_needs_key_and_host() -> None:
         answer = await ask("GET", "/status", good | {"Origin": "http://evil.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert (await ask("GET", "/stop", good)).status_code == 405
+        assert (await ask("POST", "/profile", good)).json() == {"asked": [None, 20, 10.0]}
+        wanted = '{"replica": "m-1", "steps": 3, "seconds": 2.5}'
+        assert (await ask("POST", "/profile", good, content=wanted)).json() == {"asked": ["m-1", 3, 2.5]}
+        answer = await ask("POST", "/profile", good, content='{"replica": "busy"}')
+        assert (answer.status_code, answer.json()["error"]["message"]) == (409, "a profile is being recorded")
+        for body, word in (('{"steps": "many"}', "steps"), ('{"folder": "/etc"}', "folder"), ("[", "json")):
+            answer = await ask("POST", "/profile", good, content=body)
+            assert answer.status_code == 400 and word in answer.json()["error"]["message"]
         assert (await ask("GET", "/nothing", good)).status_code == 404
         assert (await ask("POST", "/stop", good)).status_code == 202
         assert stopped == [True]
+
+    asyncio.run(scenario())
+
+
+def test_a_profile_of_the_replica_that_is_meant(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
+    report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
+
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, _):
+            with pytest.raises(ProfileError, match=r"smollm2-0 is .*: ask again when it is ready"):
+                await supervisor.profile(None, 4, 1.0)
+            await eventually(lambda: supervisor.reconciler.ready)
+            driver.profiles = [ProfileOutcome(report)]
+            document = json.loads(json.dumps(await supervisor.profile(None, 4, 1.0)))
+            trace = {
+                "rank": 0,
+                "node": "here",
+                "path": report.path,
+                "steps": 4,
+                "seconds": 0.25,
+                "note": "4 of 9 steps",
+            }
+            assert (document["id"], document["generation"], document["traces"]) == ("smollm2-0", 1, [trace])
+            (operator,) = document["operators"]
+            assert (operator["name"], operator["milliseconds"], operator["share"]) == ("aten::mm", 3.457, 0.75)
+            driver.profiles = [ProfileOutcome(error="serve with --profile DIR")]
+            with pytest.raises(ProfileError, match="--profile DIR"):
+                await supervisor.profile("smollm2-0", 4, 1.0)
+            with pytest.raises(ProfileError, match=r"no replica 'other'.*smollm2-0"):
+                await supervisor.profile("other", 4, 1.0)
+            assert driver.calls.count(("profile", FIRST)) == 2
+
+    asyncio.run(scenario())
+
+
+def test_of_several_replicas_one_is_named(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret, replicas=2) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.ready)
+            with pytest.raises(ProfileError, match="smollm2-0, smollm2-1"):
+                await supervisor.profile(None, 4, 1.0)
 
     asyncio.run(scenario())
 

@@ -5,13 +5,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import ray.exceptions
 
 from headrace_cluster.controller.driver import StartFailedError
 from headrace_cluster.controller.rank_group import RankGroup
 from headrace_cluster.gpu_binding import GpuBinding, bind_gpus
 from headrace_cluster.naming import ReplicaName
-from headrace_cluster.rank_config import StartOrder, StartOutcome
+from headrace_cluster.rank_actor import RankActor
+from headrace_cluster.rank_config import ProfileOutcome, StartOrder, StartOutcome
 from headrace_worker.config import Meeting, ReplicaStarted
+from headrace_worker.profiling import ProfileRefusedError, ProfileReport
 
 MEETING = Meeting("127.0.0.1", 1, 2, bytes(32))
 
@@ -89,3 +92,40 @@ def test_the_rank_to_blame_is_told_though_it_answers_last() -> None:
     with pytest.raises(StartFailedError, match="second shard") as raised:
         asyncio.run(_group(_Actor(seen), _Actor(cause, 0.1), _Actor(None)).start())
     assert raised.value.final
+
+
+class _Replica:
+    def __init__(self, brings: ProfileReport | Exception) -> None:
+        self._brings = brings
+
+    def profile(self, steps: int, seconds: float) -> ProfileReport:
+        if isinstance(self._brings, Exception):
+            raise self._brings
+        return msgspec.structs.replace(self._brings, steps=steps, seconds=seconds)
+
+
+class _Profiled:
+    """The handle of a real RankActor around such a replica, or of one that was killed."""
+
+    def __init__(self, brings: ProfileReport | Exception) -> None:
+        self.profile = _Method(self._profile)
+        self._brings = brings
+
+    async def _profile(self, steps: int, seconds: float) -> bytes:
+        if isinstance(self._brings, ray.exceptions.RayError):
+            raise self._brings
+        actor = RankActor.__new__(RankActor)
+        actor._replica = _Replica(self._brings)
+        return actor.profile(steps, seconds)
+
+
+def test_a_profile_is_of_every_rank_and_each_says_what_it_has() -> None:
+    report = ProfileReport("/p/r0.gz", 0, 0.0, [])
+    refused = ProfileRefusedError("serve with --profile DIR")
+    actors: Any = [_Profiled(report), _Profiled(refused), _Profiled(ray.exceptions.RayActorError())]
+    outcomes = asyncio.run(_group(*actors).profile(7, 2.5))
+    assert outcomes == [
+        ProfileOutcome(ProfileReport("/p/r0.gz", 7, 2.5, [])),
+        ProfileOutcome(error="serve with --profile DIR"),
+        ProfileOutcome(error="rank 2 of m-0 (process 102) was killed while it was profiled"),
+    ]

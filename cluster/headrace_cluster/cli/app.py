@@ -169,6 +169,21 @@ def status(
 
 
 @app.command()
+def profile(
+    replica: Annotated[str | None, typer.Argument(metavar="[REPLICA]", help="As `status` names it.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="At most so many steps. [default: 20]")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="For at most so long. [default: 10]")] = None,
+    host: o.Host = None,
+    port: o.Port = None,
+    admin_port: o.AdminPort = None,
+) -> None:
+    """Record the next steps of a replica that runs with --profile DIR, every rank for itself."""
+    from headrace_cluster.cli.profile import profile_replica
+
+    profile_replica(o.client_setting("admin_port", admin_port, 8002), replica, steps, seconds)
+
+
+@app.command()
 def stop(
     host: o.Host = None,
     port: o.Port = None,

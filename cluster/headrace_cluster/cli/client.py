@@ -74,14 +74,17 @@ class AdminClient:
         if not self._key:
             raise NotRunningError(self._nobody())
 
-    def call(self, method: str, path: str) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> dict[str, Any]:
         """The answer's document. Raises NotRunningError, ServerError."""
         host = "127.0.0.1"
         if self.state is not None:
             host = self.state.admin_url.removeprefix("http://").rpartition(":")[0].strip("[]")
-        connection = http.client.HTTPConnection(host, self._port, timeout=TIMEOUT_SECONDS)
+        connection = http.client.HTTPConnection(host, self._port, timeout=timeout)
         try:
-            connection.request(method, path, headers={"Authorization": f"Bearer {self._key}"})
+            sent = json.dumps(body) if body is not None else None
+            connection.request(method, path, sent, {"Authorization": f"Bearer {self._key}"})
             response = connection.getresponse()
             if response.status not in (200, 202):
                 raise ServerError(_sentence(response))

@@ -55,7 +55,9 @@ class ControllerActor:
         )
         self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
         self._supervisor.start()
-        self._admin = admin_server(admin_app(self._args.admin_key, self._supervisor.status, self._request_stop))
+        supervisor = self._supervisor
+        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, supervisor.profile)
+        self._admin = admin_server(app)
         self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
         opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
         return msgspec.msgpack.encode(opened)

@@ -1,4 +1,4 @@
-"""The admin HTTP API: status and stop. Its own port, its own key, on loopback (RELIABILITY R4)."""
+"""The admin HTTP API: status, stop and profiles. Its own port, its own key, on loopback (RELIABILITY R4)."""
 
 import hmac
 import socket
@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_proto.errors import ListenError
+from headrace_proto.errors import HeadraceError, ListenError
+from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -44,8 +46,26 @@ class Guard:
         await response(scope, receive, send)
 
 
-def admin_app(key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]]) -> ASGIApp:
-    """GET /status answers the status document; POST /stop begins an orderly stop and answers at once."""
+Profile = Callable[[str | None, int, float], Awaitable[dict[str, Any]]]
+
+
+class _Order(BaseModel):
+    """Body of POST /profile; nothing of it has to be given."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replica: str | None = None
+    steps: int = DEFAULT_STEPS
+    seconds: float = DEFAULT_SECONDS
+
+
+def admin_app(
+    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], profile: Profile
+) -> ASGIApp:
+    """GET /status answers the status document; POST /stop begins an orderly stop and answers at once.
+
+    POST /profile records steps of a replica, and answers when the traces are written.
+    """
 
     async def get_status(_request: Request) -> Response:
         return JSONResponse(status())
@@ -54,11 +74,26 @@ def admin_app(key: str, status: Callable[[], dict[str, Any]], stop: Callable[[],
         await stop()
         return JSONResponse({"stopping": True}, status_code=202)
 
+    async def post_profile(request: Request) -> Response:
+        try:
+            order = _Order.model_validate_json(await request.body() or b"{}")
+        except ValidationError as error:
+            entry = error.errors(include_url=False)[0]
+            return _error(400, f"{'.'.join(map(str, entry['loc'])) or 'the body'}: {entry['msg'].lower()}")
+        try:
+            return JSONResponse(await profile(order.replica, order.steps, order.seconds))
+        except HeadraceError as error:
+            return _error(409, str(error))
+
     async def refuse(_request: Request, error: Exception) -> Response:
         code = error.status_code if isinstance(error, HTTPException) else 500
         return _error(code, {404: "there is no such path", 405: "this path has another method"}.get(code, "failed"))
 
-    routes = [Route("/status", get_status), Route("/stop", post_stop, methods=["POST"])]
+    routes = [
+        Route("/status", get_status),
+        Route("/stop", post_stop, methods=["POST"]),
+        Route("/profile", post_profile, methods=["POST"]),
+    ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, Exception: refuse})
     return Guard(app, key)
 

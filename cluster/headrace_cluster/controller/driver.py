@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.rank_config import ProfileOutcome
 from headrace_cluster.spec import ModelSpec
 from headrace_proto.errors import HeadraceError
 from headrace_worker.config import ReplicaStarted
@@ -58,6 +59,10 @@ class ReplicaDriver(Protocol):
 
     async def died(self, name: ReplicaName) -> str:
         """Returns when the first rank of a started replica ends, with the cause in a sentence."""
+        ...
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """Has every rank record its next steps; what came of it, in rank order. Never raises."""
         ...
 
     async def drain(self, name: ReplicaName) -> None:

@@ -15,7 +15,7 @@ from headrace_cluster.controller.driver import STOP_SECONDS, Progress, StartFail
 from headrace_cluster.gpu_binding import bind_gpus
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.processes import ProcessId
-from headrace_cluster.rank_config import StartOrder, StartOutcome
+from headrace_cluster.rank_config import ProfileOutcome, StartOrder, StartOutcome
 from headrace_worker.config import Meeting, ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the one that is to blame to say why
@@ -72,6 +72,11 @@ class RankGroup:
             for wait in waits:
                 wait.cancel()
 
+    async def profile(self, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """What a profile brought, in rank order: of all ranks at the same time. Never raises."""
+        calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self.actors)))
+        return await asyncio.gather(*calls)
+
     async def call_all(self, method: str, seconds: float = STOP_SECONDS) -> None:
         """Calls a method of every rank and waits for them, but not for ever. Never raises."""
         with contextlib.suppress(TimeoutError):
@@ -109,6 +114,13 @@ class RankGroup:
         if outcome.error:
             raise StartFailedError(outcome.error, final=outcome.final, secondary=outcome.secondary)
         return outcome
+
+    async def _profile_rank(self, rank: int, steps: int, seconds: float) -> ProfileOutcome:
+        try:
+            encoded = await self.actors[rank].profile.remote(steps, seconds)
+        except ray.exceptions.RayError:
+            return ProfileOutcome(error=f"{self._called(rank)} was killed while it was profiled")
+        return msgspec.msgpack.decode(encoded, type=ProfileOutcome)
 
     async def _rank_died(self, rank: int) -> tuple[bool, str]:
         """Whether it was killed, and the sentence."""

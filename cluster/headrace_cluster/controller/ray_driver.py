@@ -20,7 +20,7 @@ from headrace_cluster.errors import PlacementError
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_actor import RankActor
-from headrace_cluster.rank_config import REPLICA_CLASS
+from headrace_cluster.rank_config import REPLICA_CLASS, ProfileOutcome
 from headrace_cluster.spec import ClusterSpec, ModelSpec
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
 
@@ -104,6 +104,11 @@ class RayDriver:
     async def died(self, name: ReplicaName) -> str:
         """See ReplicaDriver."""
         return await self._groups[name].died()
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        return await group.profile(steps, seconds) if group is not None else []
 
     async def drain(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""

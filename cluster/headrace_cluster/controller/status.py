@@ -1,10 +1,12 @@
-"""The status document: what `headrace status --json` prints."""
+"""Documents of the admin API: the status that `headrace status --json` prints, and what a profile brought."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from headrace_cluster.controller.driver import RankFacts
 from headrace_cluster.controller.reconciler import Record
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.rank_config import ProfileOutcome
 from headrace_proto import control_pb2, replica_pb2
 
 
@@ -33,3 +35,31 @@ def replica_status(
 def router_status(router: control_pb2.RouterInfo) -> dict[str, Any]:
     """One router that watches the member list."""
     return {"id": router.id, "pid": router.pid, "http": router.http, "grpc": router.grpc, "metrics": router.metrics}
+
+
+def profile_document(
+    name: ReplicaName, ranks: Iterable[RankFacts], outcomes: Iterable[ProfileOutcome]
+) -> dict[str, Any]:
+    """Where each rank's trace lies, or why it has none; and which operators took rank 0's time."""
+    entries: list[dict[str, Any]] = []
+    operators: list[dict[str, Any]] = []
+    for rank, outcome in zip(ranks, outcomes, strict=True):
+        entry: dict[str, Any] = {"rank": rank.rank, "node": rank.node}
+        report = outcome.report
+        if report is None:
+            entries.append(entry | {"error": outcome.error})
+            continue
+        entry |= {"path": report.path, "steps": report.steps, "seconds": round(report.seconds, 3)}
+        entries.append(entry | {"note": report.note})
+        if rank.rank == 0:
+            operators = [
+                {
+                    "name": operator.name,
+                    "calls": operator.calls,
+                    "milliseconds": round(operator.milliseconds, 3),
+                    "share": round(operator.share, 4),
+                    "on_device": operator.on_device,
+                }
+                for operator in report.operators
+            ]
+    return {"id": name.replica_id, "generation": name.generation, "traces": entries, "operators": operators}

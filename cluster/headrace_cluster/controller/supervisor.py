@@ -11,8 +11,9 @@ from typing import Any
 from headrace_cluster.controller.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.reconciler import Launch, Reconciler, State, Stop, desired_replicas
-from headrace_cluster.controller.status import replica_status, router_status
+from headrace_cluster.controller.reconciler import Launch, Reconciler, Record, State, Stop, desired_replicas
+from headrace_cluster.controller.status import profile_document, replica_status, router_status
+from headrace_cluster.errors import ProfileError
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.spec import ClusterSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -123,6 +124,31 @@ class Supervisor:
             for record in self.reconciler.records.values()
             if record.state is State.STARTING and record.name in self._builds
         }
+
+    async def profile(self, replica_id: str | None, steps: int, seconds: float) -> dict[str, Any]:
+        """Has every rank of a replica, or of the only one, record its next steps: where the traces lie.
+
+        The document that POST /profile answers. Raises ProfileError.
+        """
+        record = self._chosen(replica_id)
+        build = self._builds.get(record.name)
+        if build is None or build.started is None:
+            raise ProfileError(f"{record.replica_id} is {record.state}: ask again when it is ready")
+        outcomes = await self._driver.profile(record.name, steps, seconds)
+        if not any(outcome.report is not None for outcome in outcomes):
+            raise ProfileError(next((outcome.error for outcome in outcomes), f"{record.replica_id} has just ended"))
+        return profile_document(record.name, build.ranks, outcomes)
+
+    def _chosen(self, replica_id: str | None) -> Record:
+        records = self.reconciler.records
+        names = ", ".join(records)
+        if replica_id is None:
+            if len(records) != 1:
+                raise ProfileError(f"which replica? Name one of: {names}")
+            return next(iter(records.values()))
+        if replica_id not in records:
+            raise ProfileError(f"there is no replica {replica_id!r}; there are: {names}")
+        return records[replica_id]
 
     # -- the loop ---------------------------------------------------------------------------------------------
 

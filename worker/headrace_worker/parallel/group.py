@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _enable_record_function as enable_record_function
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from headrace_proto.errors import DeviceError
@@ -38,10 +39,15 @@ class Group:
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Sending:
         """Begin to send a contiguous tensor, which must not change until `finish`."""
+        # Not for profilers: a send ends after the step that began it, and its end would be written into the memory of
+        # a profiler that has been stopped meanwhile.
+        enable_record_function(False)
         try:
             return Sending(self._backend.send([tensor], to, tag), tensor)
         except RuntimeError as error:
             raise self.watch.explain(error) from error
+        finally:
+            enable_record_function(True)
 
     def finish(self, sending: Sending) -> None:
         """Wait until a send no longer needs its tensor; on a GPU the current stream waits."""

@@ -23,12 +23,13 @@ import structlog
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.plan import StepPlan
 from headrace_worker.profiling.errors import ProfileFailedError, ProfileFolderError, ProfileRefusedError
-from headrace_worker.profiling.report import MOST_SECONDS, MOST_STEPS, Operator, ProfileReport
+from headrace_worker.profiling.report import DEFAULT_STEPS, MOST_SECONDS, MOST_STEPS, Operator, ProfileReport
 
 log = structlog.get_logger(__name__)
 
 PAUSE_SECONDS = 0.25
-"""That ending a window may hold the steps up. Writing holds the interpreter for about as long once more."""
+"""That ending a window of more than the default size may hold the steps up. Writing holds the interpreter for about as
+long once more."""
 
 _IDLE = nullcontext()
 
@@ -170,7 +171,7 @@ class StepProfiler:
         assert recorder is not None
         recorder.stop()
         window.sounding = recorder
-        most = max(1, int(PAUSE_SECONDS / max(self._clock() - window.last, 1e-6)))
+        most = max(DEFAULT_STEPS, int(PAUSE_SECONDS / max(self._clock() - window.last, 1e-6)))
         if most < window.steps:
             window.note = f"{most} of {window.steps} steps: more would hold the engine up when they are put together"
             window.steps = most
