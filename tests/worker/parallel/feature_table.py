@@ -27,9 +27,11 @@ KINDS = {
     "qwen3_moe": "MoE, norms on q and k",
     "SmolLM2-135M": "the real model: 9 heads, 3 KV heads",
 }
-ORACLE = re.compile(r"test_tokens\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
-EXPERTS = re.compile(r"test_tokens_with_whole_experts_per_rank\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
-REAL = re.compile(r"test_tokens_of_the_real_model\[(?P<tp>\d)-(?P<pp>\d)\]")
+ORACLE = re.compile(r"test_tokens(?:_between_processes)?\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
+EXPERTS = re.compile(
+    r"test_(?:tokens_with_whole_experts_per_rank|whole_experts_between_processes)\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]"
+)
+REAL = re.compile(r"test_(?:tokens_of_the_real_model|the_real_model_between_processes)\[(?P<tp>\d)-(?P<pp>\d)\]")
 CACHED = re.compile(
     r"test_tokens_after_preemption_and_from_a_cached_prefix\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d).*\]"
 )
@@ -39,9 +41,9 @@ HEAD = """# What runs with what
 
 Each mark is a test that ran: greedy tokens in float32, alone and in a mixed batch with chunked prefill, equal to plain
 transformers with the same weights (tiny random configs; the last row is the real model). ✓ passed, ✗ failed, blank: not
-run. `ep`: each rank has whole experts. Written by `tests/worker/parallel/feature_table.py`; ranks are threads there, so
-that the table is about the model's parts and not about the network between them
-(`headrace serve` refuses `--tp` and `--pp` above 1 until ranks run as processes).
+run. `ep`: each rank has whole experts. Ranks are processes that talk as in production on a CPU (gloo, shared memory);
+tp 1 pp 1 is one process, and tp 3, ep 4 and the last two columns are threads of one. Written by
+`tests/worker/parallel/feature_table.py`.
 
 """
 

@@ -7,6 +7,7 @@ the process id: when it is born, has opened a meeting, comes to a stage, is read
 Ranks are killed when stdin closes.
 """
 
+import gc
 import json
 import os
 import random
@@ -108,6 +109,8 @@ def reap() -> None:
 
 def main() -> None:
     children: list[int] = []
+    gc.collect()
+    gc.freeze()  # or every rank would walk, and so copy, what it has in common with the others
     threading.Thread(target=reap, daemon=True).start()
     for line in sys.stdin:
         order = json.loads(line)

@@ -21,8 +21,34 @@ def test_tokens_between_processes(
     check_oracle: Callable[..., None],
 ) -> None:
     folder = save_tiny(family)
-    with process_replica(folder, tp, pp, ep=family in MOE and tp == 2) as replica:
+    with process_replica(folder, tp, pp) as replica:
         alone = prompts(1, seed=1)
         check_oracle(folder, alone, replica.run(alone, 6))
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("family", MOE)
+def test_whole_experts_between_processes(
+    family: str,
+    tp: int,
+    pp: int,
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    folder = save_tiny(family)
+    with process_replica(folder, tp, pp, ep=True) as replica:
+        mixed = prompts(6, seed=2)
+        check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_the_real_model_between_processes(
+    tp: int, pp: int, process_replica: Callable[..., Any], check_oracle: Callable[..., None]
+) -> None:
+    """SmolLM2 has nine heads over three KV heads: two ranks hold two and one of them."""
+    with process_replica("smollm2", tp, pp, kv_cache_memory=64 << 20) as replica:
+        mixed = prompts(4, seed=3)
+        check_oracle("smollm2", mixed, replica.run(mixed, 8))

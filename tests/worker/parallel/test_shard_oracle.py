@@ -1,4 +1,4 @@
-"""Every family at every split gives the tokens of plain transformers (fp32, greedy)."""
+"""Whole models, and splits that `test_process_oracle.py` leaves out, give the tokens of plain transformers (fp32)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
 )
-SPLITS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+SPLITS = ((1, 1),)
 MOE = ("gpt_oss", "mixtral", "qwen3_moe")
 
 
@@ -51,7 +51,7 @@ def test_tokens(
     check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(4, 1)])
 @pytest.mark.parametrize("family", MOE)
 def test_tokens_with_whole_experts_per_rank(
     family: str,
@@ -67,7 +67,7 @@ def test_tokens_with_whole_experts_per_rank(
     check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1)])
 def test_tokens_of_the_real_model(
     tp: int, pp: int, sharded: Callable[..., Any], check_oracle: Callable[..., None]
 ) -> None:

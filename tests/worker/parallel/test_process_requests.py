@@ -1,0 +1,213 @@
+"""All that a request may ask for gives over several ranks what it gives on one; and what ranks say that they hold."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_shard_oracle import prompts
+
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.engine import Engine
+from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from headrace_worker.plan import RowSampling, StepPlan
+from headrace_worker.request import Finish
+
+SPLITS = [(2, 1), (1, 2), (2, 2)]
+BLOCKS = 36  # of four tokens: less than eight requests want, enough for the longest one
+WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
+WHOLE_BLOCK = 3 * 2 * 2 * 4 * 12 * 4  # bytes: layers, keys and values, heads, tokens, dimension, float32
+
+
+def wishes() -> list[Prompt]:
+    """Requests that want different things, all in one batch."""
+    sampled = RowSampling(temperature=1.0, seed=11, logprobs=3)
+    asks = [
+        RowSampling(temperature=0.0, logprobs=2),
+        sampled,
+        RowSampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**63 + 5, choice_index=1, logprobs=0),
+        RowSampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, logprobs=1),
+        RowSampling(temperature=0.6, repetition_penalty=1.2, frequency_penalty=1.0, seed=3),
+        RowSampling(temperature=0.0, logit_bias=((17, 8.0), (18, -100.0)), logprobs=5),
+        RowSampling(temperature=1.5, seed=4, min_tokens=6, stop_token_ids=tuple(range(3, 120))),
+        RowSampling(temperature=1.5, seed=5, stop_token_ids=tuple(range(3, 120))),
+    ]
+    return [
+        Prompt(prompt[:25], 24, sampling, ignore_eos=True)
+        for prompt, sampling in zip(prompts(len(asks), seed=9), asks, strict=True)
+    ]
+
+
+def same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.finish, one.error) == (other.token_ids, other.finish, "")
+        assert len(one.logprobs) == len(other.logprobs)
+        for mine, its in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(its.logprob, abs=1e-3)
+            assert mine.top_logprobs == pytest.approx(its.top_logprobs, abs=1e-3)
+
+
+@pytest.fixture(scope="session")
+def on_one_rank(
+    save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
+) -> Callable[[Sequence[Prompt]], list[Completion]]:
+    """A fresh replica of one rank with room for everything."""
+
+    def run(work: Sequence[Prompt]) -> list[Completion]:
+        config = replica_config(
+            save_tiny("llama"),
+            kv_cache_memory=8 << 20,
+            max_num_seqs=16,
+            max_num_batched_tokens=48,
+            max_model_len=128,
+        )
+        return OfflineEngine(config).generate(work)
+
+    return run
+
+
+@pytest.fixture
+def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[..., Any]) -> Callable[[int, int], Any]:
+    """A replica whose pool is tight."""
+
+    def make(tp: int, pp: int) -> Any:
+        share = WHOLE_BLOCK // tp * (2 if pp == 2 else 3) // 3  # the first of two stages has two of three layers
+        return process_replica(save_tiny("llama"), tp, pp, kv_cache_memory=BLOCKS * share)
+
+    return make
+
+
+class InFlight:
+    """Counts launched steps that are not collected, and sees that no row is ahead of its token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.most = 0
+        self._waiting: dict[int, set[tuple[int, int]]] = {}  # by step: rows whose token is on its way, and owners
+        self._owners: dict[int, int] = {}
+        runner: Any = engine._runner
+        self._launch, self._collect = runner.launch, runner.collect
+        runner.launch, runner.collect = self.launch, self.collect
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._owners |= {init.row: init.generation for init in plan.inits}
+        rows = {(work.row, self._owners[work.row]) for work in plan.work}
+        assert not any(rows & waiting for waiting in self._waiting.values())
+        self._waiting[plan.step] = {(work.row, self._owners[work.row]) for work in plan.work if work.sample}
+        self.most = max(self.most, len(self._waiting))
+        return self._launch(plan)
+
+    def collect(self, handle: Any) -> Any:
+        del self._waiting[handle.step]
+        return self._collect(handle)
+
+
+@pytest.mark.parametrize(("tp", "pp"), SPLITS)
+def test_requests_of_all_kinds(
+    tp: int, pp: int, split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
+) -> None:
+    """Seeds, penalties, bias, minimum, stop, logprobs; preempted, then again from the cache."""
+    work = wishes()
+    expected = on_one_rank(work)
+    assert {completion.finish for completion in expected} == {Finish.STOP, Finish.LENGTH}
+    with split_replica(tp, pp) as replica:
+        engine = replica.offline.assembly.engine
+        assert replica.offline.assembly.size.num_blocks == BLOCKS
+        in_flight = InFlight(engine)
+        completions = replica.offline.generate(work, after_step=engine.scheduler.check)
+        same(completions, expected)
+        assert sum(completion.preemptions for completion in completions) > 0
+        assert in_flight.most == pp
+        again = replica.offline.generate(work[-2:])
+        same(again, expected[-2:])
+        assert all(completion.cached_tokens > 0 for completion in again)
+        assert replica.offline.assembly.kv.pool.used == 0
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_cancels_in_the_middle_leave_the_others_as_they_are(
+    tp: int, pp: int, split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
+) -> None:
+    work = wishes()
+    expected = on_one_rank(work)
+    with split_replica(tp, pp) as replica:
+        engine, steps, cancelled = replica.offline.assembly.engine, 0, []
+
+        def disturb() -> None:
+            nonlocal steps
+            steps += 1
+            engine.scheduler.check()
+            if steps in (3, 4, 9) and len(engine._requests) > 4:
+                victim = next(iter(engine._requests))
+                assert engine.cancel(victim).finish is Finish.CANCELLED
+                cancelled.append(len(cancelled))  # requests are kept in the order in which they came
+                engine.scheduler.check()
+
+        completions = replica.offline.generate(work, after_step=disturb)
+        assert len(cancelled) == 3
+        same(completions[3:], expected[3:])
+        for completion, whole in zip(completions[:3], expected[:3], strict=True):
+            assert completion.finish is None
+            assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+        assert replica.offline.assembly.kv.pool.used == 0
+
+
+def test_a_drawing_that_fails_ends_nobody_else(
+    split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
+) -> None:
+    """On the rank that draws; the ranks stay in step, and what failed together is tried again alone."""
+    work = wishes()[:4]
+    expected = on_one_rank(work)
+    with split_replica(2, 1) as replica:
+        sampler = replica.offline.assembly.runner.sampler
+        sample, calls = sampler.sample, 0
+
+        def faulty(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls in (4, 9):
+                raise ArithmeticError
+            return sample(*arguments)
+
+        sampler.sample = faulty
+        completions = replica.offline.generate(work, after_step=replica.offline.assembly.engine.scheduler.check)
+        same(completions, expected)
+        assert calls > 9
+
+
+@pytest.fixture
+def facts(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
+) -> Iterator[Callable[..., list[tuple[int, int, int]]]]:
+    """Weights, bytes of the cache and blocks of every rank of a replica, as the ranks tell them."""
+
+    def get(tp: int, pp: int, **changes: Any) -> list[tuple[int, int, int]]:
+        with process_replica(save_tiny("llama", **changes), tp, pp, kv_cache_memory=1 << 20) as replica:
+            assembly = replica.offline.assembly
+            first = (assembly.model.weight_bytes, assembly.size.num_bytes, assembly.size.num_blocks - 1)
+            said = [replica.nursery.facts(pid) for pid in replica.pids]
+            return [first, *((each["weight_bytes"], each["kv_bytes"], each["kv_blocks"]) for each in said)]
+
+    yield get
+
+
+def test_two_ranks_hold_half_of_the_weights_and_twice_the_tokens(
+    facts: Callable[..., list[tuple[int, int, int]]],
+    replica_config: Callable[..., ReplicaConfig],
+    save_tiny: Callable[..., Path],
+) -> None:
+    changes = WIDE | {"num_key_value_heads": 4}
+    config = replica_config(save_tiny("llama", **changes), kv_cache_memory=1 << 20, max_num_seqs=16, max_model_len=128)
+    whole = OfflineEngine(config).assembly
+    for weights, cache, blocks in facts(2, 1, **changes):
+        assert weights == pytest.approx(whole.model.weight_bytes / 2, rel=0.06)
+        assert cache == pytest.approx(1 << 20, rel=0.02)
+        assert blocks == pytest.approx(2 * whole.size.num_blocks, rel=0.02)
+
+
+def test_the_rank_with_least_room_says_how_many_blocks_there_are(
+    facts: Callable[..., list[tuple[int, int, int]]],
+) -> None:
+    """Three KV heads over two ranks: one has two of them, and needs twice the bytes for a block."""
+    (_, large, blocks), (_, small, others) = facts(2, 1, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    assert blocks == others
+    assert large == 2 * small and large == pytest.approx(1 << 20, rel=0.02)
