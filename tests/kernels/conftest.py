@@ -1,21 +1,100 @@
 """A naive attention that follows the definition token by token, and random paged batches for it.
 
-Triton kernels run in Triton's interpreter where there is no GPU. They are loaded by their first test, which comes later
-than this line, whatever else runs in the process.
+The Triton backend runs on the GPU if there is one, else in Triton's interpreter; tests hand it CPU tensors either way.
+What ops allocate is NaN until they write it.
 """
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace_kernels import AttentionMeta
+from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels.gpu import availability
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def _interpret() -> None:
+    """Loads the Triton kernels for the interpreter.
+
+    Triton decides for it when a function is decorated. Another room's import may have loaded Triton before, so its own
+    library is decorated again. The variable is put back: processes that other rooms' tests start are not concerned.
+    """
+    before = os.environ.get(availability.INTERPRET)
+    os.environ[availability.INTERPRET] = "1"
+    availability.interpreted.cache_clear()
+    availability.missing.cache_clear()
+    try:
+        if not availability.interpreted() or availability.missing() is not None:
+            return
+        import triton
+        import triton.experimental.gluon  # Triton imports it late, and it wants what is imported here
+        from triton.runtime.jit import JITFunction
+
+        for module in (triton.language, triton.language.standard):
+            for name, member in list(vars(module).items()):
+                if isinstance(member, JITFunction):
+                    setattr(module, name, triton.jit(member.fn))
+        for op in catalog.ALL:
+            op.named("triton")
+    finally:
+        if before is None:
+            del os.environ[availability.INTERPRET]
+        else:
+            os.environ[availability.INTERPRET] = before
+
+
+class _OnGpu:
+    """A backend's function, run on copies of CPU tensors on the GPU; what it wrote into them is copied back."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+        def there(x: Any) -> Any:
+            if isinstance(x, AttentionMeta):
+                return AttentionMeta(*(there(getattr(x, entry.name)) for entry in dataclasses.fields(x)))
+            if not isinstance(x, Tensor):
+                return x
+            storage = x.untyped_storage()
+            copy = storages.setdefault(storage.data_ptr(), (storage, storage.cuda()))[1]
+            return torch.empty(0, dtype=x.dtype, device="cuda").set_(copy, x.storage_offset(), x.shape, x.stride())
+
+        result = self._run(*map(there, arguments), **{name: there(x) for name, x in options.items()})
+        for storage, copy in storages.values():
+            storage.copy_(copy)
+        return (
+            tuple(x.cpu() for x in result)
+            if isinstance(result, tuple)
+            else result.cpu()
+            if result is not None
+            else None
+        )
+
+
+if torch.cuda.is_available():
+    _named = catalog.WRITE_KV.__class__.named
+
+    def _named_on_gpu(op: Any, name: str) -> Any:
+        return _OnGpu(_named(op, name)) if name == "triton" else _named(op, name)
+
+    catalog.WRITE_KV.__class__.named = _named_on_gpu  # type: ignore[method-assign]
+else:
+    _interpret()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN (and the largest integers), so an entry that an op forgets is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @dataclass

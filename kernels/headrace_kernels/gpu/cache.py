@@ -1,4 +1,7 @@
-"""Launches the cache stores: any slot layout, plain or quantized pools. What they do not take goes to torch."""
+"""Launches the cache stores: any slot layout, plain or quantized pools. What they do not take goes to torch.
+
+Nothing is fused: rotated and quantized values are the reference's bits.
+"""
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
         kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim), pool.shape[3], quantization(pool),
-        num_warps=_WARPS,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return None
 
@@ -54,7 +57,8 @@ def rope_write_kv(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         cos.stride(0), sin.stride(0), block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
         heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim),
-        half, power_of_2(half), power_of_2(head_dim - 2 * half), pool.shape[3], quantization(pool), num_warps=_WARPS,
+        half, power_of_2(half), power_of_2(head_dim - 2 * half), pool.shape[3], quantization(pool),
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

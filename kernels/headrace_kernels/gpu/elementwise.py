@@ -49,7 +49,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     kernels.rms_norm[(-(-count // tile),)](
         out, total, x, added, weight.contiguous(), count, inner,
         x.stride(0), x.stride(1), added.stride(0), added.stride(1), eps,
-        residual is not None, size, padded, tile, num_warps=warps,
+        residual is not None, size, padded, tile, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out, total
 
@@ -80,7 +80,7 @@ def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
     gates, ups = flat(gate), flat(up)
     block = min(_TILE, power_of_2(size))
     kernels.silu_mul[(gates.shape[0], -(-size // block))](
-        out, gates, ups, gates.stride(0), ups.stride(0), size, block, num_warps=4
+        out, gates, ups, gates.stride(0), ups.stride(0), size, block, num_warps=4, enable_fp_fusion=True
     )
     return out
 
@@ -99,6 +99,6 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
             out_query, out_key, query, key, cos, sin,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos.stride(0), sin.stride(0),
             heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, half, power_of_2(half),
-            power_of_2(head_dim - 2 * half), num_warps=4,
+            power_of_2(head_dim - 2 * half), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out_query, out_key

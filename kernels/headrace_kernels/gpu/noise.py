@@ -47,5 +47,7 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
         best, best_index, scores, keys.contiguous(), scores.stride(0), vocab, _PIECE, _BLOCK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    kernels.best_of_row[(count,)](out, best, best_index, pieces, power_of_2(pieces), num_warps=1)
+    kernels.best_of_row[(count,)](
+        out, best, best_index, pieces, power_of_2(pieces), num_warps=1, enable_fp_fusion=False
+    )
     return out

@@ -18,5 +18,5 @@ def row_logsumexp(scores: Tensor) -> Tensor:
     count, size = scores.shape
     out = torch.empty(count, dtype=scores.dtype, device=scores.device)
     if count:
-        kernels.row_logsumexp[(count,)](out, scores, scores.stride(0), size, _BLOCK, num_warps=8)
+        kernels.row_logsumexp[(count,)](out, scores, scores.stride(0), size, _BLOCK, num_warps=8, enable_fp_fusion=True)
     return out
