@@ -27,13 +27,12 @@ KINDS = {
     "qwen3_moe": "MoE, norms on q and k",
     "SmolLM2-135M": "the real model: 9 heads, 3 KV heads",
 }
-ORACLE = re.compile(r"test_tokens(?:_between_processes)?\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
-EXPERTS = re.compile(
-    r"test_(?:tokens_with_whole_experts_per_rank|whole_experts_between_processes)\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]"
-)
-REAL = re.compile(r"test_(?:tokens_of_the_real_model|the_real_model_between_processes)\[(?P<tp>\d)-(?P<pp>\d)\]")
+ONE_RANK = re.compile(r"test_tokens_of_one_rank\[(?P<family>[\w-]+)\]")
+ORACLE = re.compile(r"test_tokens_between_processes\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
+EXPERTS = re.compile(r"test_whole_experts_per_process\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
+REAL = re.compile(r"test_the_real_model_between_processes\[(?P<tp>\d)-(?P<pp>\d)\]")
 CACHED = re.compile(
-    r"test_tokens_after_preemption_and_from_a_cached_prefix\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d).*\]"
+    r"test_tokens_after_preemption_and_from_a_cached_prefix\[(?P<family>[\w-]+?)-(?P<tp>\d)-(?P<pp>\d).*\]"
 )
 BOUNDED = re.compile(r"test_a_window_bounds_the_cache\[(?P<tp>\d)-(?P<pp>\d)\]")
 
@@ -41,9 +40,12 @@ HEAD = """# What runs with what
 
 Each mark is a test that ran: greedy tokens in float32, alone and in a mixed batch with chunked prefill, equal to plain
 transformers with the same weights (tiny random configs; the last row is the real model). ✓ passed, ✗ failed, blank: not
-run. `ep`: each rank has whole experts. Ranks are processes that talk as in production on a CPU (gloo, shared memory);
-tp 1 pp 1 is one process, and tp 3, ep 4 and the last two columns are threads of one. Written by
-`tests/worker/parallel/feature_table.py`.
+run. `ep`: each rank has whole experts. Above tp 1 pp 1 ranks are processes of one machine, as in production: shared
+memory within a stage, gloo between stages, on CPUs. In the last two columns ranks are threads of one process, whose
+pools the test can look into. Written by `tests/worker/parallel/feature_table.py`.
+
+What requests may ask for (seeds, penalties, bias, stops, logprobs, preemption, cached prefixes, cancels) is tested over
+processes at tp 2, pp 2 and both in `tests/worker/parallel/test_process_requests.py`.
 
 """
 
@@ -63,6 +65,7 @@ def table(results: list[tuple[str, bool]]) -> str:
     cells: dict[tuple[str, str], bool] = {}
     for name, passed in results:
         for pattern, column in (
+            (ONE_RANK, "tp 1 pp 1"),
             (ORACLE, "tp {tp} pp {pp}"),
             (REAL, "tp {tp} pp {pp}"),
             (EXPERTS, "ep {tp} pp {pp}"),
@@ -74,7 +77,7 @@ def table(results: list[tuple[str, bool]]) -> str:
                 key = family, column.format(**found.groupdict())
                 cells[key] = cells.get(key, True) and passed
     columns = list(dict.fromkeys(column for _, column in cells))
-    columns.sort(key=lambda column: ("tp", "ep", "pr", "ca").index(column[:2]))
+    columns.sort(key=lambda column: (("tp", "ep", "pr", "ca").index(column[:2]), column))
     lines = ["| family | what is special | " + " | ".join(columns) + " |", "| --- | --- |" + " :-: |" * len(columns)]
     for family, kind in KINDS.items():
         marks = [{True: "✓", False: "✗", None: ""}[cells.get((family, column))] for column in columns]

@@ -27,11 +27,15 @@ from headrace_worker.plan import RowSampling
 class Nursery:
     """The process that forks ranks, and what they said."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_types: Collection[str] = ()) -> None:
         script = Path(__file__).with_name("rank_nursery.py")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script), *model_types],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         self._news = threading.Condition()
         self._born: list[int] = []
@@ -176,8 +180,8 @@ class ProcessReplica:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def nursery(families: dict[str, dict[str, Any]]) -> Iterator[Nursery]:
+    made = Nursery({options.get("model_type", name) for name, options in families.items()})
     yield made
     made.close()
 

@@ -1,4 +1,5 @@
-"""Starts rank processes quickly: the libraries are imported once, and every rank is a fork of this process.
+"""Starts rank processes quickly: the libraries and the model types given as arguments are imported once, and every rank
+is a fork of this process.
 
 Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "meeting": hex, or null
 for a rank 0 that opens one}, and perhaps "hold": the stage of its start in which it stays, "busy": true for a rank 0
@@ -18,7 +19,9 @@ import time
 from typing import Any
 
 import msgspec
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from headrace_kernels.cpu.library import missing
 from headrace_worker.config import Meeting, ReplicaConfig
 from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.plan import RowSampling
@@ -109,6 +112,9 @@ def reap() -> None:
 
 def main() -> None:
     children: list[int] = []
+    for model_type in sys.argv[1:]:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(model_type))]  # imports its module
+    missing()  # loads the kernels
     gc.collect()
     gc.freeze()  # or every rank would walk, and so copy, what it has in common with the others
     threading.Thread(target=reap, daemon=True).start()
