@@ -1,4 +1,4 @@
-"""A rank that is killed, hangs or fails: every other one ends by itself within two seconds, and says who it was."""
+"""A rank is killed or fails: every other one ends by itself within two seconds (five if it hangs), and says who."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 SECONDS = 2.0
+HANG_SECONDS = 5.0
 SHARED = Path("/dev/shm")
 Make = Callable[..., Any]
 Record = Callable[[str, object], None]
@@ -30,7 +31,7 @@ def strike(group: Any, rank: int, how: signal.Signals) -> list[float]:
     os.kill(victim, how)
     others = [pid for pid in group.pids if pid != victim]
     for pid in others:
-        said = group.nursery.ended(pid, 6)
+        said = group.nursery.ended(pid, 10)
         assert f"rank {rank} (process {victim})" in said, said
         group.nursery.heard(pid, "gone", 6)
     if how is signal.SIGKILL:
@@ -38,11 +39,11 @@ def strike(group: Any, rank: int, how: signal.Signals) -> list[float]:
     return [group.nursery.when(pid, "gone") - began for pid in others]
 
 
-def in_time(seconds: list[float], record: Record) -> None:
+def in_time(seconds: list[float], record: Record, limit: float = SECONDS) -> None:
     name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].removesuffix(" (call)")
     record(name, f"{max(seconds):.2f} s")
     assert min(seconds) > 0, "it ended before"
-    assert max(seconds) <= SECONDS
+    assert max(seconds) <= limit
 
 
 IDLE, BUSY = "idle", "in steps"
@@ -77,10 +78,10 @@ def test_a_stopped_rank(
     group.start(busy=state == BUSY)
     group.ready()
     time.sleep(0.3)
-    in_time(strike(group, rank, signal.SIGSTOP), record_testsuite_property)
+    in_time(strike(group, rank, signal.SIGSTOP), record_testsuite_property, HANG_SECONDS)
     # Once it goes on, it finds itself alone and ends too.
     os.kill(group.pids[rank], signal.SIGCONT)
-    group.nursery.heard(group.pids[rank], "gone", SECONDS + 1)
+    group.nursery.heard(group.pids[rank], "gone", HANG_SECONDS + 1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every rank learns within two seconds that another one is dead, hangs or failed, and what it was.
+"""Every rank learns within two seconds that another one is dead or failed, within five that it hangs, and what it was.
 
 rank 1 ──┐                         rank 0 keeps a link to each other rank. Whoever fails says so; a killed
 rank 2 ──┼── rank 0                process' link closes; a stopped one's grows silent. Rank 0 tells the others,
@@ -19,7 +19,8 @@ from headrace_worker.parallel.link import Kind, Link
 from headrace_worker.parallel.roll import Roll
 
 TICK_SECONDS = 0.1
-SILENT_TICKS = 14
+SILENT_TICKS = 40  # not fewer: where many processes share few cores, one that lives gets no turn for a second or two
+PARTING_TICKS = 14  # that another may be gone in order before this rank goes too
 PATIENT_TICKS = 300  # while libraries and weights are loaded, which may hold the interpreter's lock
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ class Watch:
         self.failure: RankLostError | None = None
         self._rank = rank
         self._links: dict[int, Link] = {}
-        self._roll = Roll(PATIENT_TICKS, SILENT_TICKS)
+        self._roll = Roll(PATIENT_TICKS, PARTING_TICKS)
         self._new: deque[Link] = deque()
         self._callbacks: list[Callable[[RankLostError], None]] = []
         self._lock = threading.Lock()
