@@ -183,14 +183,14 @@ def _tiles(launch: _Launch, wanted_rows: int, keys: int, warps: int, stages: int
 def _split_tiles(launch: _Launch) -> Tiles:
     """Decode reads each key once: the smallest tile of a matrix unit, and keys enough in flight."""
     if launch.compute is tl.float32:
-        return _tiles(launch, 16, 32, 4, 2)
-    return _tiles(launch, 16, 64 if launch.padded <= 128 else 32, 4, 3)
+        return _exact_tiles(launch)
+    return _tiles(launch, 16, 64 if launch.padded <= 128 else 32, 8 if quantization(launch.pool) else 4, 3)
 
 
 def _walk_tiles(launch: _Launch) -> Tiles:
     """Prefill multiplies: large tiles, two warp groups."""
     if launch.compute is tl.float32:
-        return _tiles(launch, 32 if launch.padded <= 128 else 16, 32, 4, 2)
+        return _exact_tiles(launch)
     large = -(-launch.tokens * launch.group // 128) * launch.kv_heads >= _FILL
     keys = 64 if launch.padded <= 128 else 32
     return _tiles(launch, 128, keys, 8, 3) if large else _tiles(launch, 64, keys, 4 if launch.padded <= 128 else 8, 3)
@@ -199,8 +199,14 @@ def _walk_tiles(launch: _Launch) -> Tiles:
 def _ordered_tiles(launch: _Launch, tokens: int) -> Tiles:
     """One shape for prefill and decode, whose tiles hold one token; both then do the same operations in one order."""
     if launch.compute is tl.float32:
-        tiles = _tiles(launch, 32 if launch.padded <= 128 else 16, 32, 4, 2)
+        tiles = _exact_tiles(launch)
     else:
         wide = launch.padded > 128
-        tiles = _tiles(launch, 64, 32 if wide else 64, 8 if wide else 4, 3)
+        tiles = _tiles(launch, 64, 32 if wide else 64, 8 if wide or quantization(launch.pool) else 4, 3)
     return Tiles(tiles.rows, tokens or tiles.tokens, tiles.keys, tiles.warps, tiles.stages)
+
+
+def _exact_tiles(launch: _Launch) -> Tiles:
+    """float32 is multiplied without matrix units: what fits into registers."""
+    wide = launch.padded > 128
+    return _tiles(launch, 16, 16 if wide else 32, 8, 2)

@@ -1,0 +1,101 @@
+"""Every op, every backend, every dtype: agreement with the torch reference on inputs that are fresh in each run."""
+
+import pytest
+import torch
+
+from headrace_kernels import AttentionMeta, catalog
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# What one rounding of the format may differ by, and the interpreter, which cuts bfloat16 off instead of rounding it.
+COARSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def _rows(dtype, *shape):
+    return torch.randn(*shape).to(dtype)
+
+
+def _attention(dtype, window, sinks):
+    lens = [(1, 33), (18, 18), (1, 200), (4, 48)]
+    starts = torch.tensor([0, *(count for count, _ in lens)]).cumsum(0).int()
+    tables = torch.randperm(60).int().view(4, 15)
+    meta = AttentionMeta(starts, torch.tensor([n for _, n in lens]).int(), tables, torch.empty(0), 18, 200)
+    query, pool = _rows(dtype, 24, 6, 48), _rows(dtype, 2, 60, 2, 16, 48)
+    options = {"scale": 0.2, "window": window, "softcap": 20.0, "sinks": torch.randn(6).to(dtype) if sinks else None}
+    return (query, pool, meta), options
+
+
+def _cases(dtype):
+    """(op, arguments, options) of the ops that return what they compute."""
+    wide, weight = _rows(dtype, 5, 200), _rows(dtype, 200)
+    heads, table = _rows(dtype, 9, 8, 40), _rows(dtype, 9, 24)
+    keys = torch.randint(-(2**62), 2**62, (3,))
+    scores = torch.randn(3, 9000) * 5
+    scores[:, ::5] = float("-inf")
+    yield catalog.RMS_NORM, (wide, weight, 1e-6), {}
+    yield catalog.RMS_NORM, (heads[:, 2:7], weight[:40], 1e-6), {}
+    yield catalog.ADD_RMS_NORM, (wide, wide.flip(0), weight, 1e-6), {}
+    yield catalog.SILU_MUL, (wide,), {}
+    yield catalog.SILU_MUL_PAIR, (wide[:, :77], wide[:, 100:177]), {}
+    yield catalog.APPLY_ROPE, (heads[:, :5], heads[:, 5:7], table, table.flip(0)), {}
+    yield catalog.ROW_LOGSUMEXP, (scores,), {}
+    yield catalog.GUMBEL_NOISE, (keys, 2100), {}
+    yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
+    yield catalog.GUMBEL_ARGMAX, (scores, keys), {}
+    for options in ((0, False), (20, True)):
+        arguments, options = _attention(dtype, *options)
+        yield catalog.PAGED_ATTENTION, arguments, options
+        yield catalog.PAGED_ATTENTION, arguments, options | {"deterministic": True}
+
+
+def _copies(arguments):
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backends_compute_what_the_reference_computes(dtype):
+    seed = torch.seed()
+    tested = set()
+    for op, arguments, options in _cases(dtype):
+        expected = op.named("torch")(*_copies(arguments), **options)
+        for backend in op.available():
+            got = op.named(backend)(*_copies(arguments), **options)
+            torch.testing.assert_close(
+                got, expected, atol=COARSE[dtype], rtol=COARSE[dtype],
+                msg=lambda text, op=op, backend=backend: f"{op.name} by {backend}, seed {seed}: {text}",
+            )  # fmt: skip
+        tested.add(op.name)
+    assert tested == {op.name for op in catalog.ALL} - {"write_kv", "rope_write_kv"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=str)
+def test_8_bits_are_the_same_bits(dtype, source):
+    """Ties, subnormals, zeros and all magnitudes: every backend stores the reference's numbers and scales."""
+    seed = torch.seed()
+    key = torch.randn(30, 3, 72) * torch.exp(torch.randn(30, 3, 1) * 3)
+    key[0] = 0.0
+    key[1] *= torch.exp(-torch.rand(3, 72) * 9)  # far below the largest: subnormal in e4m3
+    key[2] = torch.randint(-448, 449, (3, 72))
+    key[2, :, 0] = 448.0
+    key, value = key.to(source), torch.randn(30, 3, 72).to(source)
+    slots = torch.randperm(64)[:30]
+    stored = {}
+    for backend in catalog.WRITE_KV.available():
+        pool, scale = torch.zeros(2, 4, 3, 16, 72, dtype=torch.uint8), torch.zeros(2, 4, 3, 16)
+        catalog.WRITE_KV.named(backend)(key, value, pool.view(dtype), slots, scale)
+        stored[backend] = pool, scale
+    for backend, (pool, scale) in stored.items():
+        assert torch.equal(scale, stored["torch"][1]), f"{backend}, seed {seed}"
+        different = pool != stored["torch"][0]
+        assert not different[pool != 128].any(), f"{backend}, seed {seed}"  # 128: torch keeps the sign of a zero
+
+
+def test_a_broken_token_breaks_no_other():
+    """A key that is not a number is read back as one, whatever the format; its neighbours are not."""
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        for backend in catalog.WRITE_KV.available():
+            key = torch.randn(2, 1, 16)
+            key[0, 0, 5] = float("nan")
+            pool, scale = torch.zeros(2, 1, 1, 16, 16, dtype=torch.uint8), torch.zeros(2, 1, 1, 16)
+            catalog.WRITE_KV.named(backend)(key, key, pool.view(dtype), torch.tensor([3, 4]), scale)
+            assert scale[0, 0, 0, 3].isnan() and scale[0, 0, 0, 4].isfinite()

@@ -1,0 +1,39 @@
+"""The Triton kernels compile for an H200, and into what their speed and their bits depend on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace_kernels import catalog
+
+HERE = Path(__file__).parent
+SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
+KERNELS = {
+    "attend", "merge", "rms_norm", "silu_mul", "rope", "write_kv", "rope_write_kv", "row_logsumexp", "gumbel_noise",
+    "gumbel_noise_at", "best_of_pieces", "best_of_row",
+}  # fmt: skip
+
+
+@pytest.mark.skipif("triton" not in catalog.WRITE_KV.available(), reason="no Triton: pip install triton")
+def test_for_an_h200(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(HERE.parents[1] / "kernels"), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_for_hopper.py")],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert {fact["kernel"] for fact in facts} == KERNELS
+    for fact in facts:
+        assert fact["cubin"] and fact["shared"] <= SHARED_MEMORY, fact
+        if fact["kernel"] == "attend":
+            assert fact["cp_async"], "keys are fetched while others are multiplied"
+            assert fact["label"] == "exact" or fact["mma"] or fact["wgmma"], fact
+        if fact["label"] == "noise" or (fact["label"] == "ordered"):
+            assert not fact["fma"], "fixed bits allow no fused rounding"
+    assert all(any(f["wgmma"] for f in facts if f["label"] == label) for label in ("prefill", "ordered"))
