@@ -8,6 +8,17 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
+def test_the_host_step_benchmark_runs() -> None:
+    command = [sys.executable, str(FOLDER / "host_step.py"), "--running", "2", "--steps", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = {line[:16].strip(): line[16:].split("/") for line in done.stdout.splitlines()}
+    assert {"schedule", "prepare", "sample", "process", "load", "plan to ranks", "deliver", "step"} <= parts.keys()
+    assert float(parts["step"][0]) > float(parts["process"][0]) > 0
+    profiled = subprocess.run([*command, "--profile"], capture_output=True, text=True, timeout=120, check=False)
+    assert profiled.returncode == 0 and "scheduler.py" in profiled.stdout
+
+
 def test_the_gpu_benchmark_runs_small_on_a_cpu() -> None:
     command = [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--models", "tiny", "--small"]
     done = subprocess.run(

@@ -45,7 +45,7 @@ class TableUpdate(Struct, frozen=True):
     block_ids: list[int]
 
 
-class Work(Struct, frozen=True):
+class Work(Struct, frozen=True, gc=False):
     """Compute positions [start, start + count) of a row; with `sample`, draw the token at position start + count.
 
     The drawn token becomes the row's token at that position on the device at once, before anyone reads it back.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import Struct
+
 from headrace_worker.kv.manager import BlockTable, PrefixChain
 from headrace_worker.plan import RowSampling, SampledLogprobs
 
@@ -59,14 +61,13 @@ class Request:
         return len(self.tokens) + self.in_flight - self.computed
 
 
-@dataclass(slots=True)
-class Output:
-    """What a step brought to one attempt."""
+class Output(Struct, gc=False):
+    """What a step brought to one attempt. A Struct, as one is made per token."""
 
     attempt_id: bytes
     first_index: int  # index of the first token among all outputs of the choice
     token_ids: list[int]
-    logprobs: list[SampledLogprobs] = field(default_factory=list)
+    logprobs: list[SampledLogprobs] = []
     finish: Finish | None = None
     error: str = ""
     cached_tokens: int | None = None  # set in the first output of an attempt

@@ -69,7 +69,8 @@ class Scheduler:
     @property
     def missing_tokens(self) -> int:
         """Positions to compute before everyone who is here has caught up."""
-        return self.waiting.tokens + sum(request.missing for request in self.running)
+        running = self.running
+        return self.waiting.tokens + sum([len(entry.tokens) + entry.in_flight - entry.computed for entry in running])
 
     @property
     def is_full(self) -> bool:
@@ -128,6 +129,7 @@ class Scheduler:
     def process(self, step: ScheduledStep, result: StepResult) -> list[Output]:
         """Takes in what a step sampled. Tokens of requests that ended meanwhile are dropped, never counted."""
         outputs: list[Output] = []
+        tokens, failed = result.tokens, result.failed
         index = 0
         for work, request, table in zip(step.plan.work, step.requests, step.holdings, strict=True):
             if not work.sample:
@@ -138,11 +140,12 @@ class Scheduler:
             request.in_flight -= 1
             if request.finish is not None:
                 continue
-            if position in result.failed:
-                outputs.append(self.end(request, Finish.ERROR, result.failed[position]))
+            if position in failed:
+                outputs.append(self.end(request, Finish.ERROR, failed[position]))
                 continue
-            self._clear_suspicion(request)
-            request.tokens.append(result.tokens[position])
+            if request.suspect:
+                self._clear_suspicion(request)
+            request.tokens.append(tokens[position])
             if request.table is table and work.start + work.count >= table.unpublished_end:
                 self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
             outputs.append(self._emit(request, position, result))
@@ -196,10 +199,11 @@ class Scheduler:
         for request in self.running:
             if request.in_flight and not one_batch:
                 continue
-            missing = len(request.tokens) + request.in_flight - request.computed
+            known = len(request.tokens) + request.in_flight
+            missing = known - request.computed
             if missing > 1:
                 chunks.append(request)
-            elif missing == 1 and len(request.tokens) + request.in_flight < request.max_len:
+            elif missing == 1 and known < request.max_len:
                 single.append(request)
         someone_waits = bool(chunks) or (len(self.waiting) > 0 and bool(self._rows))
         reserve = min(self.kv.block_size, draft.budget // 8) if someone_waits else 0
@@ -210,7 +214,11 @@ class Scheduler:
             del single[turns:]
         for request in single:
             if request.row >= 0:
-                self._place(draft, request, 1)
+                table = request.table
+                if table is not None and request.computed < table.capacity:
+                    draft.add_last(request, table)
+                else:
+                    self._place(draft, request, 1)
         for request in chunks:
             if request.row >= 0 and draft.budget > 0:
                 self._place(draft, request, min(request.missing, draft.budget))
@@ -293,21 +301,21 @@ class Scheduler:
     def _emit(self, request: Request, position: int, result: StepResult) -> Output:
         """Delivers the request's newest token, and its end when this token ends it."""
         token = request.tokens[-1]
-        request.emitted = len(request.tokens)
+        count = request.emitted = len(request.tokens)
         finish = None
         if token in request.stop_ids:
             finish = Finish.STOP
-        elif len(request.tokens) >= request.max_len:
+        elif count >= request.max_len:
             finish = Finish.LENGTH
+        logprobs = [result.logprobs[position]] if position in result.logprobs else []
         output = Output(
             request.attempt_id,
-            len(request.tokens) - 1 - request.prompt_len,
+            count - 1 - request.prompt_len,
             [token],
-            finish=finish,
+            logprobs,
+            finish,
             preemptions=request.preemptions,
         )
-        if position in result.logprobs:
-            output.logprobs.append(result.logprobs[position])
         if not request.announced:
             request.announced = True
             self.counters.prompt_tokens += request.prompt_len  # once it is computed: what was refused never counts

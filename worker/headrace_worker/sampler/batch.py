@@ -1,6 +1,6 @@
 """What one sampling step works on. Letters: R rows that draw, V vocabulary, A rows that use some feature."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,9 @@ class SampleBatch:
     positions: Sequence[int]  # [R] position of the token to draw = number of tokens known before it
     token_rows: Tensor  # [max_rows, max_len] known tokens by row id
 
-    def users(self, feature: Container[int]) -> list[int]:
+    def users(self, feature: Collection[int]) -> list[int]:
         """Indices into the batch of the rows that use a feature."""
-        return [i for i, row in enumerate(self.rows) if row in feature]
+        return [i for i, row in enumerate(self.rows) if row in feature] if feature else []
 
     def tensor(self, values: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         """Host values on the device of the logits; the copy does not wait for the device."""

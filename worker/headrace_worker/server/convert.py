@@ -87,22 +87,23 @@ def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int
     )
 
 
-def to_delta(output: Output) -> pb.Delta:
-    """One engine output as the start of a delta; later ones of the same attempt are merged by `merge_output`."""
-    delta = pb.Delta(
-        attempt_id=output.attempt_id,
-        first_index=output.first_index,
-        token_ids=output.token_ids,
-        logprobs=[to_logprobs(entry) for entry in output.logprobs],
-        finish=_FINISH[output.finish] if output.finish is not None else pb.FINISH_NONE,
-        error=output.error,
-        preemptions=output.preemptions,
-    )
+def fill_delta(delta: pb.Delta, output: Output) -> None:
+    """One engine output as the start of an empty delta; later ones of the same attempt follow by `merge_output`."""
+    delta.attempt_id = output.attempt_id
+    delta.first_index = output.first_index
+    delta.token_ids.extend(output.token_ids)
+    # What most outputs do not have costs nothing: there is one per token.
+    if output.logprobs:
+        delta.logprobs.extend(to_logprobs(entry) for entry in output.logprobs)
+    if output.finish is not None:
+        delta.finish = _FINISH[output.finish]
+        delta.error = output.error
+    if output.preemptions:
+        delta.preemptions = output.preemptions
     if output.cached_tokens is not None:
         delta.cached_tokens = output.cached_tokens
     if output.queue_seconds is not None:
         delta.queue_us = max(0, int(output.queue_seconds * 1e6))
-    return delta
 
 
 def merge_output(delta: pb.Delta, output: Output) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.request import Output
-from headrace_worker.server.convert import merge_output, to_delta
+from headrace_worker.server.convert import fill_delta, merge_output
 
 
 class Outbox:
@@ -15,7 +15,8 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[bytes, pb.Delta] = {}
+        self._frame = pb.ReplicaFrame()
+        self._pending: dict[bytes, pb.Delta] = {}  # those of the frame, by attempt
         self._step = 0
         self._load = pb.Load()
         self._ready = asyncio.Event()
@@ -26,7 +27,8 @@ class Outbox:
         for output in outputs:
             delta = self._pending.get(output.attempt_id)
             if delta is None:
-                self._pending[output.attempt_id] = to_delta(output)
+                self._pending[output.attempt_id] = delta = self._frame.deltas.add()
+                fill_delta(delta, output)
             else:
                 merge_output(delta, output)
 
@@ -47,6 +49,8 @@ class Outbox:
         if self._closed:
             return None
         self._ready.clear()
-        deltas = list(self._pending.values())
+        frame, self._frame = self._frame, pb.ReplicaFrame()
         self._pending.clear()
-        return pb.ReplicaFrame(step=self._step, deltas=deltas, load=self._load)
+        frame.step = self._step
+        frame.load.CopyFrom(self._load)
+        return frame

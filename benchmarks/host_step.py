@@ -1,0 +1,246 @@
+"""The host's side of a step alone, part by part: what a GPU would wait for if the host were slow.
+
+    python benchmarks/host_step.py [--running 1,32,256] [--sampling greedy,mixed] [--steps 400] [--profile] [--save]
+
+A real engine loop over a model without arithmetic: it returns the same logits at once, over so small a vocabulary that
+drawing from them costs calls, not sums. Decode steps of requests with 100 to 600 tokens, on CPU tensors; copies to a
+GPU and its launches are not in the figures (benchmarks/gpu.py measures the gap there).
+
+`step` is one turn of the loop, the model's call left out. `plan to ranks` (several ranks only) is part of a step there;
+`deliver` runs on the thread of the gRPC server, under the same interpreter lock.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import os
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import machine
+import torch
+from torch import Tensor, nn
+
+from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.engine import Engine
+from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.loop import EngineLoop, StepReport
+from headrace_worker.parallel.context import SINGLE
+from headrace_worker.parallel.messages import Step, encoder
+from headrace_worker.plan import RowSampling, StepPlan
+from headrace_worker.request import Request
+from headrace_worker.runner.batch import Batch
+from headrace_worker.runner.runner import Runner
+from headrace_worker.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.server.convert import to_load
+from headrace_worker.server.outbox import Outbox
+
+ROWS, VOCABULARY, BLOCK_SIZE, MAX_LEN = 256, 128, 16, 2048
+LAYOUT = CacheLayout(BLOCK_SIZE, (CacheGroupSpec(0, (0,), 1, 1, 0),), 4)
+PARTS = ("expire", "schedule", "prepare", "sample", "apply_tokens", "collect", "observe", "process", "load")
+
+
+class NoModel(nn.Module):
+    """Stands where a model would be, so that a runner can be made."""
+
+    base_model = None
+
+    def forward(self, logits_to_keep: Tensor) -> None: ...
+
+
+class FixedRunner(Runner):
+    """Everything of a runner but the model."""
+
+    def __init__(self) -> None:
+        device = torch.device("cpu")
+        model: Any = SimpleNamespace(
+            layout=LAYOUT, device=device, dtype=torch.float32, module=NoModel(), parallel=SINGLE
+        )
+        model.vocab_size, model.deterministic = VOCABULARY, False
+        super().__init__(model, num_blocks=20_000, max_rows=ROWS, max_len=MAX_LEN)
+        self._logits = torch.rand(ROWS, VOCABULARY)
+        self.plan: StepPlan | None = None
+
+    def prepare(self, plan: StepPlan) -> Batch | None:
+        self.plan = plan
+        return super().prepare(plan)
+
+    def forward(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
+        return self._logits[: len(batch.sample_rows)].clone() if batch.sample_rows else None
+
+
+class Times:
+    """Microseconds by part."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.current: defaultdict[str, float] = defaultdict(float)
+        self.all: defaultdict[str, list[float]] = defaultdict(list)
+
+    def watch(self, owner: Any, *names: str) -> None:
+        """Has calls of these methods of one object timed."""
+        for name in names:
+            setattr(owner, name, self._timed(name, getattr(owner, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self.current[name] += (time.perf_counter() - began) * 1e6
+
+        return timed
+
+    def close(self, step: float) -> None:
+        """A turn of the loop took `step` µs, the model included."""
+        self.current["step"] = step - self.current.pop("forward", 0.0)
+        for name, value in self.current.items():
+            self.all[name].append(value)
+        self.current.clear()
+
+
+class Bench:
+    """An engine loop without its thread, and one router's outbox."""
+
+    def __init__(self, running: int, sampling: str, steps: int) -> None:
+        random = Random(0)
+        scope = ModelScope("m", "r", "float32", "float32")
+        self.kv = KVManager(LAYOUT, 20_000, BlockHasher(derive_key(b"k")), scope)
+        self.scheduler = Scheduler(SchedulerLimits(ROWS, 2048), self.kv, time.monotonic)
+        self.runner = FixedRunner()
+        self.engine = Engine(self.scheduler, self.runner, time.monotonic)
+        self.report: StepReport | None = None
+        self.loop = EngineLoop(self.engine, self._take)
+        self.outbox = Outbox()
+        self.events = asyncio.new_event_loop()
+        for number in range(running):
+            self.engine.submit(self._request(random, number, sampling, steps))
+        while len(self.scheduler.waiting) or any(entry.missing > 1 for entry in self.scheduler.running):
+            self.loop._turn()
+        for _ in range(20):
+            self.loop._turn()
+        gc.collect()
+        gc.freeze()  # as a replica does once it has loaded
+
+    def _take(self, report: StepReport) -> None:
+        self.report = report
+
+    def _request(self, random: Random, number: int, sampling: str, steps: int) -> Request:
+        length = random.randrange(100, 600)
+        options = RowSampling(temperature=0.0)
+        if sampling == "mixed" and number % 4:
+            options = (
+                RowSampling(temperature=0.8, seed=number),
+                RowSampling(temperature=0.8, top_p=0.9, seed=number),
+                RowSampling(temperature=0.8, repetition_penalty=1.1, seed=number),
+            )[number % 4 - 1]
+        return Request(
+            attempt_id=os.urandom(16),
+            tokens=[random.randrange(VOCABULARY) for _ in range(length)],
+            prompt_len=length,
+            max_len=min(MAX_LEN, length + steps + 200),
+            sampling=options,
+            stop_ids=frozenset(),
+            chain=self.kv.start_chain(b"", ""),
+            arrival=time.monotonic(),
+        )
+
+    def deliver(self) -> None:
+        """What the server's thread does with a step for one router: deltas, a frame, its bytes."""
+        report = self.report
+        assert report is not None
+        self.outbox.put(report.outputs)
+        self.outbox.beat(report.step, to_load(report.load, report.step, report.draining))
+        frame = self.events.run_until_complete(self.outbox.take())
+        assert frame is not None and len(frame.deltas) == len(report.outputs)
+        frame.SerializeToString()
+
+    def encode(self) -> None:
+        """What rank 0 of several adds: the plan as bytes."""
+        assert self.runner.plan is not None
+        encoder.encode(Step(self.runner.plan, []))
+
+    def measure(self, steps: int) -> dict[str, dict[str, float]]:
+        times = Times()
+        times.watch(self.scheduler, "expire", "schedule", "process")
+        times.watch(self.runner, "prepare", "forward", "sample", "apply_tokens", "collect")
+        times.watch(self.engine.latency, "observe")
+        times.watch(self.engine, "load")
+        extra = Times()
+        extra.watch(self, "deliver", "encode")
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.loop._turn()
+            times.close((time.perf_counter() - began) * 1e6)
+            self.deliver()
+            self.encode()
+            extra.close(0)
+        found = {name: times.all[name] for name in PARTS}
+        found["rest"] = [
+            total - sum(parts)
+            for total, *parts in zip(times.all["step"], *(times.all[name] for name in PARTS), strict=True)
+        ]
+        found |= {"step": times.all["step"], "plan to ranks": extra.all["encode"], "deliver": extra.all["deliver"]}
+        return {name: _summary(values) for name, values in found.items()}
+
+    def profile(self, steps: int) -> None:
+        """Prints which functions took the time of `steps` turns."""
+        recorder = cProfile.Profile()
+        recorder.enable()
+        for _ in range(steps):
+            self.loop._turn()
+        recorder.disable()
+        pstats.Stats(recorder).sort_stats("tottime").print_stats(25)
+
+    def close(self) -> None:
+        self.events.close()
+        gc.unfreeze()
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"p50_us": round(median(ordered), 1), "p99_us": round(ordered[int(len(ordered) * 0.99)], 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", default="1,32,256", help="requests that decode, at most 256")
+    parser.add_argument("--sampling", default="greedy,mixed")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument(
+        "--profile", action="store_true", help="where the time of a step goes (cProfile, which adds some)"
+    )
+    parser.add_argument("--save", action="store_true", help="write results/host_step.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for sampling in arguments.sampling.split(","):
+        for running in map(int, arguments.running.split(",")):
+            bench = Bench(running, sampling, arguments.steps)
+            if arguments.profile:
+                print(f"{running} running, {sampling}")
+                bench.profile(arguments.steps)
+            else:
+                result[f"{running} {sampling}"] = bench.measure(arguments.steps)
+            bench.close()
+    if arguments.profile:
+        return
+    print(f"µs, p50 / p99   {''.join(f'{case:>20s}' for case in result)}")
+    for part in next(iter(result.values())):
+        cells = (f"{found[part]['p50_us']:.0f} / {found[part]['p99_us']:.0f}" for found in result.values())
+        print(f"{part:<16s}{''.join(f'{cell:>20s}' for cell in cells)}")
+    if arguments.save:
+        print(machine.save("host_step", {"microseconds": result, "steps": arguments.steps}))
+
+
+if __name__ == "__main__":
+    main()
