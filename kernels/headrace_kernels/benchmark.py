@@ -1,8 +1,8 @@
-"""Times of the CPU ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows]``.
+"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows] [gpu]``.
 
-Shapes are SmolLM2-135M's. Runs are interleaved, and each line gives the fastest: on a shared machine the one that
-was left alone (set GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches hold, as they do
-in a model.
+``gpu`` is ``headrace_kernels.gpu.benchmark`` and needs one. The others are of the CPU, with SmolLM2-135M's shapes: runs
+are interleaved, and each line gives the fastest: on a shared machine the one that was left alone (set
+GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches hold, as they do in a model.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from headrace_kernels import PackedLinear, catalog
+from headrace_kernels.gpu import availability
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.registry import Op
 
@@ -31,6 +32,11 @@ def fastest(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
             run()
             best[name] = min(best[name], time.perf_counter() - start)
     return best
+
+
+def on_cpu(op: Op[Any]) -> list[str]:
+    """Names of the op's backends for CPU tensors."""
+    return [name for name in op.available() if name != "triton"]
 
 
 def linear() -> None:
@@ -82,7 +88,7 @@ def attention() -> None:
         query = torch.randn(sum(q for q, _ in lens), HEADS, HEAD_DIM)
         pool = torch.randn(2, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
         runs: dict[str, Callable[[], object]] = {}
-        for backend in catalog.PAGED_ATTENTION.available():
+        for backend in on_cpu(catalog.PAGED_ATTENTION):
             runs[backend] = functools.partial(catalog.PAGED_ATTENTION.named(backend), query, pool, meta, scale=0.125)
         times = fastest(runs, rounds=15)
         flops = sum(q * (length - q / 2) * 4 * HEADS * HEAD_DIM for q, length in lens)
@@ -106,10 +112,18 @@ def rows() -> None:
         _compare(count, catalog.ROW_LOGSUMEXP, scores)
 
 
+def gpu() -> None:
+    """The Triton ops."""
+    from headrace_kernels.gpu import benchmark
+
+    print(f"{torch.cuda.get_device_name()}, Triton")
+    benchmark.decode()
+    benchmark.prefill()
+    benchmark.rows()
+
+
 def _compare(count: int, op: Op[Any], *arguments: object) -> None:
-    runs: dict[str, Callable[[], object]] = {
-        name: functools.partial(op.named(name), *arguments) for name in op.available()
-    }
+    runs: dict[str, Callable[[], object]] = {name: functools.partial(op.named(name), *arguments) for name in on_cpu(op)}
     times = fastest(runs, rounds=40)
     print(f"{op.name} rows {count:3d}: " + ", ".join(f"{name} {t * 1e6:6.1f} us" for name, t in times.items()))
 
@@ -117,7 +131,9 @@ def _compare(count: int, op: Op[Any], *arguments: object) -> None:
 def main() -> None:
     """Runs the named part, or all."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {' '.join(catalog.describe())}")
-    parts = {"linear": linear, "attention": attention, "rows": rows}
+    parts: dict[str, Callable[[], None]] = {"linear": linear, "attention": attention, "rows": rows}
+    if torch.cuda.is_available() and availability.missing() is None:
+        parts["gpu"] = gpu
     with torch.inference_mode():
         for name, part in parts.items():
             if name in sys.argv[1:] or len(sys.argv) == 1:

@@ -45,7 +45,10 @@ def test_padding_changes_nothing(make_case, backend, lens, tokens, sequences, lo
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not here")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+# The interpreter computes bfloat16 as float32.
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.bfloat16][: 3 if torch.cuda.is_available() else 2], ids=str
+)
 @pytest.mark.parametrize("window", [0, 40])
 def test_deterministic_rows_are_their_own(make_case, dtype, window):
     """Bit for bit: alone, among others, as a decode step or within a prefill, whatever the bounds of the launch."""

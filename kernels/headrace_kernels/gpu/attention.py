@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace_kernels.gpu.availability import interpreted
 from headrace_kernels.gpu.kernels import attention as kernels
+from headrace_kernels.gpu.kernels import merge
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
@@ -97,7 +98,7 @@ class _Launch:
         if not alone:
             tiles = _ordered_tiles(self, 0) if self.ordered else _walk_tiles(self)
             grid = (-(-self.tokens // tiles.tokens) + self.sequences, self.kv_heads, 1)
-            self._attend(grid, tiles, short.tokens, 1, (self.out, self.out, self.out), split=False, zero_tail=True)
+            self._attend(grid, tiles, short.tokens, 1, self._parts(0, 1), split=False, zero_tail=True)
         splits = self._splits(short)
         programs = max(1, _PROGRAMS // (self.sequences * self.kv_heads))
         grid = (self.sequences, self.kv_heads, min(splits, programs))
@@ -120,12 +121,13 @@ class _Launch:
 
     def _parts(self, tile_rows: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax states of pieces: mixed values [S, K, rows, splits, D], peaks and totals [S, K, rows, splits]."""
-        if splits == 1:
-            return self.out, self.out, self.out
-        shape = (self.sequences, self.kv_heads, tile_rows, splits)
-        device = self.out.device
-        peaks, totals = torch.empty(2, *shape, dtype=torch.float32, device=device)
-        return torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device), peaks, totals
+        shape = (self.sequences, self.kv_heads, tile_rows, splits) if splits > 1 else (1,)
+        # Allocated one by one, and when unread too: Triton compiles anew for other dtypes and alignments.
+        mixed, peaks, totals = (
+            torch.empty(size, dtype=torch.float32, device=self.out.device)
+            for size in ((*shape, self.head_dim), shape, shape)
+        )
+        return mixed, peaks, totals
 
     def _attend(
         self,
@@ -153,7 +155,7 @@ class _Launch:
         )  # fmt: skip
 
     def _merge(self, tiles: Tiles, splits: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        kernels.merge[(self.sequences, self.kv_heads, tiles.tokens * self.group)](
+        merge.merge[(self.sequences, self.kv_heads, tiles.tokens * self.group)](
             self.out, *parts, self._sinks(), self.meta.query_starts, self.meta.seq_lens, self.window, splits,
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, TILE_TOKENS=tiles.tokens,
             BLOCK_N=tiles.keys, MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), CHUNK=CHUNK,
