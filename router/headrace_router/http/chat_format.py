@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from headrace_router.choice import ChoiceUpdate
 from headrace_router.generation import Generation
-from headrace_router.http.formats import TokenShape, event, usage
+from headrace_router.http.formats import TokenShape, event, line_json, usage
 
 
 class ChatFormat:
@@ -27,7 +25,7 @@ class ChatFormat:
             **self._common,
             "system_fingerprint": None,
         }
-        self._before = b"data: " + orjson.dumps(opening)[:-1] + b',"choices":[{"index":'
+        self._before = b"data: " + line_json(opening)[:-1] + b',"choices":[{"index":'
         self._after = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
     def head(self) -> list[bytes]:
@@ -43,12 +41,12 @@ class ChatFormat:
                 self._before,
                 b"%d" % update.index,
                 b',"delta":{"content":',
-                orjson.dumps(update.text),
+                line_json(update.text),
                 b'},"logprobs":',
-                b"null" if entries is None else orjson.dumps(entries),
+                b"null" if entries is None else line_json(entries),
             ]
             if self._ids:
-                pieces += [b',"token_ids":', orjson.dumps(update.token_ids)]
+                pieces += [b',"token_ids":', line_json(update.token_ids)]
             pieces += [b',"finish_reason":null}', self._after]
         if update.finish_reason is not None:
             pieces += [

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from headrace_router.choice import ChoiceUpdate
 from headrace_router.generation import Generation
-from headrace_router.http.formats import TokenShape, event, usage
+from headrace_router.http.formats import TokenShape, event, line_json, usage
 
 
 class CompletionFormat:
@@ -23,7 +21,7 @@ class CompletionFormat:
         self._ids = ids
         self._echoes = [plan.prompt.text if echo else "" for plan in generation.request.choices]
         self._offsets = [len(text) for text in self._echoes]
-        self._before = b"data: " + orjson.dumps({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
+        self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
     def head(self) -> list[bytes]:
@@ -54,7 +52,7 @@ class CompletionFormat:
         return {**self._head, "system_fingerprint": None, "choices": choices, "usage": usage(generation)}
 
     def _line(self, choice: dict[str, Any]) -> bytes:
-        return self._before + orjson.dumps(choice) + self._after
+        return self._before + line_json(choice) + self._after
 
     def _entries(self, update: ChoiceUpdate) -> dict[str, Any] | None:
         """The legacy shape: parallel lists. Offsets count characters from the start of the choice's text."""

@@ -13,15 +13,31 @@ from headrace_router.model_card import ModelCard
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
 
 def dumps(value: Any) -> bytes:
     """JSON bytes; keys in the order given."""
     return orjson.dumps(value)
 
 
+def line_json(value: Any) -> bytes:
+    """JSON that stays one line for every reader of lines.
+
+    JSON lets three characters stand as they are at which Unicode, and with it Python's `str.splitlines` and the line
+    readers of HTTP clients, end a line: NEL, LINE SEPARATOR, PARAGRAPH SEPARATOR. A model may well say them.
+    """
+    data = orjson.dumps(value)
+    if data.isascii():
+        return data
+    for spelled, escaped in _LINE_ENDS:
+        data = data.replace(spelled, escaped)
+    return data
+
+
 def event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + line_json(value) + b"\n\n"
 
 
 def usage(generation: Generation) -> dict[str, Any]:
