@@ -28,8 +28,11 @@ from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepPr
 from headrace_worker.profiling.stepping import ProfiledStage
 from headrace_worker.runner.sizing import KvSize
 from headrace_worker.server.description import Description
+from headrace_worker.server.pairs import PairDesk
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.transfer.courier import Courier
+from headrace_worker.transfer.reports import listen, to_loop, to_rank_0
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +65,7 @@ class Replica:
         self._loop: EngineLoop | None = None
         self._server: ReplicaServer | None = None
         self._profiler: StepProfiler | None = None
+        self._courier: Courier | None = None
 
     def open_meeting(self) -> Meeting:
         """Of rank 0 of several: where all ranks, itself included, are to `start`. Raises MeetingError."""
@@ -90,6 +94,9 @@ class Replica:
     def _follow(self, team: Team) -> ReplicaStarted:
         began = time.monotonic()
         part = assemble_part(self._config, self._report, team=team)
+        self._courier = part.runner.courier
+        if self._courier is not None:
+            self._courier.report = to_rank_0(team.watch)
         self._follower = Follower(self._stage(part, team), team)
         self._follower.start()
         gc.collect()
@@ -121,7 +128,13 @@ class Replica:
         server = self._server = ReplicaServer(config.host, config.port, config.secret)
         loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))
         description = self._describe(assembly)
-        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id)
+        courier = self._courier = assembly.runner.courier
+        assert courier is not None
+        courier.report = to_loop(loop)
+        if self._team is not None:
+            listen(self._team.watch, loop)
+        desk = PairDesk(lambda: description.identity, courier.shards, loop, config.host, courier.opened)
+        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id, desk, config.secret)
         try:
             address = server.start(servicer)
         except BaseException:
@@ -223,6 +236,8 @@ class Replica:
             ranks.stop()
         if self._follower is not None:
             self._follower.join(FOLLOWER_STOP_SECONDS)
+        if self._courier is not None:
+            self._courier.stop()
         if self._team is not None:
             self._team.close()
         if self._server is not None:
