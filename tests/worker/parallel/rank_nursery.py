@@ -8,14 +8,17 @@ the process id: when it is born, has opened a meeting, comes to a stage, is read
 Ranks are killed when stdin closes.
 """
 
+import contextlib
 import gc
 import json
 import os
 import random
+import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -101,14 +104,21 @@ def raise_in_step(number: int) -> None:
     StageRunner.run = faulty  # type: ignore[method-assign]
 
 
-def reap() -> None:
+def orders() -> Iterator[dict[str, Any]]:
+    """What stdin brings, and meanwhile who has ended: on one thread, as others would be lost in the fork."""
+    received = b""
     while True:
-        try:
-            pid, _ = os.wait()
-        except ChildProcessError:
-            threading.Event().wait(0.02)
-        else:
-            say(pid=pid, gone=True)
+        readable, _, _ = select.select([0], [], [], 0.01)
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                say(pid=pid, gone=True)
+        if not readable:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            return
+        *lines, received = (received + data).split(b"\n")
+        yield from map(json.loads, lines)
 
 
 def main() -> None:
@@ -118,9 +128,7 @@ def main() -> None:
     missing()  # loads the kernels
     gc.collect()
     gc.freeze()  # or every rank would walk, and so copy, what it has in common with the others
-    threading.Thread(target=reap, daemon=True).start()
-    for line in sys.stdin:
-        order = json.loads(line)
+    for order in orders():
         pid = os.fork()
         if pid == 0:
             try:
