@@ -29,6 +29,14 @@ class Sending:
     tensor: Tensor
 
 
+@dataclass(slots=True)
+class Receiving:
+    """A receive that may still write its tensor."""
+
+    work: Any
+    tensor: Tensor
+
+
 class Group:
     """Some ranks of a replica that exchange tensors. Errors come as RankLostError, with the rank that is to blame."""
 
@@ -54,14 +62,21 @@ class Group:
         """Wait until a send no longer needs its tensor; on a GPU the current stream waits."""
         self._wait(sending.work)
 
-    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
-        """Fill a contiguous tensor with what `source` sends; on a GPU the current stream waits for it."""
+    def expect(self, tensor: Tensor, source: int, tag: int = 0) -> Receiving:
+        """Begin to fill a contiguous tensor with what `source` sends."""
         try:
-            work = self._backend.recv([tensor], source, tag)
+            return Receiving(self._backend.recv([tensor], source, tag), tensor)
         except RuntimeError as error:
             raise self.watch.explain(error) from error
-        self._wait(work)
-        return tensor
+
+    def take(self, receiving: Receiving) -> Tensor:
+        """The tensor, once it is filled; on a GPU the current stream waits for it."""
+        self._wait(receiving.work)
+        return receiving.tensor
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        """Fill a contiguous tensor with what `source` sends; on a GPU the current stream waits for it."""
+        return self.take(self.expect(tensor, source, tag))
 
     def interrupt(self, peer: int, tag: int) -> None:
         """Close all connections of a gloo group, from any thread: whoever waits on one gets an error.

@@ -2,14 +2,16 @@
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import structlog
 import torch
+from torch import Tensor
 
 from headrace_worker.model.attention import LayerCache
-from headrace_worker.parallel.group import Sending
+from headrace_worker.parallel.group import Receiving, Sending
 from headrace_worker.parallel.meeting import MeetingHost
 from headrace_worker.transfer.orders import OpenPair, PairFailed, Receive, Received, Report, Send
 from headrace_worker.transfer.parcel import TRAILER_BYTES, Tally, Trailer, new_piece, read_blocks, write_blocks
@@ -108,9 +110,6 @@ class Carrier:
             if item is not None and isinstance(item[0], Receive):
                 self._done(item[0], 0, good=False)
 
-    def _is_live(self, fetch: int) -> bool:
-        return fetch in self._live
-
     def _send(self, wire: Wire, order: Send, gate: LayerGate | None) -> None:
         for route in self._routes:
             tally = Tally()
@@ -126,7 +125,7 @@ class Carrier:
                         gate.wait(layer)
                     pool = self._caches[layer].pool
                     with self._lock:
-                        whole = whole and self._is_live(order.fetch)
+                        whole = whole and order.fetch in self._live
                         if whole:
                             piece = read_blocks(pool, blocks, heads)
                         else:  # the receiver counts on a piece: it gets zeros, and is told
@@ -143,23 +142,11 @@ class Carrier:
 
     def _receive(self, wire: Wire, order: Receive) -> None:
         good, num_bytes = True, 0
-        raw = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
         try:
             for route in self._routes:
-                tally = Tally()
-                heads = self._local(route)
-                for group, layers in enumerate(route.layers):
-                    if not order.counts[group]:
-                        continue
-                    for layer in layers:
-                        pool = self._caches[layer].pool
-                        piece = new_piece(pool, order.counts[group], heads[1] - heads[0])
-                        wire.receive(piece, route.source)
-                        tally.add(piece)
-                        with self._lock:
-                            if self._is_live(order.fetch):
-                                write_blocks(pool, order.blocks[group], heads, piece)
-                wire.receive(raw, route.source)
+                tally = self._receive_pieces(wire, order, route)
+                raw = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
+                wire.take(wire.expect(raw, route.source))
                 expected = Trailer(order.fetch, order.chunk, True, tally.num_bytes, tally.checksum)
                 good = good and Trailer.decode(raw) == expected
                 num_bytes += tally.num_bytes
@@ -168,6 +155,30 @@ class Carrier:
             raise
         self._forget(order.fetch)
         self._done(order, num_bytes, good=good)
+
+    def _receive_pieces(self, wire: Wire, order: Receive, route: Route) -> Tally:
+        """A chunk's pieces on one route. While one is written into its blocks, the next is on its way."""
+        tally = Tally()
+        heads = self._local(route)
+        parts = [(group, layer) for group, layers in enumerate(route.layers) for layer in layers if order.counts[group]]
+        coming: deque[tuple[Tensor, Receiving]] = deque()
+
+        def expect(place: int) -> None:
+            if place < len(parts):
+                group, layer = parts[place]
+                piece = new_piece(self._caches[layer].pool, order.counts[group], heads[1] - heads[0])
+                coming.append((piece, wire.expect(piece, route.source)))
+
+        expect(0)
+        for place, (group, layer) in enumerate(parts):
+            piece, receiving = coming.popleft()
+            wire.take(receiving)
+            expect(place + 1)
+            tally.add(piece)
+            with self._lock:
+                if order.fetch in self._live:
+                    write_blocks(self._caches[layer].pool, order.blocks[group], heads, piece)
+        return tally
 
     def _done(self, order: Receive, num_bytes: int, *, good: bool) -> None:
         self._report(Received(self._rank, order.pair, order.fetch, order.chunk, good, num_bytes))

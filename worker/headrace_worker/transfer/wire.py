@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.parallel.errors import MeetingError, RankLostError
-from headrace_worker.parallel.group import Group, Sending, host_group
+from headrace_worker.parallel.group import Group, Receiving, Sending, host_group
 from headrace_worker.parallel.meeting import MeetingHost, Noticeboard, meet
 from headrace_worker.parallel.watch import Watch
 from headrace_worker.transfer.orders import OpenPair
@@ -44,9 +44,13 @@ class Wire:
     def finish(self, sending: Sending) -> None:
         self._group.finish(sending)
 
-    def receive(self, piece: Tensor, source: int) -> None:
-        """Fills a contiguous piece with the next one from a rank of the other replica."""
-        self._group.receive(piece.view(-1).view(torch.uint8), self._peers + source, _DATA)
+    def expect(self, piece: Tensor, source: int) -> Receiving:
+        """Begins to fill a contiguous piece with the next one from a rank of the other replica."""
+        return self._group.expect(piece.view(-1).view(torch.uint8), self._peers + source, _DATA)
+
+    def take(self, receiving: Receiving) -> None:
+        """Waits until it is filled."""
+        self._group.take(receiving)
 
     def close(self) -> None:
         """Ends the connections and every wait on them. Idempotent."""

@@ -1,0 +1,259 @@
+"""KV blocks between replicas, in one run, interleaved: what disaggregation costs and what it brings.
+
+1. GB/s of blocks that the source has cached, against a raw copy of equally large pieces over the same transport.
+2. Time to the first token at low load: prompts computed where they are answered, and by a prefill replica.
+3. Time between tokens of running streams while long prompts arrive: two replicas that do both, against one for prompts
+   and one for answers.
+
+    python benchmarks/transfer.py [--rounds N] [--save]
+
+Processes of this machine, one thread each; the embedded model in float32.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import machine  # isort: skip  # before torch: it says how OpenMP waits
+
+import grpc
+import torch
+
+from headrace_proto import CONTRACT_VERSION
+from headrace_proto import replica_pb2 as pb
+from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_proto.secret import secret_metadata
+from headrace_worker.config import Meeting, ReplicaConfig
+from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.replica import Replica
+from headrace_worker.transfer.orders import OpenPair
+from headrace_worker.transfer.wire import Wire
+
+SECRET = b"benchmark"
+PIECE = (2, 16, 3, 16, 64)  # keys and values of a layer in sixteen blocks of the embedded model
+PIECES = 400
+PROMPTS = (256, 512, 896)
+STREAMS, STREAM_TOKENS = 6, 120
+LONG, LONG_EVERY = 768, 1.5
+
+
+def run_replica(name: str, pipe: Any) -> None:
+    """One replica, until told to end."""
+    config = ReplicaConfig(
+        replica_id=name, model="smollm2", source="smollm2", secret=SECRET, dtype="float32", device="cpu",
+        kv_cache_memory=512 << 20, max_model_len=1024, max_num_seqs=32, cpu_threads=1,
+    )  # fmt: skip
+    replica = Replica(config)
+    pipe.send(replica.start().address)
+    pipe.recv()
+    replica.stop()
+
+
+def copy_raw(meeting: Meeting, pipe: Any) -> None:
+    """The sending end of the raw copy."""
+    wire = Wire(OpenPair(1, meeting, 2, 1, 0, (), sends=True), 0, "127.0.0.1", None)
+    piece = torch.zeros(PIECE)
+    while pipe.recv():
+        going = None
+        for _ in range(PIECES):
+            if going is not None:
+                wire.finish(going)
+            going = wire.send(piece, 0)
+        if going is not None:
+            wire.finish(going)
+    wire.close()
+
+
+@dataclass
+class Answer:
+    """When each token of an answer came, in seconds after it was asked for."""
+
+    times: list[float] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def reach(self, count: int) -> None:
+        """Until so many tokens have come."""
+        async with self.news:
+            await self.news.wait_for(lambda: len(self.times) >= count)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+class Line:
+    """A router's stream to one replica."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.load = pb.Load()
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._answers: dict[bytes, tuple[Answer, float]] = {}
+
+    async def open(self) -> None:
+        stub: Any = ReplicaStub(self._channel)
+        self._call = stub.Serve(metadata=secret_metadata(SECRET))
+        hello = pb.RouterHello(router_id="benchmark", contract_version=CONTRACT_VERSION)
+        await self._call.write(pb.RouterFrame(hello=hello))
+        self._task = asyncio.create_task(self._read())
+
+    async def ask(self, prompt: list[int], count: int, source: str = "") -> Answer:
+        """A greedy answer, which is on its way when this returns."""
+        sampling = pb.Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+        submit = pb.Submit(attempt_id=os.urandom(16), prompt_token_ids=prompt, sampling=sampling)
+        if source:
+            submit.source.address = source
+        answer = Answer()
+        self._answers[submit.attempt_id] = answer, time.perf_counter()
+        await self._call.write(pb.RouterFrame(submits=[submit]))
+        return answer
+
+    async def first_token(self, prompt: list[int], source: str = "") -> float:
+        answer = await self.ask(prompt, 1, source)
+        await answer.done.wait()
+        return answer.times[0]
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        while (frame := await self._call.read()) is not grpc.aio.EOF:
+            self.load = frame.load
+            for delta in frame.deltas:
+                answer, asked = self._answers[delta.attempt_id]
+                answer.times += [time.perf_counter() - asked] * len(delta.token_ids)
+                async with answer.news:
+                    answer.news.notify_all()
+                if delta.finish:
+                    answer.done.set()
+
+
+def tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(20, 40_000) for _ in range(count)]
+
+
+async def fetch_speed(first: Line, second: Line, random: Random) -> float:
+    """GB/s of one prompt's blocks that the second has computed before."""
+    prompt = tokens(random, 896)
+    await second.first_token(prompt)
+    before = first.load.counters
+    await first.first_token(prompt, second.address)
+    await asyncio.sleep(0.6)  # an idle tick brings the counters
+    after = first.load.counters
+    return (after.fetched_bytes - before.fetched_bytes) / (after.fetch_seconds - before.fetch_seconds) / 1e9
+
+
+def raw_speed(wire: Wire, pipe: Any) -> float:
+    """GB/s of pieces received one after the other."""
+    piece = torch.empty(PIECE)
+    pipe.send(True)
+    wire.take(wire.expect(piece, 0))
+    began = time.perf_counter()
+    for _ in range(PIECES - 1):
+        wire.take(wire.expect(piece, 0))
+    return (PIECES - 1) * piece.nbytes / (time.perf_counter() - began) / 1e9
+
+
+async def gaps_under_prompts(places: list[Line], source: str, random: Random) -> list[float]:
+    """Times between tokens of streams on `places` while long prompts come to them in turn."""
+    streams = [await places[index % len(places)].ask(tokens(random, 40), STREAM_TOKENS) for index in range(STREAMS)]
+    await asyncio.gather(*(stream.reach(10) for stream in streams))
+    turn, waiting = 0, []
+    while not all(stream.done.is_set() for stream in streams):
+        waiting.append(await places[turn % len(places)].ask(tokens(random, LONG), 1, source))
+        turn += 1
+        await asyncio.sleep(LONG_EVERY)
+    for answer in waiting:
+        await answer.done.wait()
+    return [gap for stream in streams for gap in stream.gaps[10:]]
+
+
+async def measure(addresses: list[str], wire: Wire, pipe: Any, rounds: int) -> dict[str, Any]:
+    lines = [Line(address) for address in addresses]
+    for line in lines:
+        await line.open()
+    first, second = lines
+    random = Random(1)
+    await fetch_speed(first, second, random)  # opens the pair
+    fetched, raw = [], []
+    for _ in range(rounds):
+        raw.append(raw_speed(wire, pipe))
+        fetched.append(await fetch_speed(first, second, random))
+    print(f"blocks {statistics.median(fetched):.2f} GB/s, raw copy {statistics.median(raw):.2f} GB/s", flush=True)
+    starts: dict[str, dict[str, float]] = {}
+    for length in PROMPTS:
+        here, there = [], []
+        for _ in range(rounds):
+            here.append(await first.first_token(tokens(random, length)))
+            there.append(await first.first_token(tokens(random, length), second.address))
+        starts[str(length)] = {
+            "local_ms": round(statistics.median(here) * 1e3, 1),
+            "prefill_replica_ms": round(statistics.median(there) * 1e3, 1),
+        }
+        print(f"first token of {length} tokens: {starts[str(length)]}", flush=True)
+    gaps: dict[str, list[float]] = {"colocated": [], "disaggregated": []}
+    for _ in range(max(1, rounds // 2)):
+        gaps["colocated"] += await gaps_under_prompts(lines, "", random)
+        gaps["disaggregated"] += await gaps_under_prompts([first], second.address, random)
+    between = {
+        name: {
+            "p50_ms": round(statistics.median(found) * 1e3, 1),
+            "p99_ms": round(statistics.quantiles(found, n=100)[98] * 1e3, 1),
+            "max_ms": round(max(found) * 1e3, 1),
+        }
+        for name, found in gaps.items()
+    }
+    for name, row in between.items():
+        print(f"between tokens, {name}: {row}", flush=True)
+    counters = first.load.counters
+    for line in lines:
+        await line.close()
+    return {
+        "blocks_gb_s": {"median": round(statistics.median(fetched), 3), "all": [round(x, 3) for x in fetched]},
+        "raw_copy_gb_s": {"median": round(statistics.median(raw), 3), "all": [round(x, 3) for x in raw]},
+        "first_token": starts,
+        "between_tokens": between,
+        "fetches": counters.fetches,
+        "fetches_failed": counters.fetches_failed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="write results/transfer.json")
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    children = []
+    for name in ("decode", "prefill"):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=run_replica, args=(name, theirs))
+        process.start()
+        children.append((process, mine))
+    addresses = [pipe.recv() for _, pipe in children]
+    opened = MeetingHost("127.0.0.1")
+    mine, theirs = context.Pipe()
+    sender = context.Process(target=copy_raw, args=(opened.meeting, theirs))
+    sender.start()
+    wire = Wire(OpenPair(1, opened.meeting, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
+    result = asyncio.run(measure(addresses, wire, mine, arguments.rounds))
+    mine.send(False)
+    sender.join(10)
+    wire.close()
+    for process, pipe in children:
+        pipe.send(True)
+        process.join(20)
+    if arguments.save:
+        print(machine.save("transfer", result))
+
+
+if __name__ == "__main__":
+    main()
