@@ -23,6 +23,7 @@ class Outcome(Enum):
     FINISHED = "finished"  # the replica said so, in whatever way
     REFUSED = "refused"  # not accepted: may be placed elsewhere
     LOST = "lost"  # the stream broke, the replica gave the attempt up, or it skipped tokens
+    MOVED = "moved"  # by this router: it runs better elsewhere
 
 
 @dataclass(slots=True)

@@ -38,6 +38,9 @@ class RouterConfig(BaseModel):
     disaggregation: Literal["auto", "off"] = Field(
         default="auto", description="have prefill replicas compute prompts where that is predicted to pay"
     )
+    rebalancing: bool = Field(
+        default=True, description="move streams from replicas short of memory or time to others with room"
+    )
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
     migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
     migration_patience_seconds: float = Field(

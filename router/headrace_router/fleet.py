@@ -8,10 +8,12 @@ import structlog
 
 from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
+from headrace_router.attempt import Outcome
 from headrace_router.errors import ModelNotFoundError, NoReplicaError
 from headrace_router.model_card import ModelCard
 from headrace_router.policy import Policy, Work
 from headrace_router.policy.disaggregate import Prompt, choose_source
+from headrace_router.policy.rebalance import Rebalancer
 from headrace_router.replica_link import ReplicaLink
 
 log = structlog.get_logger("headrace.router.fleet")
@@ -36,6 +38,7 @@ class Fleet:
         self._make_link = make_link
         self._policy = policy
         self._disaggregate = disaggregate
+        self._rebalancer = Rebalancer()
         self._started = started  # unix seconds
         self._links: dict[tuple[str, str, int], ReplicaLink] = {}
         self._known: dict[str, ServedModel] = {}  # as the controller names them
@@ -149,6 +152,18 @@ class Fleet:
         prompt = Prompt(len(work.prompt_token_ids) + work.output_tokens_so_far)
         chosen = choose_source(prompt, target.load, sources)
         return sources[chosen] if chosen is not None else None
+
+    def rebalance(self, now: float) -> None:
+        """Has a stream leave each replica that is short of memory or time, when another one has plenty."""
+        served: dict[tuple[str, str], list[ReplicaLink]] = {}
+        for link in self._links.values():
+            if link.ready and link.card is not None:
+                served.setdefault((link.card.model, link.card.revision), []).append(link)
+        for links in served.values():
+            for hot, _ in self._rebalancer.look(links, now):
+                attempt = links[hot].newest_started()
+                if attempt is not None:
+                    attempt.end(Outcome.MOVED)
 
     def _ready_beside(self, stalled: ReplicaLink) -> bool:
         card = stalled.card

@@ -147,6 +147,11 @@ class Generation:
                 observer.finished(choice, attempt)
                 return
             begun = bool(choice.output_token_ids)
+            if outcome is Outcome.MOVED:
+                left = link
+                journey.moved(link)
+                self._metrics.rebalanced(model)
+                continue
             loss = Loss.REFUSED if outcome is Outcome.REFUSED else Loss.LOST
             moved = begun and loss is Loss.LOST
             left = link if moved else None

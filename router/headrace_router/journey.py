@@ -55,6 +55,10 @@ class Journey(Generic[Place]):
         if not begun and self._tries >= self.max_attempts:
             raise self._nobody()
 
+    def moved(self, place: Place) -> None:
+        """The router itself has called the attempt off, to go on elsewhere: nobody failed."""
+        self.excluded = [place]
+
     def nowhere(self, begun: bool, now: float) -> None:
         """No replica can be chosen now: the caller waits a little and asks again. Raises the ApiError to give up."""
         if not begun:

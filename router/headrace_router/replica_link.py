@@ -179,6 +179,10 @@ class ReplicaLink:
         self._wake.set()
         return attempt
 
+    def newest_started(self) -> Attempt | None:
+        """The attempt that came last of those that have given tokens: it has the least to take along."""
+        return next((entry for entry in reversed(self.attempts.values()) if entry.open and entry.started), None)
+
     def give_up_unstarted(self) -> None:
         """Calls off the attempts that have no token yet, so that they are placed elsewhere."""
         for attempt in list(self.attempts.values()):

@@ -74,6 +74,12 @@ class RouterMetrics:
             ("model_name",),
             registry=registry,
         )
+        self.rebalancings = Counter(
+            "headrace_rebalancings",
+            "Streams that this router moved from a replica short of memory or time to one with room",
+            ("model_name",),
+            registry=registry,
+        )
         self.errors = Counter(
             "headrace_request_errors", "Requests refused or failed", ("status", "code"), registry=registry
         )
@@ -91,6 +97,9 @@ class RouterMetrics:
 
     def retried(self, model: str, cause: str) -> None:
         self.retries.labels(model, cause).inc()
+
+    def rebalanced(self, model: str) -> None:
+        self.rebalancings.labels(model).inc()
 
     def migrated(self, model: str) -> None:
         self.migrations.labels(model).inc()

@@ -133,6 +133,8 @@ class RouterServer:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self.services.fleet.sweep()
+            if self.config.rebalancing:
+                self.services.fleet.rebalance(time.monotonic())
             await self._grpc.tell_health()
 
 

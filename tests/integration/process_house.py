@@ -26,13 +26,13 @@ class ProcessHouse(House):
         self._nursery = nursery
         self.groups: dict[str, RankGroup] = {}
         self._generations: dict[str, int] = {}
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
         self._version = 0
 
     def launch(self, name: str, role: Role = Role.ROLE_BOTH, **options: Any) -> None:
         """Starts a replica, or its next generation; `publish` tells the router."""
         self._generations[name] = self._generations.get(name, 0) + 1
-        self._roles[name] = role
+        self.roles[name] = role
         fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "kv_cache_memory": 8 << 20}
         config = ReplicaConfig(
             replica_id=name,
@@ -52,7 +52,7 @@ class ProcessHouse(House):
         self._version += 1
         members = [
             Member(
-                identity=ReplicaIdentity(replica_id=name, generation=self._generations[name], role=self._roles[name]),
+                identity=ReplicaIdentity(replica_id=name, generation=self._generations[name], role=self.roles[name]),
                 address=group.address,
                 state=REPLICA_STATE_READY,
             )
@@ -77,12 +77,19 @@ class ProcessHouse(House):
         assert len(found) == 1, found
         return found[0]
 
-    @property
-    def migrations(self) -> int:
-        """Streams that have moved."""
+    def count(self, name: str, replica: str = "") -> int:
+        """A counter of the router's /metrics, over all labels or of one replica."""
         with self.client() as client:
             lines = client.get("/metrics").text.split("\n")
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("headrace_migrations_total{")))
+        found = [line for line in lines if line.startswith(f"{name}{{") and (not replica or f'"{replica}"' in line)]
+        return int(sum(float(line.split()[-1]) for line in found))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no replica runs, queues or holds anything."""
+        assert self._router is not None
+        loads = [link.load for link in self._router.services.fleet.links if link.connected]
+        return not any(load.running or load.waiting or load.kv_usage for load in loads)
 
     def kill(self, name: str) -> None:
         os.kill(self.groups[name].pids[0], signal.SIGKILL)

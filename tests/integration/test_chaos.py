@@ -1,0 +1,120 @@
+"""Many requests while replicas are killed, stand still or lose their clients: each has one outcome, the right one."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace_proto.replica_pb2 import ROLE_DECODE, ROLE_PREFILL
+
+CLIENTS = 8
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(10, 300) for _ in range(random.randrange(8, 120))] for _ in range(count)]
+
+
+def answers(house: Any, asked: list[list[int]], expected: dict[int, list[int]] | None = None) -> list[list[int]]:
+    """Asks all from some clients at a time; every one must be answered, and as expected."""
+
+    def ask(place: int) -> list[int]:
+        answer = house.complete(asked[place], max_tokens=12, seed=place, temperature=place % 2)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        assert body["usage"]["completion_tokens"] == 12 and body["choices"][0]["finish_reason"] == "length"
+        ids: list[int] = body["choices"][0]["token_ids"]
+        assert len(ids) == 12 and (expected is None or ids == expected[place])
+        return ids
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return list(clients.map(ask, range(len(asked))))
+
+
+def pools(house: Any) -> None:
+    """One replica for prompts, two for answers."""
+    house.open(await_ready=False)
+    house.launch("a", ROLE_DECODE)
+    house.launch("b", ROLE_DECODE)
+    house.launch("p", ROLE_PREFILL)
+    house.settle()
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_random_kills_lose_nothing(count: int, process_house: Any) -> None:
+    """Every second or so one of them is killed −9 and replaced, at most one at a time."""
+    house = process_house
+    pools(house)
+    asked = prompts(count, seed=1)
+    undisturbed = answers(house, asked[: count // 8])
+    over = threading.Event()
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        random = Random(2)
+        while not over.wait(0.4 + random.random()):
+            victim = random.choice(["a", "b", "p"])
+            house.kill(victim)
+            house.launch(victim, house.roles[victim])
+            house.settle()
+            kills += 1
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        disturbed = answers(house, asked)
+    finally:
+        over.set()
+        killer.join(60)
+    assert kills >= 3 and disturbed[: len(undisturbed)] == undisturbed
+    house.eventually(lambda: house.idle, 5)
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["a", "p"])
+def test_a_replica_stands_still_for_a_while(victim: str, seconds: int, process_house: Any) -> None:
+    house = process_house
+    pools(house)
+    asked = prompts(80, seed=3)
+    undisturbed = dict(enumerate(answers(house, asked)))
+    pid = house.groups[victim].pids[0]
+    timers = [threading.Timer(when, os.kill, (pid, number)) for when, number in
+              ((0.2, signal.SIGSTOP), (0.2 + seconds, signal.SIGCONT))]  # fmt: skip
+    for timer in timers:
+        timer.start()
+    began = time.monotonic()
+    while time.monotonic() - began < seconds + 1:
+        answers(house, asked, undisturbed)
+    for timer in timers:
+        timer.join()
+    house.eventually(lambda: house.idle, 5)
+
+
+def test_clients_that_leave_free_everything(process_house: Any) -> None:
+    """Fifty streams are left at a random moment: queued, fetching, computing, after some tokens."""
+    house = process_house
+    pools(house)
+    random = Random(5)
+
+    def leave(place: int) -> None:
+        body = {"model": "tiny", "prompt": prompts(1, seed=place)[0] * 4, "max_tokens": 500, "stream": True, "n": 2}
+        try:
+            with house.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+                until = time.monotonic() + random.random() * 0.3
+                for _ in answer.iter_raw():
+                    if time.monotonic() > until:
+                        return
+        except httpx.HTTPError:
+            return
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        list(clients.map(leave, range(50)))
+    house.eventually(lambda: house.idle, 2.5)
+    assert len(answers(house, prompts(8, seed=6))) == 8
