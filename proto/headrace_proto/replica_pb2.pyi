@@ -519,12 +519,12 @@ class SourceFrame(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     hello: SourceHello
-    granted: int
+    granted: FetchGrant
     refused: FetchEnd
     offer: FetchOffer
     commit: FetchCommit
     failed: FetchEnd
-    def __init__(self, hello: _Optional[_Union[SourceHello, _Mapping]] = ..., granted: _Optional[int] = ..., refused: _Optional[_Union[FetchEnd, _Mapping]] = ..., offer: _Optional[_Union[FetchOffer, _Mapping]] = ..., commit: _Optional[_Union[FetchCommit, _Mapping]] = ..., failed: _Optional[_Union[FetchEnd, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[SourceHello, _Mapping]] = ..., granted: _Optional[_Union[FetchGrant, _Mapping]] = ..., refused: _Optional[_Union[FetchEnd, _Mapping]] = ..., offer: _Optional[_Union[FetchOffer, _Mapping]] = ..., commit: _Optional[_Union[FetchCommit, _Mapping]] = ..., failed: _Optional[_Union[FetchEnd, _Mapping]] = ...) -> None: ...
 
 class SourceHello(_message.Message):
     __slots__ = ("identity", "shards")
@@ -533,6 +533,14 @@ class SourceHello(_message.Message):
     identity: ReplicaIdentity
     shards: KvShards
     def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ...) -> None: ...
+
+class FetchGrant(_message.Message):
+    __slots__ = ("fetch", "blocks")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    blocks: int
+    def __init__(self, fetch: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class FetchEnd(_message.Message):
     __slots__ = ("fetch", "reason")

@@ -49,6 +49,7 @@ class Attempt:
         self._first_index = self._next_index = first_index
         self._on_tokens = on_tokens
         self._on_cancel = on_cancel
+        self._kept = False
 
     @property
     def open(self) -> bool:
@@ -96,6 +97,18 @@ class Attempt:
         if self.open:
             self._on_cancel(self.id)
             self.outcome.set_result(outcome)
+
+    def move(self) -> None:
+        """It goes on elsewhere: what still comes is dropped. The replica keeps its blocks until `release`."""
+        if self.open:
+            self._kept = True
+            self.outcome.set_result(Outcome.MOVED)
+
+    def release(self) -> None:
+        """After `move`: the replica may end it. Idempotent."""
+        if self._kept:
+            self._kept = False
+            self._on_cancel(self.id)
 
     def cancel(self) -> None:
         """Nobody wants the answer any more: frees everything at the replica. Harmless when it is over."""

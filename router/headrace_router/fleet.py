@@ -8,7 +8,6 @@ import structlog
 
 from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
-from headrace_router.attempt import Outcome
 from headrace_router.errors import ModelNotFoundError, NoReplicaError
 from headrace_router.model_card import ModelCard
 from headrace_router.policy import Policy, Work
@@ -163,7 +162,7 @@ class Fleet:
             for hot, _ in self._rebalancer.look(links, now):
                 attempt = links[hot].newest_started()
                 if attempt is not None:
-                    attempt.end(Outcome.MOVED)
+                    attempt.move()
 
     def _ready_beside(self, stalled: ReplicaLink) -> bool:
         card = stalled.card

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import structlog
@@ -26,6 +27,17 @@ from headrace_router.router_metrics import ChoiceObserver, RouterMetrics
 LOOK_SECONDS = 0.1  # between two looks for a ready replica
 
 log = structlog.get_logger("headrace.router.generation")
+
+
+@dataclass(frozen=True, slots=True)
+class _Giver:
+    """A replica that has KV blocks, or computes them."""
+
+    link: ReplicaLink
+    computes: bool
+
+    def message(self) -> Source:
+        return Source(replica_id=self.link.replica_id, address=self.link.address, cached_only=not self.computes)
 
 
 class Generation:
@@ -118,28 +130,32 @@ class Generation:
             model, self._limits.max_attempts, self._limits.migration_limit, self._limits.migration_patience_seconds
         )
         observer: ChoiceObserver | None = None
-        left: ReplicaLink | None = None
+        left: ReplicaLink | None = None  # where the stream was, if it may still have its blocks
+        kept: Attempt | None = None  # there, until the next attempt has tokens
         while True:
             begun = bool(choice.output_token_ids)
             work = self._work(choice)
             link = self._fleet.place(self.request.card, work, journey.excluded)
             if link is None:
+                if kept is not None:
+                    kept.release()
                 journey.nowhere(begun, time.monotonic())
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
             journey.placed()
             observer = observer or self._metrics.choice_observer(model, self._began)
             observer.at(link.replica_id)
-            holder = left if left is not None and left.connected and left is not link else None
-            source = None if holder is not None else self._fleet.source(link, self.request.card, work)
-            attempt = self._submit(choice, link, observer, source, holder)
+            giver = self._giver(link, left, work)
+            attempt = self._submit(choice, link, observer, giver, kept)
             try:
                 # Shielded: a cancelled task would cancel the future itself, and the replica would never hear of it.
                 outcome = await asyncio.shield(attempt.outcome)
             finally:
                 attempt.cancel()
-                if source is not None:
-                    source.promise_kept(attempt.id)
+                if kept is not None:
+                    kept.release()
+                if giver is not None:
+                    giver.link.promise_kept(attempt.id)
                 self._fleet.sweep()
             if choice.failure is not None:
                 raise choice.failure
@@ -147,7 +163,8 @@ class Generation:
                 observer.finished(choice, attempt)
                 return
             begun = bool(choice.output_token_ids)
-            if outcome is Outcome.MOVED:
+            kept = attempt if outcome is Outcome.MOVED else None
+            if kept is not None:
                 left = link
                 journey.moved(link)
                 self._metrics.rebalanced(model)
@@ -167,16 +184,18 @@ class Generation:
         choice: Choice,
         link: ReplicaLink,
         observer: ChoiceObserver,
-        source: ReplicaLink | None,
-        holder: ReplicaLink | None,
+        giver: "_Giver | None",
+        kept: Attempt | None,
     ) -> Attempt:
-        """`source`: computes the prompt for it; `holder`: has given the stream up and may still have its blocks."""
+        """Sends the choice to a replica. `kept`: an attempt that is released once this one has tokens."""
 
         def on_tokens(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str) -> None:
             if attempt.first is not None and not choice.output_token_ids:
                 self._note_cached(choice, attempt.first.cached_tokens)
-            if source is not None:
-                source.promise_kept(attempt.id)
+            if giver is not None:
+                giver.link.promise_kept(attempt.id)
+            if kept is not None:
+                kept.release()
             observer.tokens(len(token_ids))
             update = choice.consume(token_ids, logprobs, finish, error)
             if update is not None:
@@ -195,15 +214,19 @@ class Generation:
             sampling=choice.plan.sampling,
             deadline_ms=self._remaining_ms(),
         )
-        giver = holder or source
         if giver is not None:
-            submit.source.CopyFrom(
-                Source(replica_id=giver.replica_id, address=giver.address, cached_only=holder is not None)
-            )
+            submit.source.CopyFrom(giver.message())
         attempt = link.submit(submit, on_tokens)
-        if source is not None:
-            source.promise(attempt.id, len(submit.prompt_token_ids) + len(submit.output_token_ids))
+        if giver is not None and giver.computes:
+            giver.link.promise(attempt.id, len(submit.prompt_token_ids) + len(submit.output_token_ids))
         return attempt
+
+    def _giver(self, link: ReplicaLink, left: ReplicaLink | None, work: Work) -> "_Giver | None":
+        """Whom a replica should fetch KV blocks from: where the stream was, or a prefill replica, if that pays."""
+        if left is not None and left.connected and left is not link:
+            return _Giver(left, computes=False)
+        source = self._fleet.source(link, self.request.card, work)
+        return _Giver(source, computes=True) if source is not None else None
 
     def _note_cached(self, choice: Choice, cached: int) -> None:
         # Each prompt is counted once in usage; its first choice says how much of it was cached.

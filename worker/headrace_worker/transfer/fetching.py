@@ -199,8 +199,11 @@ class Fetcher:
             return  # it was given up meanwhile
         fetch.heard = now
         match message:
-            case Granted():
-                self._granted(fetch)
+            case Granted(blocks=blocks):
+                if not fetch.have < blocks <= fetch.blocks or (fetch.reserved is not None and blocks != fetch.blocks):
+                    self._violate(peer, now)
+                    return
+                self._granted(fetch, blocks)
             case Refused() | Failed():
                 self._fail(fetch, tell=False)
             case Commit(chunk=chunk):
@@ -259,9 +262,12 @@ class Fetcher:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _granted(self, fetch: _Fetch) -> None:
+    def _granted(self, fetch: _Fetch, blocks: int) -> None:
         if fetch.reserved is not None:
             return
+        if blocks < fetch.blocks:
+            fetch.blocks = blocks
+            fetch.wanted = wanted_blocks(self._kv.windows, self._kv.block_size, fetch.have, blocks)
         counts = [stop - start for start, stop in fetch.wanted]
         spare = int(self._kv.pool.total * self.limits.watermark)
         if sum(counts) + spare > self._kv.pool.available:

@@ -137,7 +137,7 @@ class Granter:
                     self._drop(grant, known)
             elif now - known.renewed >= self.limits.renew:
                 known.renewed = now
-                self.messages += [(peer, Granted(grant.fetch)) for grant in mine]
+                self.messages += [(peer, Granted(grant.fetch, grant.blocks)) for grant in mine]
 
     def planned(self, step: int) -> None:
         """A step is planned, and not launched: what of the grants will be complete after it goes out with it.
@@ -190,9 +190,11 @@ class Granter:
         chain = kv.start_chain(ask.tenant_salt, ask.adapter)
         kv.extend_chain(chain, ask.token_ids, blocks)
         hit = kv.lookup(chain, len(ask.token_ids))
+        if not ask.compute and hit.tokens // kv.block_size > ask.have:
+            blocks = hit.tokens // kv.block_size
         wanted = wanted_blocks(kv.windows, kv.block_size, ask.have, blocks)
         grant = _Grant(peer, ask.fetch, blocks, wanted, None, sent=ask.have)
-        if hit.tokens == len(ask.token_ids):
+        if hit.tokens == blocks * kv.block_size:
             grant.table = kv.adopt(hit)
         else:
             promised = sum(
@@ -224,7 +226,7 @@ class Granter:
             self._scheduler.add(grant.request)
         self.counters.granted += 1
         self._grants[peer, ask.fetch] = grant
-        self.messages.append((peer, Granted(ask.fetch)))
+        self.messages.append((peer, Granted(ask.fetch, blocks)))
         if grant.request is None:
             self._push(grant, self._peers[peer], blocks, 0)
 

@@ -36,7 +36,10 @@ class Renew(Struct, frozen=True):
 
 
 class Granted(Struct, frozen=True):
+    """So many blocks from the first on will be there: fewer than asked for where only cached ones are sent."""
+
     fetch: int
+    blocks: int
 
 
 class Refused(Struct, frozen=True):
