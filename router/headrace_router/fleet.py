@@ -18,6 +18,9 @@ from headrace_router.replica_link import ReplicaLink
 log = structlog.get_logger("headrace.router.fleet")
 
 
+STALLED_LOOKS = 3  # in a row, until what runs on a stalled replica goes elsewhere
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model as /v1/models tells it; the length is unknown until a replica was connected."""
@@ -77,8 +80,13 @@ class Fleet:
     def sweep(self) -> None:
         """Closes links that left the list and are idle; moves what waits on a stalled replica to another."""
         for link in self._links.values():
-            if link.connected and link.stalled and self._ready_beside(link):
-                link.give_up_unstarted()
+            if link.connected and link.stalled and link.attempts:
+                link.looks_stalled += 1
+                # Not at first sight: after a pause of this process everybody seems stalled until frames are read.
+                if link.looks_stalled > STALLED_LOOKS and self._ready_beside(link):
+                    link.give_up()
+            else:
+                link.looks_stalled = 0
         for key, link in list(self._links.items()):
             if link.retired_and_idle:
                 del self._links[key]

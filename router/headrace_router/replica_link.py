@@ -74,6 +74,7 @@ class ReplicaLink:
         self._cards = cards
         self._stall_seconds = stall_seconds
         self._clock = clock
+        self.looks_stalled = 0  # in a row, by the fleet
         self._connected = False
         self._step = -1
         self._heartbeat = 0.0
@@ -183,11 +184,10 @@ class ReplicaLink:
         """The attempt that came last of those that have given tokens: it has the least to take along."""
         return next((entry for entry in reversed(self.attempts.values()) if entry.open and entry.started), None)
 
-    def give_up_unstarted(self) -> None:
-        """Calls off the attempts that have no token yet, so that they are placed elsewhere."""
+    def give_up(self) -> None:
+        """Calls off all attempts, so that they go on elsewhere; what still comes of them is dropped."""
         for attempt in list(self.attempts.values()):
-            if not attempt.started:
-                attempt.end(Outcome.LOST)
+            attempt.end(Outcome.LOST)
 
     # The stream
 
