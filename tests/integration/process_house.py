@@ -91,6 +91,11 @@ class ProcessHouse(House):
         loads = [link.load for link in self._router.services.fleet.links if link.connected]
         return not any(load.running or load.waiting or load.kv_usage for load in loads)
 
+    def free_blocks(self) -> dict[str, int]:
+        """By replica: blocks that a new request could get."""
+        assert self._router is not None
+        return {link.replica_id: link.load.free_blocks for link in self._router.services.fleet.links}
+
     def kill(self, name: str) -> None:
         os.kill(self.groups[name].pids[0], signal.SIGKILL)
 

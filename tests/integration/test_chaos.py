@@ -118,3 +118,30 @@ def test_clients_that_leave_free_everything(process_house: Any) -> None:
         list(clients.map(leave, range(50)))
     house.eventually(lambda: house.idle, 2.5)
     assert len(answers(house, prompts(8, seed=6))) == 8
+
+
+@pytest.mark.parametrize("seconds", [10, pytest.param(600, marks=pytest.mark.slow)])
+def test_a_soak_leaves_no_block_behind(seconds: int, process_house: Any) -> None:
+    """Three of ten requests are left before their end; afterwards each pool has what it had."""
+    house = process_house
+    pools(house)
+    house.eventually(lambda: all(house.free_blocks().values()), 5)
+    before = house.free_blocks()
+    until = time.monotonic() + seconds
+
+    def client(number: int) -> int:
+        random = Random(number)
+        done = 0
+        while time.monotonic() < until:
+            prompt = [random.randrange(10, 300) for _ in range(random.randrange(8, 400))]
+            patience = random.randrange(0, 30) if random.random() < 0.3 else 1000
+            for count, _ in enumerate(house.stream(prompt, max_tokens=random.randrange(2, 60))):
+                if count >= patience:
+                    break
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        assert sum(clients.map(client, range(CLIENTS))) > seconds
+    house.eventually(lambda: house.idle, 2.5)
+    assert house.free_blocks() == before and house.count("headrace_kv_fetched_bytes_total") > 0
