@@ -148,6 +148,8 @@ class Reconciler:
         """The replica is wanted again: it is built at once, or as soon as it is drained."""
         record = self.records[replica_id]
         record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
+        if record.state is State.DRAINED:
+            record.state = State.DEAD
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class Reconciler:
             drain = record.state is State.READY
             self._enter(record, State.DRAINING, now)
             return [Stop(record.name, drain)]
-        if record.down:
+        if record.state is State.DEAD:
             if self.fatal or now < record.not_before:
                 return []
             record.generation += 1
