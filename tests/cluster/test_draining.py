@@ -10,6 +10,8 @@ import pytest
 
 from conftest import FakeDriver
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.reconciler import Record, State
+from headrace_cluster.controller.status import trouble
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.errors import DrainError
 from headrace_cluster.naming import ReplicaName
@@ -232,3 +234,23 @@ def test_undrain_of_one_that_is_up_is_refused(driver: FakeDriver, secret: bytes,
                 supervisor.drains.end("x")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("state", "held", "cause", "said"),
+    [
+        (State.READY, False, "", ""),
+        (State.READY, True, "", "draining"),
+        (State.DRAINING, True, "killed", "draining"),
+        (State.DRAINED, True, "", "the note"),
+        (State.DEAD, False, "", "it is built again"),
+        (State.STARTING, False, "", "it is built again"),
+        (State.STARTING, False, "killed", "the note"),
+        (State.UNHEALTHY, False, "", "the note"),
+    ],
+)
+def test_what_serve_says_of_it(state: State, held: bool, cause: str, said: str) -> None:
+    spec = parse_spec({}).models[0]
+    record = Record("m-0", spec, generation=2, state=state, ever_ready=True, held=held, cause=cause)
+    assert trouble(record, "the note") == said
+    assert trouble(Record("m-0", spec, generation=1, state=State.STARTING), "loading weights") == ""
