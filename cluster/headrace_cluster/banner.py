@@ -5,7 +5,9 @@ from headrace_cluster.state import ServeState
 from headrace_worker.config import ReplicaStarted
 
 
-def banner(state: ServeState, started: dict[str, ReplicaStarted], seconds: float, *, auth: bool) -> str:
+def banner(
+    state: ServeState, started: dict[str, ReplicaStarted], roles: dict[str, str], seconds: float, *, auth: bool
+) -> str:
     """Every address, and per replica what it runs on. Plain text, aligned."""
     lines = [f"{', '.join(state.models)} is ready after {seconds:.1f} s"]
     rows: list[tuple[str, str]] = []
@@ -26,7 +28,8 @@ def banner(state: ServeState, started: dict[str, ReplicaStarted], seconds: float
         token = f"  (token: cat {state.ray_token_file})" if state.ray_token_file else ""
         rows.append(("Ray", state.ray_dashboard + token))
     for replica_id, facts in sorted(started.items()):
-        rows.append((replica_id, _replica(facts)))
+        role = roles.get(replica_id, "both")
+        rows.append((replica_id, (f"{role}, " if role != "both" else "") + _replica(facts)))
         rows += [("", note) for note in facts.notes]
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {text}" for name, text in rows]

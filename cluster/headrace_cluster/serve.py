@@ -98,7 +98,7 @@ class Serve:
             view = self._await_ready(display)
         assert self._state is not None
         seconds = time.monotonic() - self._began
-        say(banner(self._state, view.started, seconds, auth=self._spec.auth.has_keys))
+        say(banner(self._state, view.started, view.roles, seconds, auth=self._spec.auth.has_keys))
 
     def _await_ready(self, display: StartDisplay) -> View:
         """Until every replica is ready and the router says so."""

@@ -11,7 +11,9 @@ from headrace_cluster import ray_names
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.orders import replica_orders
 from headrace_cluster.controller.ray_driver import RayDriver
+from headrace_cluster.controller.status import trouble
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.controller.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.rank_config import NODE_HOST
@@ -56,7 +58,7 @@ class ControllerActor:
         self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
         self._supervisor.start()
         supervisor = self._supervisor
-        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, supervisor.profile)
+        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, replica_orders(supervisor))
         self._admin = admin_server(app)
         self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
         opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
@@ -74,11 +76,12 @@ class ControllerActor:
             replicas=len(reconciler.records),
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
+            roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
             routers=[RouterPlace(r.pid, r.http, r.grpc) for r in self._membership.routers.values()],
             failures={
-                entry["id"]: entry["note"]
+                entry["id"]: why
                 for entry in status["replicas"]
-                if entry["note"] and entry["state"] in ("dead", "unhealthy", "starting") and entry["generation"] > 0
+                if (why := trouble(reconciler.records[entry["id"]], entry["note"]))
             },
         )
         return msgspec.msgpack.encode(view)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace_cluster.controller.driver import RankFacts
-from headrace_cluster.controller.reconciler import Record
+from headrace_cluster.controller.reconciler import Record, State
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.rank_config import ProfileOutcome
 from headrace_proto import control_pb2, replica_pb2
@@ -14,7 +14,6 @@ def replica_status(
     record: Record,
     ranks: Iterable[RankFacts],
     health: replica_pb2.ReplicaHealth | None,
-    role: str,
     note: str,
 ) -> dict[str, Any]:
     """One replica. `note` says what is going on when it is not plainly ready."""
@@ -23,13 +22,26 @@ def replica_status(
         "id": record.replica_id,
         "model": record.model.name,
         "revision": health.identity.revision if health is not None else "",
-        "role": role,
+        "role": str(record.role),
+        "tp": record.model.tp,
+        "pp": record.model.pp,
         "state": str(record.state),
         "load": {"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)},
         "ranks": [{"rank": r.rank, "pid": r.pid, "node": r.node, "device": r.device} for r in ranks],
         "generation": record.generation,
         "note": note,
     }
+
+
+def trouble(record: Record, note: str) -> str:
+    """Why a replica that was up is not: what `serve` says once, hence without stages and seconds. Else empty."""
+    if record.held:
+        return note if record.state is State.DRAINED else "draining"
+    if record.state in (State.READY, State.DRAINING) or not record.generation:
+        return ""
+    if record.state is not State.UNHEALTHY and not record.cause:
+        return "it is built again" if record.ever_ready else ""
+    return note
 
 
 def router_status(router: control_pb2.RouterInfo) -> dict[str, Any]:

@@ -49,6 +49,10 @@ class Exchange:
         """Whether a plan has to go out, even one without work."""
         return bool(self.fetcher.orders or self.granter.orders or self.fetcher.has_ready)
 
+    def compute_for_others(self, willing: bool) -> None:
+        """Whether prompts of other replicas are computed here from now on; those that were granted are."""
+        self.granter.willing = willing
+
     def tick(self) -> None:
         """At the beginning of a turn: requests whose fetch is over are queued."""
         now = self._clock()
