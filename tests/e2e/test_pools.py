@@ -1,0 +1,149 @@
+"""A pool for prompts and one for answers behind one router, with real kills: no request fails, no token is another."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from headrace_process import SMALL, Serve
+from metrics_page import Metrics
+from plain_model import PlainModel
+from streams import Outcome, run_streams
+
+LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
+TOKENS = 80
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """smollm2-0 and smollm2-1 answer, smollm2-2 computes prompts."""
+    serve = Serve(tmp_path_factory.mktemp("pools") / "home", *LEAN, "--prefill", "1", "--decode", "2")
+    try:
+        yield serve.await_ready()
+    finally:
+        serve.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainModel]:
+    yield PlainModel()
+
+
+def _replicas(serve: Serve) -> dict[str, dict[str, Any]]:
+    document = json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
+    return {entry["id"]: entry for entry in document["replicas"]}
+
+
+def _body(random: Random, length: int, **options: Any) -> dict[str, Any]:
+    prompt = [random.randrange(20, 40_000) for _ in range(length)]
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **options}
+
+
+def _all_ready(serve: Serve) -> bool:
+    return all(entry["state"] == "ready" for entry in _replicas(serve).values())
+
+
+def _kill(serve: Serve, name: str) -> None:
+    os.kill(_replicas(serve)[name]["ranks"][0]["pid"], signal.SIGKILL)
+
+
+def _answers(one: str, serve: Serve) -> float:
+    return Metrics(serve.url).value("vllm:num_requests_running", replica=one)
+
+
+def test_prompts_are_computed_by_the_prefill_replica(pools: Serve, plain: PlainModel) -> None:
+    """Sixteen at a time, with long prompts: they travel, and the tokens are those of plain transformers."""
+    random = Random(1)
+    bodies = [_body(random, random.randrange(100, 400), temperature=0, logprobs=1, max_tokens=12) for _ in range(16)]
+    before = Metrics(pools.url)
+    outcomes = run_streams(pools.url, bodies)
+    assert all(outcome.complete for outcome in outcomes)
+    ties = sum(
+        plain.ties(body["prompt"], outcome.token_ids, outcome.logprobs)
+        for body, outcome in zip(bodies, outcomes, strict=True)
+    )
+    after = Metrics(pools.url)
+    fetches = after["headrace_kv_fetches_total"] - before["headrace_kv_fetches_total"]
+    failed = after["headrace_kv_fetches_failed_total"] - before["headrace_kv_fetches_failed_total"]
+    print(f"{fetches:.0f} of 16 prompts fetched, {failed:.0f} given up, {ties} ties")
+    assert ties <= 2 and fetches >= 8 and failed <= fetches / 2
+    assert after.value("headrace_kv_grants_total", replica="smollm2-2") >= fetches - failed
+
+
+@pytest.mark.parametrize("token", [1, 24, 64, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 64))])
+def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[..., None]) -> None:
+    """A greedy and a seeded stream lose their replica at that token, and go on as if nothing had been."""
+    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    random = Random(token)
+    greedy = _body(random, 20, temperature=0)
+    seeded = _body(random, 20, temperature=1, seed=token, top_p=0.9)
+    expected = run_streams(pools.url, [greedy, seeded])
+    found: list[Outcome] = []
+    streams = threading.Thread(target=lambda: found.extend(run_streams(pools.url, [greedy, seeded])))
+    before = Metrics(pools.url)["vllm:generation_tokens_total"]
+    streams.start()
+    eventually(lambda: Metrics(pools.url)["vllm:generation_tokens_total"] >= before + 2 * token, 30, "the token")
+    owner = next(name for name in ("smollm2-0", "smollm2-1") if _answers(name, pools))
+    _kill(pools, owner)
+    streams.join(90)
+    assert [outcome.complete for outcome in found] == [True, True]
+    assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(800, marks=pytest.mark.slow)])
+def test_one_of_two_decode_replicas_is_killed_under_load(
+    count: int, pools: Serve, eventually: Callable[..., None]
+) -> None:
+    """Eight clients: none of them sees an error; it is out of routing at once, and replaced."""
+    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    random = Random(7)
+    bodies = [_body(random, random.randrange(8, 160), max_tokens=16, seed=place) for place in range(count)]
+    done: list[int] = []
+
+    def ask(body: dict[str, Any]) -> int:
+        answer = httpx.post(f"{pools.url}/v1/completions", json=body, timeout=120, trust_env=False)
+        done.append(answer.status_code)
+        usage = answer.json().get("usage", {})
+        return answer.status_code if usage.get("completion_tokens") == 16 else 0
+
+    killed: dict[str, float] = {}
+
+    def kill() -> None:
+        eventually(lambda: len(done) > count // 4, 300, "a quarter is answered")
+        killed["at"] = time.monotonic()
+        _kill(pools, "smollm2-1")
+        eventually(lambda: not Metrics(pools.url).value("headrace_replica_ready", replica="smollm2-1"), 2, "out of it")
+        killed["out"] = time.monotonic() - killed["at"]
+        eventually(lambda: _all_ready(pools), 60, "replaced")
+        killed["replaced"] = time.monotonic() - killed["at"]
+
+    with ThreadPoolExecutor(9) as clients:
+        killer = clients.submit(kill)
+        outcomes = list(clients.map(ask, bodies))
+        killer.result()
+    print(f"{count} requests, out of routing after {killed['out']:.2f} s, replaced after {killed['replaced']:.1f} s")
+    assert outcomes == [200] * count
+
+
+def test_the_prefill_replica_is_killed_under_load(pools: Serve, eventually: Callable[..., None]) -> None:
+    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    random = Random(9)
+    bodies = [_body(random, 300, temperature=0, max_tokens=24) for _ in range(8)]
+    expected = run_streams(pools.url, bodies)
+    fresh = [_body(random, 300, temperature=0, max_tokens=24) for _ in range(8)]
+    found: list[Outcome] = []
+    streams = threading.Thread(target=lambda: found.extend(run_streams(pools.url, fresh + bodies)))
+    streams.start()
+    time.sleep(0.4)
+    _kill(pools, "smollm2-2")
+    streams.join(120)
+    assert all(outcome.complete for outcome in found) and len(found) == 16
+    assert [outcome.token_ids for outcome in found[8:]] == [outcome.token_ids for outcome in expected]
+    eventually(lambda: _all_ready(pools), 60, "it is back")
