@@ -18,6 +18,11 @@ HERE = Path(__file__).parent
 START_SECONDS = 90
 
 
+def _search_path() -> str:
+    """Ranks find the fake replica, and the checkout that this process uses."""
+    return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
+
+
 class Live:
     """One serve in a process group of its own."""
 
@@ -27,7 +32,7 @@ class Live:
         self.log = home.with_suffix(".log")
         environ = os.environ | {
             "HEADRACE_HOME": str(home),
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": _search_path(),
             # Somebody else's Ray: it must not be looked at.
             "RAY_ADDRESS": "192.0.2.55:6379",
         }
@@ -182,7 +187,7 @@ def test_a_joined_ray_keeps_what_is_not_ours(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", _search_path())
     holder = subprocess.Popen(
         [sys.executable, "-c", holder_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

@@ -1,0 +1,59 @@
+"""A replica whose role changes while it runs: whether it computes prompts for others, and that nobody is harmed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.replica import Replica
+from headrace_worker.role import UnknownRoleError
+
+
+@pytest.fixture
+def replica(replica_config: Callable[..., ReplicaConfig]) -> Iterator[Callable[..., tuple[Replica, str]]]:
+    """replica(folder, role): one in this process, and its address."""
+    made: list[Replica] = []
+
+    def make(folder: Path, role: str) -> tuple[Replica, str]:
+        fields = {"kv_cache_memory": 8 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+        made.append(Replica(replica_config(folder, tp=1, pp=1, role=role, replica_id=role, **fields)))
+        return made[-1], made[-1].start().address
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def test_prompts_are_computed_for_others_unless_the_role_is_decode(
+    replica: Callable[..., tuple[Replica, str]],
+    router_side: Any,
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    """A router may not have heard yet: it sends the target to a source that has become another."""
+    folder = save_tiny("llama")
+    source, address = replica(folder, "decode")
+    _, at = replica(folder, "both")
+    target = router_side.line(at)
+    own = router_side.line(address)
+
+    def ask(first: int) -> int:
+        """How often the source is willing, for a new prompt of the target."""
+        before = own.load.counters.grants
+        prompt = [(first + 7 * place) % 290 + 5 for place in range(48)]
+        check_oracle(folder, [prompt], [target.submit(prompt, 4, address).wait()])
+        check_oracle(folder, [prompt[:3]], [own.submit(prompt[:3], 2).wait()])  # brings its counters here
+        return int(own.load.counters.grants - before)
+
+    assert ask(1) == 0
+    assert target.load.counters.fetches_failed == 1
+    for place, role in enumerate(("prefill", "both")):
+        source.set_role(role)
+        assert ask(20 + place) == 1
+    source.set_role("decode")
+    assert ask(40) == 0
+    assert (target.load.counters.fetches, target.load.counters.fetches_failed) == (4, 2)
+    with pytest.raises(UnknownRoleError, match="'encode'"):
+        source.set_role("encode")
