@@ -65,6 +65,7 @@ class StepPlan(Struct, frozen=True):
     inits: list[RowInit]
     tables: list[TableUpdate]
     work: list[Work]  # at most one item per row
+    guided: bool = False  # some rows that draw are constrained: nothing is drawn before their masks are there
 
 
 class SampledLogprobs(Struct, frozen=True):
@@ -81,4 +82,4 @@ class StepResult(Struct, frozen=True):
     step: int
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs]  # by index into tokens, for rows that asked
-    failed: dict[int, str]  # by index into tokens: the row's logits were not finite; its token means nothing
+    failed: dict[int, str]  # by index into tokens: why nothing could be drawn for the row; its token means nothing

@@ -5,6 +5,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from headrace_worker.guide import TokenGuide
 from headrace_worker.kv.manager import BlockTable, PrefixChain
 from headrace_worker.plan import RowSampling, SampledLogprobs
 
@@ -39,12 +40,15 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # on the engine's clock
     label: str = ""
+    guide: TokenGuide | None = None  # given fresh: takes in the outputs of earlier attempts here
 
     row: int = -1
     table: BlockTable | None = None
     computed: int = 0
     in_flight: int = 0
+    void: int = 0  # tokens in flight that follow one of a step that failed: they mean nothing
     finish: Finish | None = None
+    complete: bool = False  # its guide lets nothing follow
     suspect: bool = False  # was part of a step that failed: computed alone until a step succeeds
     started: float | None = None
     cached_tokens: int = 0
@@ -54,6 +58,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.emitted = len(self.tokens)
+        if self.guide is not None:
+            for token in self.tokens[self.prompt_len :]:
+                self.guide.advance(token)
 
     @property
     def missing(self) -> int:

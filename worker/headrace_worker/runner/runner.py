@@ -1,18 +1,20 @@
 """One rank's step execution: `launch` a plan, `collect` its samples.
 
     plan ──▶ rows (tokens, tables) ──gather──▶ batch ──▶ model + paged cache ──▶ logits ──▶ sampler ──▶ rows
-                                                                                              └──▶ collect
+                                                                                    ▲         └──▶ collect
+                                                                       masks ───────┘
 
 `launch` never waits for the device: sampled tokens go back into the rows there, and the next plan may be launched
-before this one is collected.
+before this one is collected. Of a guided plan it ends at the logits, and `draw` goes on when the masks are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headrace_worker.guide import Mask
 from headrace_worker.layout import CacheLayout
 from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
@@ -22,7 +24,7 @@ from headrace_worker.runner.batch import Batch, gather
 from headrace_worker.runner.graphs import Recorder, StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
-from headrace_worker.sampler import SampleOutput, Sampler
+from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
 
 
 @dataclass(slots=True)
@@ -30,7 +32,8 @@ class StepHandle:
     """A launched step, whose samples may still be on their way."""
 
     step: int
-    samples: SampleOutput | None  # None: the plan drew nothing
+    samples: SampleOutput | None = None  # None: the plan drew nothing, or not yet
+    undrawn: tuple[Batch, Tensor] | None = None  # its logits [R, V] wait for masks
 
 
 class Runner:
@@ -68,15 +71,24 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """One step on a replica of one rank: all of what follows, in order."""
+        handle = StepHandle(plan.step)
         batch = self.prepare(plan)
-        if batch is None:
-            return StepHandle(plan.step, None)
-        logits = self.forward(batch)
-        if logits is None:
-            return StepHandle(plan.step, None)
-        samples = self.sample(batch, logits)
-        self.apply_tokens(batch, samples.tokens)
-        return StepHandle(plan.step, samples)
+        logits = self.forward(batch) if batch is not None else None
+        if batch is not None and logits is not None:
+            handle.undrawn = batch, logits
+            if not plan.guided:
+                self.draw(handle)
+        return handle
+
+    @torch.inference_mode()
+    def draw(self, handle: StepHandle, masks: Mapping[int, Mask] = NO_MASKS) -> None:
+        """The rest of a launched step: tokens, and what they leave in the rows. Does not wait for the device either."""
+        if handle.undrawn is None:
+            return
+        batch, logits = handle.undrawn
+        handle.undrawn = None
+        handle.samples = self.sample(batch, logits, masks)
+        self.apply_tokens(batch, handle.samples.tokens)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step and bring its samples to the host."""
@@ -139,9 +151,9 @@ class Runner:
             return self._model(ids, batch.positions, batch.sample_index)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits: Tensor) -> SampleOutput:
+    def sample(self, batch: Batch, logits: Tensor, masks: Mapping[int, Mask] = NO_MASKS) -> SampleOutput:
         """Draw a token for each drawing row: on one rank of the last stage. Overwrites `logits`."""
-        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens)
+        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens, masks)
 
     @torch.inference_mode()
     def apply_tokens(self, batch: Batch, tokens: Tensor) -> None:

@@ -1,22 +1,24 @@
 """From logits to tokens.
 
-    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ penalties ─┬─▶ temperature 0: argmax
-                                                                                └─▶ / temperature ─▶ min-p, top-k, top-p
-                                                                                     ─▶ + noise ─▶ argmax
+    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ masks ─▶ penalties ─┬─▶ temperature 0: argmax
+                                               / temperature ─▶ min-p, top-k, top-p  ◀───┘
+                                                  └─▶ + noise ─▶ argmax
 
 A feature that no row of the batch uses costs nothing; a row's token depends on its own logits, options and noise alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace_kernels import gumbel_argmax
+from headrace_worker.guide import Mask
 from headrace_worker.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
 from headrace_worker.sampler.logprobs import LogprobsState
+from headrace_worker.sampler.masks import NO_MASKS, MaskState
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.output import SampleOutput
 from headrace_worker.sampler.penalties import PenaltyState
@@ -35,6 +37,7 @@ class Sampler:
         self._keys = [0] * max_rows  # noise keys without the position
         self._bias = BiasState(vocab_size)
         self._stop_bar = StopBarState(vocab_size)
+        self._masks = MaskState(vocab_size, device)
         self._penalties = PenaltyState(vocab_size, device)
         self._truncation = TruncationState(vocab_size)
         self._logprobs = LogprobsState(vocab_size)
@@ -54,22 +57,33 @@ class Sampler:
         for feature in self._features:
             feature.free(row)
 
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], token_rows: Tensor) -> SampleOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        token_rows: Tensor,
+        masks: Mapping[int, Mask] = NO_MASKS,
+    ) -> SampleOutput:
         """Draw one token per row.
 
         logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to draw;
-        ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included.
+        ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
+        into rows, what alone may be drawn.
         """
         batch = SampleBatch(logits, rows, positions, token_rows)
         peaks, best = logits.max(-1)  # NaN wins a max, so the peak tells whether a row is sound
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
-        changed = [state.apply(batch) for state in (self._bias, self._stop_bar, self._penalties)]
+        changed = [self._bias.apply(batch), self._stop_bar.apply(batch)]
+        masked = self._masks.apply(batch, masks)
+        changed += [masked, self._penalties.apply(batch)]
         drawing = [i for i, row in enumerate(rows) if self._temperatures[row]]
         if any(changed) and len(drawing) < len(rows):
             best = logits.argmax(-1)
+        drawable = logits.amax(-1) > float("-inf") if masked else None
         tokens = self._draw(batch, best, drawing) if drawing else best
-        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None)
+        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None, drawable)
 
     def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
         """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""
