@@ -161,4 +161,4 @@ class Runner:
 
         Must come before the `forward` of a later batch that computes these tokens, and before its row is handed over.
         """
-        self.rows.store_tokens(batch.token_rows[batch.sample_index], batch.positions[batch.sample_index] + 1, tokens)
+        self.rows.store_tokens(batch.drawn_rows, batch.drawn_positions, tokens)
