@@ -60,8 +60,8 @@ class Follower:
                 self._run_step(command)
             case Draw():
                 self._draw(command)
-            case Clear(blocks):
-                self._stage.runner.clear(blocks)
+            case Clear(blocks, rows):
+                self._stage.runner.clear(blocks, rows)
             case Stop():
                 return False
         return True

@@ -40,9 +40,10 @@ class Draw(Struct, frozen=True, tag="draw"):
 
 
 class Clear(Struct, frozen=True, tag="clear"):
-    """Make row 0 and the first blocks as new."""
+    """Make the first blocks and rows as new."""
 
     blocks: int
+    rows: int
 
 
 class Stop(Struct, frozen=True, tag="stop"):

@@ -42,6 +42,7 @@ class MultiRankRunner:
     def __init__(self, runner: Runner, stage: StageRunner, team: Team) -> None:
         self.layout: CacheLayout = runner.layout
         self.num_blocks = runner.num_blocks
+        self.max_rows = runner.max_rows
         self.max_len = runner.max_len
         self.device: torch.device = runner.device
         self._stage = stage
@@ -80,9 +81,9 @@ class MultiRankRunner:
             raise DrawingFailedError(answer.error)
         return answer.result
 
-    def clear(self, blocks: int) -> None:
-        """Make row 0 and the first blocks as new, on all ranks."""
-        self._guarded(lambda: self._clear(blocks))
+    def clear(self, blocks: int, rows: int = 1) -> None:
+        """Make the first blocks and rows as new, on all ranks."""
+        self._guarded(lambda: self._clear(blocks, rows))
 
     def stop(self) -> None:
         """Let the other ranks end in order; nothing is launched after this."""
@@ -98,9 +99,9 @@ class MultiRankRunner:
         self._channel.command(step)
         return self._stage.run(step)
 
-    def _clear(self, blocks: int) -> None:
-        self._channel.command(Clear(blocks))
-        self._stage.runner.clear(blocks)
+    def _clear(self, blocks: int, rows: int) -> None:
+        self._channel.command(Clear(blocks, rows))
+        self._stage.runner.clear(blocks, rows)
 
     def _guarded(self, call: Callable[[], Found]) -> Found:
         try:

@@ -96,11 +96,11 @@ class Runner:
             return StepResult(handle.step, [], {}, {})
         return handle.samples.to_result(handle.step)
 
-    def clear(self, blocks: int) -> None:
-        """Make row 0 and the first blocks as new: a warm-up leaves nothing behind."""
+    def clear(self, blocks: int, rows: int = 1) -> None:
+        """Make the first blocks and rows as new: a warm-up leaves nothing behind."""
         for pool in self.pools:
             pool[:, :blocks].zero_()
-        self.rows.tokens[0].zero_()
+        self.rows.tokens[:rows].zero_()
 
     @torch.inference_mode()
     def record(
