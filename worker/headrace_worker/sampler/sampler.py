@@ -9,6 +9,7 @@ A feature that no row of the batch uses costs nothing; a row's token depends on 
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,8 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._temperatures = [0.0] * max_rows
-        self._keys = [0] * max_rows  # noise keys without the position
+        self._temperatures = np.zeros(max_rows, np.float32)
+        self._keys = np.zeros(max_rows, np.int64)  # noise keys without the position
         self._bias = BiasState(vocab_size)
         self._stop_bar = StopBarState(vocab_size)
         self._masks = MaskState(vocab_size, device)
@@ -71,6 +72,7 @@ class Sampler:
         ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
         into rows, what alone may be drawn.
         """
+        logits = logits.contiguous()  # which a part of a padded vocabulary is not
         batch = SampleBatch(logits, rows, positions, token_rows)
         peaks, best = logits.max(-1)  # NaN wins a max, so the peak tells whether a row is sound
         finite = peaks.isfinite()
@@ -78,7 +80,7 @@ class Sampler:
         changed = [self._bias.apply(batch), self._stop_bar.apply(batch)]
         masked = self._masks.apply(batch, masks)
         changed += [masked, self._penalties.apply(batch)]
-        drawing = [i for i, row in enumerate(rows) if self._temperatures[row]]
+        drawing = np.flatnonzero(self._temperatures[np.asarray(rows, np.int64)]).tolist()
         if any(changed) and len(drawing) < len(rows):
             best = logits.argmax(-1)
         drawable = logits.amax(-1) > float("-inf") if masked else None
@@ -87,26 +89,26 @@ class Sampler:
 
     def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
         """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""
-        rows = batch.rows
-        truncated = [i for i in drawing if rows[i] in self._truncation.rows]
-        plain = [i for i in drawing if rows[i] not in self._truncation.rows]
+        cut = self._truncation.rows
+        plain = [i for i in drawing if batch.rows[i] not in cut]
+        truncated = [i for i in drawing if batch.rows[i] in cut] if len(plain) < len(drawing) else []
+        users = np.array(plain + truncated)
+        rows = np.asarray(batch.rows, np.int64)[users]
+        positions = np.asarray(batch.positions, np.int64)[users]
+        noise = absorb(torch.from_numpy(self._keys[rows]), torch.from_numpy(positions)).numpy()
+        index, temperatures, keys = batch.tensors(users, self._temperatures[rows, None], noise)
         if plain:
-            scores, keys, index = self._scaled(batch, plain)
-            tokens[index] = gumbel_argmax(scores, keys)
+            of = slice(len(plain))
+            scores = self._scaled(batch, index[of], temperatures[of])
+            tokens[index[of]] = gumbel_argmax(scores, keys[of])
         if truncated:
-            scores, keys, index = self._scaled(batch, truncated)
-            tokens[index] = draw_truncated(scores, keys, self._truncation.gather(batch, truncated))
+            of = slice(len(plain), None)
+            scores = self._scaled(batch, index[of], temperatures[of])
+            tokens[index[of]] = draw_truncated(scores, keys[of], self._truncation.gather(batch, truncated))
         return tokens
 
-    def _scaled(self, batch: SampleBatch, users: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits / temperature [A, V], noise keys [A], indices [A] into the batch) of some rows."""
-        index = batch.tensor(users, torch.int64)
-        temperatures = batch.tensor([self._temperatures[batch.rows[i]] for i in users], torch.float32)[:, None]
-        if len(users) == len(batch.rows):
-            scores = batch.logits.div_(temperatures)
-        else:
-            scores = batch.logits[index].div_(temperatures)
-        keys = absorb(
-            torch.tensor([self._keys[batch.rows[i]] for i in users]), torch.tensor([batch.positions[i] for i in users])
-        )
-        return scores, batch.tensor(keys.numpy(), torch.int64), index
+    def _scaled(self, batch: SampleBatch, index: Tensor, temperatures: Tensor) -> Tensor:
+        """logits / temperature [A, V] of some rows."""
+        if len(index) == len(batch.rows):
+            return batch.logits.div_(temperatures)
+        return batch.logits[index].div_(temperatures)
