@@ -8,6 +8,7 @@ The model is replaced by a constant, so what is timed is schedule + process of `
 import argparse
 import os
 import time
+from collections.abc import Mapping
 from random import Random
 from statistics import median
 
@@ -15,6 +16,7 @@ import machine
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.engine import Engine
+from headrace_worker.guide import Mask
 from headrace_worker.kv.manager import KVManager, ModelScope
 from headrace_worker.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.plan import RowSampling, StepPlan, StepResult
@@ -29,6 +31,8 @@ class ConstantRunner:
 
     def launch(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, [11] * sum(work.sample for work in plan.work), {}, {})
+
+    def draw(self, handle: StepResult, masks: Mapping[int, Mask]) -> None: ...
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle

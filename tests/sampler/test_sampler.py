@@ -182,6 +182,40 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_candidates(vocab, monkey
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])
+def test_what_top_p_alone_draws_is_drawn_beside_other_filters_too(vocab):
+    rows = 60
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 6
+    scores[3] = scores[3].round()
+    top_p = torch.rand(rows, 1, generator=generator)
+    top_p[::7] = 1.0
+    columns = (torch.full((rows, 1), vocab), top_p, torch.zeros(rows, 1).log())
+    keys = torch.arange(rows) * 31
+    alone, beside = (draw_truncated(scores, keys, Truncation(*columns, cuts)) for cuts in (False, True))
+    assert torch.equal(alone, beside)
+
+
+def test_logits_may_be_a_part_of_a_padded_vocabulary(bench):
+    """With everything that reads or writes single ones of them."""
+    options = {
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": ((3, 2.0),),
+        "logprobs": 2,
+        "top_p": 0.9,
+    }
+    padded = torch.cat((logits_for(3), torch.full((3, 7), 1e9)), dim=1)
+    drawn = []
+    for logits in (padded.clone()[:, :VOCAB], padded[:, :VOCAB].contiguous()):
+        b = bench(VOCAB)
+        for row in range(3):
+            b.start(row, [1, 2, 3 + row], [5, 5], seed=row, **options)
+        output = b.sampler.sample(logits, [0, 1, 2], [5, 5, 5], b.tokens)
+        drawn.append(output.tokens.tolist())
+    assert drawn[0] == drawn[1]
+
+
 def test_seeds(bench):
     logits = logits_for(1)
 

@@ -1,18 +1,24 @@
 """Shared pieces of the engine's tests: a fake runner whose tokens depend only on a row's own tokens."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.engine import Engine
+from headrace_worker.guide import Mask, TokenGuide
 from headrace_worker.kv.manager import KVManager, ModelScope
 from headrace_worker.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.request import Request
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
 
 
 def next_token(tokens: list[int]) -> int:
@@ -23,12 +29,39 @@ def next_token(tokens: list[int]) -> int:
     return value % 1000 + 10
 
 
+def guided_token(tokens: list[int], mask: Mask | None) -> int:
+    """As `next_token`, or the next one that the mask allows."""
+    token = next_token(tokens)
+    if mask is None:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
 def expected(prompt: list[int], count: int) -> list[int]:
     """The undisturbed outputs of the fake model."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def expected_of(prompt: list[int], count: int, guide: TokenGuide, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+    """The same of a guided request, until it ends."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and not guide.finished and not stop_ids & set(tokens[len(prompt) :]):
+        tokens.append(guided_token(tokens, guide.mask()))
+        if tokens[-1] not in stop_ids:
+            guide.advance(tokens[-1])
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeStep:
+    """A launched step of the fake runner."""
+
+    plan: StepPlan
+    result: StepResult | None = None
 
 
 @dataclass
@@ -41,13 +74,17 @@ class FakeRunner:
 
     layout: CacheLayout
     on_launch: Callable[[StepPlan], None] = lambda plan: None
+    on_draw: Callable[[StepPlan], None] = lambda plan: None
+    on_collect: Callable[[StepPlan], None] = lambda plan: None
     rows: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
     steps: int = 0
+    undrawn: FakeStep | None = None
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeStep:
         self.on_launch(plan)
+        assert self.undrawn is None, "a step was launched before the one before it was drawn"
         self.steps += 1
         for row in plan.frees:
             self.rows.pop(row, None)
@@ -61,11 +98,28 @@ class FakeRunner:
         assert len({work.row for work in plan.work}) == len(plan.work)
         for work in plan.work:
             self._write(work.row, work.start, work.count)
-        tokens = [self._draw(work.row, work.start + work.count) for work in plan.work if work.sample]
-        return StepResult(plan.step, tokens, {}, {})
+        step = FakeStep(plan)
+        if plan.guided:
+            self.undrawn = step
+        else:
+            self._finish(step, {})
+        return step
 
-    def collect(self, handle: StepResult) -> StepResult:
-        return handle
+    def draw(self, handle: FakeStep, masks: Mapping[int, Mask]) -> None:
+        assert handle is self.undrawn
+        self.undrawn = None
+        self.on_draw(handle.plan)
+        self._finish(handle, masks)
+
+    def collect(self, handle: FakeStep) -> StepResult:
+        assert handle.result is not None, "a step was collected before it was drawn"
+        self.on_collect(handle.plan)
+        return handle.result
+
+    def _finish(self, step: FakeStep, masks: Mapping[int, Mask]) -> None:
+        drawing = [work for work in step.plan.work if work.sample]
+        tokens = [self._draw(work.row, work.start + work.count, masks.get(i)) for i, work in enumerate(drawing)]
+        step.result = StepResult(step.plan.step, tokens, {}, {})
 
     def _write(self, row: int, start: int, count: int) -> None:
         size = self.layout.block_size
@@ -78,7 +132,7 @@ class FakeRunner:
                 assert block != 0, "a plan writes into the null block"
                 self.slots[group.index, block, position % size] = hash(tuple(tokens[: position + 1]))
 
-    def _draw(self, row: int, position: int) -> int:
+    def _draw(self, row: int, position: int, mask: Mask | None) -> int:
         size = self.layout.block_size
         tokens = self.rows[row]
         assert position == len(tokens), "a token is drawn before its predecessors are computed"
@@ -88,7 +142,7 @@ class FakeRunner:
             for seen in range(first, position):
                 slot = (group.index, table[seen // size], seen % size)
                 assert self.slots.get(slot) == hash(tuple(tokens[: seen + 1])), "attention would read foreign KV"
-        token = next_token(tokens)
+        token = guided_token(tokens, mask)
         tokens.append(token)
         return token
 
@@ -98,13 +152,12 @@ class PipelineRunner(FakeRunner):
     """Several stages: a token is known to the first one only when its step was collected, not when it was launched."""
 
     batches: int = 2
-    on_collect: Callable[[StepPlan], None] = lambda plan: None
     in_flight: list[StepPlan] = field(default_factory=list)
     most_in_flight: int = 0
     generations: dict[int, int] = field(default_factory=dict)
     _late: list[tuple[int, int, int]] = field(default_factory=list)  # row, generation, token
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeStep:
         self.on_launch(plan)
         for row in plan.frees:
             self.generations.pop(row, None)
@@ -113,27 +166,34 @@ class PipelineRunner(FakeRunner):
         pending = {(row, generation) for row, generation, _ in self._late}
         for work in plan.work:
             assert (work.row, self.generations[work.row]) not in pending, "a row's next position needs its token"
-        draft = [(work.row, self.generations[work.row]) for work in plan.work if work.sample]
         launch, self.on_launch = self.on_launch, lambda plan: None
-        result = super().launch(plan)
+        step = super().launch(plan)
         self.on_launch = launch
-        for (row, generation), token in zip(draft, result.tokens, strict=True):
-            self._late.append((row, generation, self.rows[row].pop()))
-            assert self._late[-1][2] == token
         self.in_flight.append(plan)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         assert len(self.in_flight) <= self.batches
-        return result
+        return step
 
-    def collect(self, handle: StepResult) -> StepResult:
+    def collect(self, handle: FakeStep) -> StepResult:
+        collected, self.on_collect = self.on_collect, lambda plan: None
+        result = super().collect(handle)
+        self.on_collect = collected
         plan = self.in_flight.pop(0)
-        assert plan.step == handle.step, "steps are collected in their order"
-        drawn, self._late = self._late[: len(handle.tokens)], self._late[len(handle.tokens) :]
+        assert plan is handle.plan, "steps are collected in their order"
+        drawn, self._late = self._late[: len(result.tokens)], self._late[len(result.tokens) :]
         for row, generation, token in drawn:
             if self.generations.get(row) == generation:
                 self.rows[row].append(token)
         self.on_collect(plan)
-        return handle
+        return result
+
+    def _finish(self, step: FakeStep, masks: Mapping[int, Mask]) -> None:
+        super()._finish(step, masks)
+        assert step.result is not None
+        rows = [work.row for work in step.plan.work if work.sample]
+        for row, token in zip(rows, step.result.tokens, strict=True):
+            self._late.append((row, self.generations[row], self.rows[row].pop()))
+            assert self._late[-1][2] == token
 
 
 class Clock:
@@ -157,7 +217,14 @@ class Bench:
     clock: Clock
     random: Random = field(default_factory=lambda: Random(0))
 
-    def request(self, prompt: list[int], max_tokens: int = 8, salt: bytes = b"", **options: object) -> Request:
+    def request(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        salt: bytes = b"",
+        stop_ids: frozenset[int] = frozenset(),
+        **options: object,
+    ) -> Request:
         """A request with a fresh id."""
         return Request(
             attempt_id=self.random.randbytes(16),
@@ -165,7 +232,7 @@ class Bench:
             prompt_len=len(prompt),
             max_len=len(prompt) + max_tokens,
             sampling=RowSampling(temperature=0.0),
-            stop_ids=frozenset(),
+            stop_ids=stop_ids,
             chain=self.kv.start_chain(salt, ""),
             arrival=self.clock(),
             **options,  # type: ignore[arg-type]
@@ -227,3 +294,9 @@ def make_bench() -> Callable[..., Bench]:
 def undisturbed() -> Callable[[list[int], int], list[int]]:
     """The fake model's outputs for a prompt."""
     return expected
+
+
+@pytest.fixture
+def undisturbed_of() -> Callable[..., list[int]]:
+    """The fake model's outputs for a prompt and a fresh guide."""
+    return expected_of

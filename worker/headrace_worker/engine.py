@@ -1,18 +1,19 @@
 """The engine: requests in, outputs out, one step at a time. No thread, no socket, no tensor of its own."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
+from headrace_worker.guide import Mask
 from headrace_worker.kv.blocks import CacheChange
 from headrace_worker.latency import StepCost, StepLatency
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.request import Finish, Output, Request
 from headrace_worker.scheduled_step import ScheduledStep
-from headrace_worker.scheduler import Scheduler, SchedulerCounters
+from headrace_worker.scheduler import GUIDE_FAILED, Scheduler, SchedulerCounters
 from headrace_worker.transfer.exchange import Exchange
 from headrace_worker.transfer.fetching import FetchCounters
 from headrace_worker.transfer.orders import Order
@@ -24,9 +25,17 @@ MAX_FAILED_STEPS = 8
 
 
 class StepRunner(Protocol):
-    """What executes plans. `launch` does not wait for the device; handles are collected in the order of launches."""
+    """What executes plans, without waiting for the device. Handles are collected in the order of launches.
+
+    Of a guided plan `launch` begins the forward pass alone. `draw` follows once the masks are there, before anything
+    else is launched.
+    """
 
     def launch(self, plan: StepPlan) -> Any: ...
+
+    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None:
+        """`masks` by index into the tokens that the plan draws; rows without one may become anything."""
+        ...
 
     def collect(self, handle: Any) -> StepResult: ...
 
@@ -126,6 +135,8 @@ class Engine:
                 self._predicted = self.latency.cost.predict(
                     scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
                 )
+                if scheduled.guided:
+                    outputs += self._draw(self._launched[-1])
             if orders:
                 self.exchange.launched(orders)
         if len(self._launched) > self._depth or (scheduled is None and self._launched):
@@ -159,6 +170,30 @@ class Engine:
 
     def take_cache_changes(self) -> list[CacheChange]:
         return self.scheduler.kv.pool.take_changes()
+
+    def _draw(self, launched: _Launched) -> list[Output]:
+        """Masks never lag: they are built from tokens that are all read back, while this step's forward pass runs."""
+        outputs: list[Output] = []
+        guided = launched.step.guided
+        while any(request.in_flight > 1 and request.finish is None for _, request in guided):
+            outputs += self._collect(self._launched.popleft())
+        masks: dict[int, Mask] = {}
+        for index, request in guided:
+            if request.guide is None or request.finish is not None:
+                continue  # it ended with what was just read back
+            try:
+                masks[index] = request.guide.mask()
+            except Exception as error:
+                log.error("guide_failed", error=type(error).__name__)
+                outputs.append(self.scheduler.end(request, Finish.ERROR, GUIDE_FAILED))
+        try:
+            self._runner.draw(launched.handle, masks)
+        except RunnerBrokenError:
+            raise
+        except Exception as error:
+            self._launched.pop()
+            outputs += self._step_failed(launched.step, error)
+        return outputs
 
     def _collect(self, launched: _Launched) -> list[Output]:
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace_worker.assembly import Assembly, assemble
 from headrace_worker.config import ReplicaConfig
+from headrace_worker.guide import TokenGuide
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.plan import RowSampling, SampledLogprobs
 from headrace_worker.request import Finish, Request
@@ -21,6 +22,7 @@ class Prompt:
     sampling: RowSampling = field(default_factory=lambda: RowSampling(temperature=0.0))
     ignore_eos: bool = False
     tenant_salt: bytes = b""
+    guide: Callable[[], TokenGuide] | None = None  # makes a fresh one
 
 
 @dataclass(slots=True)
@@ -94,4 +96,5 @@ class OfflineEngine:
             stop_ids=frozenset(stop_ids),
             chain=self.assembly.kv.start_chain(prompt.tenant_salt, ""),
             arrival=time.monotonic(),
+            guide=prompt.guide() if prompt.guide is not None else None,
         )

@@ -68,6 +68,7 @@ class StepPlan(Struct, frozen=True):
     tables: list[TableUpdate]
     work: list[Work]  # at most one item per row
     orders: list[Order] = []
+    guided: bool = False  # some rows that draw are constrained: nothing is drawn before their masks are there
 
 
 class SampledLogprobs(Struct, frozen=True):
@@ -84,4 +85,4 @@ class StepResult(Struct, frozen=True):
     step: int
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs]  # by index into tokens, for rows that asked
-    failed: dict[int, str]  # by index into tokens: the row's logits were not finite; its token means nothing
+    failed: dict[int, str]  # by index into tokens: why nothing could be drawn for the row; its token means nothing

@@ -5,6 +5,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from headrace_worker.guide import TokenGuide
 from headrace_worker.kv.manager import BlockTable, PrefixChain
 from headrace_worker.plan import RowSampling, SampledLogprobs
 
@@ -44,12 +45,15 @@ class Request:
     prefill_only: bool = False  # for another replica: no token is drawn
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
     cached_only: bool = False  # the source sends what it holds, and computes nothing
+    guide: TokenGuide | None = None  # given fresh: takes in the outputs of earlier attempts here
 
     row: int = -1
     table: BlockTable | None = None
     computed: int = 0
     in_flight: int = 0
+    void: int = 0  # tokens in flight that follow one of a step that failed: they mean nothing
     finish: Finish | None = None
+    complete: bool = False  # its guide lets nothing follow
     suspect: bool = False  # was part of a step that failed: computed alone until a step succeeds
     started: float | None = None
     cached_tokens: int = 0
@@ -59,6 +63,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.emitted = len(self.tokens)
+        if self.guide is not None:
+            for token in self.tokens[self.prompt_len :]:
+                self.guide.advance(token)
 
     @property
     def missing(self) -> int:

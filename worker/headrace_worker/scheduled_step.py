@@ -17,6 +17,7 @@ class ScheduledStep:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     kv_tokens: int = 0
+    guided: list[tuple[int, Request]] = field(default_factory=list)  # constrained rows: index into the tokens drawn
 
 
 @dataclass(slots=True)
@@ -64,9 +65,14 @@ class StepDraft:
         request.computed = start + 1
         request.in_flight += 1
 
-    def finish(self, step: int) -> ScheduledStep:
-        """The step with all that was added."""
-        plan = StepPlan(step, self.frees, self.inits, self.tables, self.work)
+    def finish(self, step: int, may_be_guided: bool) -> ScheduledStep:
+        """The step with all that was added. Without `may_be_guided` nobody looks for guides."""
+        guided = self._guided() if may_be_guided else []
+        plan = StepPlan(step, self.frees, self.inits, self.tables, self.work, guided=bool(guided))
         return ScheduledStep(
-            plan, self.requests, self.holdings, self.prefill_tokens, self.decode_sequences, self.kv_tokens
+            plan, self.requests, self.holdings, self.prefill_tokens, self.decode_sequences, self.kv_tokens, guided
         )
+
+    def _guided(self) -> list[tuple[int, Request]]:
+        drawing = [request for work, request in zip(self.work, self.requests, strict=True) if work.sample]
+        return [(index, request) for index, request in enumerate(drawing) if request.guide is not None]

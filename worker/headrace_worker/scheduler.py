@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from headrace_worker.guide import TokenGuide
 from headrace_worker.kv.manager import BlockTable, KVManager
 from headrace_worker.plan import RowInit, StepResult, TableUpdate
 from headrace_worker.queue import WaitingQueue
 from headrace_worker.request import Finish, Output, Request
 from headrace_worker.scheduled_step import ScheduledStep, StepDraft
+
+GUIDE_FAILED = "what constrains this output failed on it; ask without the constraint, or with a simpler one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._suspects = 0
+        self._guided = 0  # rows whose request has a guide
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +135,7 @@ class Scheduler:
             return None
         self._freed_rows = []
         self._step += 1
-        return draft.finish(self._step)
+        return draft.finish(self._step, may_be_guided=self._guided > 0)
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[Output]:
         """Takes in what a step sampled. Tokens of requests that ended meanwhile are dropped, never counted."""
@@ -147,11 +151,17 @@ class Scheduler:
             request.in_flight -= 1
             if request.finish is not None:
                 continue
+            if request.void:
+                request.void -= 1
+                continue
             if position in failed:
                 outputs.append(self.end(request, Finish.ERROR, failed[position]))
                 continue
             if request.suspect:
                 self._clear_suspicion(request)
+            if request.guide is not None and not _guided_by(request.guide, request, tokens[position]):
+                outputs.append(self.end(request, Finish.ERROR, GUIDE_FAILED))
+                continue
             request.tokens.append(tokens[position])
             if request.table is table and work.start + work.count >= table.unpublished_end:
                 self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
@@ -163,6 +173,7 @@ class Scheduler:
         for work, request in zip(step.plan.work, step.requests, strict=True):
             if work.sample:
                 request.in_flight -= 1
+            request.void = request.in_flight  # later tokens were computed over one that nobody has
         alive = [request for request in step.requests if request.finish is None]
         if len(alive) == 1:
             return [self.end(alive[0], Finish.ERROR, sentence)]
@@ -273,6 +284,7 @@ class Scheduler:
         request.table = table
         request.computed = hit.tokens
         request.row = self._rows.pop()
+        self._guided += request.guide is not None
         self._generations[request.row] += 1
         self.running.append(request)
         self.counters.prefix_queries += len(tokens)
@@ -310,7 +322,7 @@ class Scheduler:
         token = request.tokens[-1]
         count = request.emitted = len(request.tokens)
         finish = None
-        if token in request.stop_ids:
+        if token in request.stop_ids or request.complete:
             finish = Finish.STOP
         elif count >= request.max_len:
             finish = Finish.LENGTH
@@ -349,6 +361,7 @@ class Scheduler:
             self._rows.append(request.row)
             self._freed_rows.append(request.row)
             request.row = -1
+            self._guided -= request.guide is not None
         if request.table is not None:
             self.kv.release(request.table)
             request.table = None
@@ -357,3 +370,14 @@ class Scheduler:
         if request.suspect:
             request.suspect = False
             self._suspects -= 1
+
+
+def _guided_by(guide: TokenGuide, request: Request, token: int) -> bool:
+    """Has a guide take in the token that was drawn, unless it ends the request anyway; False when the guide fails."""
+    try:
+        if token not in request.stop_ids:
+            guide.advance(token)
+            request.complete = guide.finished
+    except Exception:
+        return False
+    return True

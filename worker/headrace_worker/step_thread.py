@@ -4,27 +4,46 @@ A GPU needs none of this: there the device itself runs behind the host. Kernels 
 the interpreter, so that the next step is planned meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from headrace_worker.engine import StepRunner
+from headrace_worker.guide import Mask
 from headrace_worker.plan import StepPlan, StepResult
 
 
+@dataclass(slots=True)
+class ThreadStep:
+    """A step on its way to the thread, or there."""
+
+    latest: "Future[Any]"  # its result; the inner runner's handle while nothing is drawn
+
+
 class StepThread:
-    """A `StepRunner` over another one, whose launches and collects all happen on one thread, in their order."""
+    """A `StepRunner` over another one, all of whose calls happen on one thread, in their order."""
 
     def __init__(self, runner: StepRunner, prepare: Callable[[], None] = lambda: None) -> None:
         """`prepare` runs on the thread before anything else."""
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-device", initializer=prepare)
 
-    def launch(self, plan: StepPlan) -> "Future[StepResult]":
-        return self._thread.submit(self._run, plan)
+    def launch(self, plan: StepPlan) -> ThreadStep:
+        return ThreadStep(self._thread.submit(self._runner.launch if plan.guided else self._run, plan))
 
-    def collect(self, handle: "Future[StepResult]") -> StepResult:
+    def draw(self, handle: ThreadStep, masks: Mapping[int, Mask]) -> None:
+        handle.latest = self._thread.submit(self._draw, handle.latest, masks)
+
+    def collect(self, handle: ThreadStep) -> StepResult:
         """Raises whatever the step raised."""
-        return handle.result()
+        result: StepResult = handle.latest.result()
+        return result
 
     def _run(self, plan: StepPlan) -> StepResult:
         return self._runner.collect(self._runner.launch(plan))
+
+    def _draw(self, launched: "Future[Any]", masks: Mapping[int, Mask]) -> StepResult:
+        handle = launched.result()  # there already, as the thread comes here after it
+        self._runner.draw(handle, masks)
+        return self._runner.collect(handle)

@@ -1,5 +1,6 @@
 """Shared pieces of the model and runner tests: tiny saved models, and a driver that writes plans by hand."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 from headrace_worker.runner import Runner
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,

@@ -50,6 +50,7 @@ def test_gather_lays_mixed_work_out_flat() -> None:
     assert batch.token_rows.tolist() == [3, 3, 3, 3, 0, 2, 2, 2]
     assert batch.positions.tolist() == [2, 3, 4, 5, 9, 0, 1, 2]
     assert (batch.sample_index.tolist(), batch.sample_rows, batch.sample_positions) == ([4, 7], [0, 2], [10, 3])
+    assert (batch.drawn_rows.tolist(), batch.drawn_positions.tolist()) == (batch.sample_rows, batch.sample_positions)
     first, second = batch.metas
     assert first.query_starts.tolist() == [0, 4, 5, 8] and first.seq_lens.tolist() == [6, 10, 3]
     assert (first.max_query_len, first.max_seq_len) == (4, 10)

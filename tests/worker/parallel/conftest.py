@@ -6,9 +6,9 @@ Those of `process_ranks.py` run as they do in production.
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly import Assembly
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.engine import Engine
+from headrace_worker.guide import Mask
 from headrace_worker.kv.manager import KVManager, ModelScope
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 from headrace_worker.model.load import LoadedModel, load
@@ -113,27 +114,35 @@ class ThreadedRunner:
     """A `StepRunner` over the runners of all ranks: stages one after the other, the ranks of a stage as threads."""
 
     stages: list[list[Runner]]
+    batches: list[list[Any]] = field(default_factory=list)  # of the step that was launched last
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(len(self.stages[0]))
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        batches = [[runner.prepare(plan) for runner in stage] for stage in self.stages]
+        batches = self.batches = [[runner.prepare(plan) for runner in stage] for stage in self.stages]
+        handle = StepHandle(plan.step)
         if batches[0][0] is None:
-            return StepHandle(plan.step, None)
+            return handle
         received: list[Tensor | None] = [None] * len(self.stages[0])
         for stage, stage_batches in zip(self.stages, batches, strict=True):
             received = list(self._threads.map(Runner.forward, stage, stage_batches, received))
         logits = received[0]
         if logits is None:
-            return StepHandle(plan.step, None)
+            return handle
         for other in received[1:]:
             assert torch.equal(logits, other), "the ranks of a stage do not agree"
-        samples = self.stages[-1][0].sample(batches[-1][0], logits)
-        for stage, stage_batches in zip(self.stages, batches, strict=True):
+        handle.undrawn = batches[-1][0], logits
+        if not plan.guided:
+            self.draw(handle, {})
+        return handle
+
+    def draw(self, handle: StepHandle, masks: Mapping[int, Mask]) -> None:
+        assert handle.undrawn is not None
+        handle.samples = samples = self.stages[-1][0].sample(*handle.undrawn, masks)
+        for stage, stage_batches in zip(self.stages, self.batches, strict=True):
             for runner, batch in zip(stage, stage_batches, strict=True):
                 runner.apply_tokens(batch, samples.tokens)
-        return StepHandle(plan.step, samples)
 
     def collect(self, handle: StepHandle) -> StepResult:
         return self.stages[0][0].collect(handle)

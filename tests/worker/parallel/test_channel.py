@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import msgspec
+import numpy as np
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from headrace_worker.parallel.channel import FRAME_BYTES, Channel
 from headrace_worker.parallel.group import Group, host_group
-from headrace_worker.parallel.messages import Answer, Clear, Command, Drawn, Step, Stop, decode_command, encoder
+from headrace_worker.parallel.messages import Answer, Clear, Command, Draw, Drawn, Step, Stop, decode_command, encoder
 from headrace_worker.parallel.watch import Watch
 from headrace_worker.plan import RowInit, RowSampling, SampledLogprobs, StepPlan, StepResult, TableUpdate, Work
 
@@ -59,7 +60,7 @@ PLAN = StepPlan(
     [TableUpdate(1, 2, 3, [9, 8])],
     [Work(1, 0, 2, True)],
 )
-COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17), Stop()]
+COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17, 3), Draw(9, {0: bytes(8)}), Stop()]
 
 
 def test_what_is_sent_is_what_comes(groups: list[Group]) -> None:
@@ -67,6 +68,21 @@ def test_what_is_sent_is_what_comes(groups: list[Group]) -> None:
     for command in COMMANDS:
         first.command(command)
         assert [other.next_command() for other in others] == [command, command]
+
+
+def test_masks_go_to_one_rank_alone_and_come_as_they_were(groups: list[Group]) -> None:
+    first, second, third = (Channel(group, 0) for group in groups)
+    masks = {0: np.array([1, -1, 1 << 30], np.int32), 7: np.arange(-2500, 2500, dtype=np.int32)}
+    sending = threading.Thread(target=first.command, args=(Draw.of(4, masks), 2))
+    sending.start()
+    draw = third.next_command()
+    sending.join(20)
+    assert isinstance(draw, Draw) and draw.step == 4
+    assert {index: mask.tolist() for index, mask in draw.unpacked().items()} == {
+        index: mask.tolist() for index, mask in masks.items()
+    }
+    first.command(Stop())
+    assert [second.next_command(), third.next_command()] == [Stop(), Stop()]
 
 
 @pytest.mark.parametrize("size", [ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, 3_000_000])

@@ -28,9 +28,10 @@ class Channel:
         self._sent: deque[list[Sending]] = deque()
         self._depth = depth
 
-    def command(self, command: Command) -> None:
-        """From rank 0 to all others; does not wait until they take it."""
-        self._send(encoder.encode(command), range(1, self._group.size), _COMMANDS)
+    def command(self, command: Command, to: int | None = None) -> None:
+        """From rank 0 to all others, or to one of them; does not wait until they take it."""
+        ranks = range(1, self._group.size) if to is None else (to,)
+        self._send(encoder.encode(command), ranks, _COMMANDS)
 
     def next_command(self) -> Command:
         """The next one from rank 0; waits for it. Raises RankLostError."""
@@ -58,7 +59,7 @@ class Channel:
         if len(message) > room:
             pieces.append(torch.frombuffer(bytearray(message[room:]), dtype=torch.uint8))
         self._sent.append([self._group.send(piece, rank, tag) for rank in to for piece in pieces])
-        while len(self._sent) > self._depth + 1:
+        while len(self._sent) > 2 * (self._depth + 1):  # a guided step is two messages
             self._finish()
 
     def _finish(self) -> None:

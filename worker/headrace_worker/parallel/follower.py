@@ -6,10 +6,10 @@ import structlog
 
 from headrace_worker.parallel.channel import Channel
 from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.messages import Answer, Clear, Step, Stop
-from headrace_worker.parallel.stage import DRAWING_FAILED, StageRunner
+from headrace_worker.parallel.messages import Answer, Clear, Draw, Step, Stop
+from headrace_worker.parallel.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.parallel.team import Team
-from headrace_worker.plan import StepResult
+from headrace_worker.plan import StepPlan, StepResult
 
 log = structlog.get_logger(__name__)
 
@@ -23,6 +23,7 @@ class Follower:
         self._stage = stage
         self._team = team
         self._channel = Channel(team.host, team.topology.pp - 1)
+        self._undrawn: StepPlan | None = None  # a guided plan whose masks are to come
         self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
 
     def start(self) -> None:
@@ -57,21 +58,32 @@ class Follower:
         match command:
             case Step():
                 self._run_step(command)
-            case Clear(blocks):
-                self._stage.runner.clear(blocks)
+            case Draw():
+                self._draw(command)
+            case Clear(blocks, rows):
+                self._stage.runner.clear(blocks, rows)
             case Stop():
                 return False
         return True
 
     def _run_step(self, step: Step) -> None:
         done = self._stage.run(step)
-        topology = self._team.topology
-        if not (topology.samples and step.plan.work):
+        if not (self._team.topology.samples and step.plan.work):
             return
-        number = step.plan.step
-        if done.samples is not None:
-            self._channel.answer(Answer(done.samples.to_result(number)))
+        if step.plan.guided:
+            self._undrawn = step.plan
         else:
-            draws = sum(work.sample for work in step.plan.work)
+            self._answer(step.plan, done)
+
+    def _draw(self, draw: Draw) -> None:
+        plan, self._undrawn = self._undrawn, None
+        assert plan is not None and plan.step == draw.step
+        self._answer(plan, self._stage.draw(draw.unpacked()))
+
+    def _answer(self, plan: StepPlan, done: StageResult) -> None:
+        if done.samples is not None:
+            self._channel.answer(Answer(done.samples.to_result(plan.step)))
+        else:
+            draws = sum(work.sample for work in plan.work)
             error = DRAWING_FAILED if done.error is not None else ""
-            self._channel.answer(Answer(StepResult(number, [0] * draws, {}, {}), error))
+            self._channel.answer(Answer(StepResult(plan.step, [0] * draws, {}, {}), error))

@@ -1,7 +1,12 @@
 """What rank 0 tells the other ranks, and what the drawing rank answers."""
 
+from collections.abc import Mapping
+from typing import Self
+
+import numpy as np
 from msgspec import Struct, msgpack
 
+from headrace_worker.guide import Mask
 from headrace_worker.plan import StepPlan, StepResult
 
 
@@ -19,17 +24,33 @@ class Step(Struct, frozen=True, tag="step"):
     drawn: list[Drawn]
 
 
+class Draw(Struct, frozen=True, tag="draw"):
+    """Of the last guided step, to the rank that draws: its tokens' masks, int32 words, by index into the tokens."""
+
+    step: int
+    masks: dict[int, bytes]
+
+    @classmethod
+    def of(cls, step: int, masks: Mapping[int, Mask]) -> Self:
+        return cls(step, {index: mask.astype("<i4").tobytes() for index, mask in masks.items()})
+
+    def unpacked(self) -> dict[int, Mask]:
+        """The masks as they were."""
+        return {index: np.frombuffer(words, "<i4") for index, words in self.masks.items()}
+
+
 class Clear(Struct, frozen=True, tag="clear"):
-    """Make row 0 and the first blocks as new."""
+    """Make the first blocks and rows as new."""
 
     blocks: int
+    rows: int
 
 
 class Stop(Struct, frozen=True, tag="stop"):
     """The replica ends in order."""
 
 
-Command = Step | Clear | Stop
+Command = Step | Draw | Clear | Stop
 
 
 class Answer(Struct, frozen=True):

@@ -1,20 +1,25 @@
 """All ranks of a replica as one runner: rank 0 tells the others what it does itself."""
 
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.engine import RunnerBrokenError
+from headrace_worker.guide import Mask
 from headrace_worker.layout import CacheLayout
 from headrace_worker.parallel.channel import Channel
 from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.messages import Answer, Clear, Command, Drawn, Step, Stop
+from headrace_worker.parallel.messages import Answer, Clear, Draw, Drawn, Step, Stop
 from headrace_worker.parallel.stage import StageResult, StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.runner.runner import Runner
+
+Found = TypeVar("Found")
 
 
 class DrawingFailedError(HeadraceError):
@@ -37,6 +42,7 @@ class MultiRankRunner:
     def __init__(self, runner: Runner, stage: StageRunner, team: Team) -> None:
         self.layout: CacheLayout = runner.layout
         self.num_blocks = runner.num_blocks
+        self.max_rows = runner.max_rows
         self.max_len = runner.max_len
         self.device: torch.device = runner.device
         self._stage = stage
@@ -48,7 +54,15 @@ class MultiRankRunner:
         drawn, self._drawn = self._drawn, []
         step = Step(plan, drawn)
         draws = any(work.sample for work in plan.work)
-        return StepTicket(plan.step, self._do(step), draws, bool(plan.work))
+        return StepTicket(plan.step, self._guarded(lambda: self._run(step)), draws, bool(plan.work))
+
+    def draw(self, handle: StepTicket, masks: Mapping[int, Mask]) -> None:
+        """With one stage this rank draws, and the others wait for its tokens; with several the masks go to the last."""
+        topology = self._team.topology
+        if topology.samples:
+            handle.part = self._guarded(lambda: self._stage.draw(masks))
+        else:
+            self._guarded(lambda: self._channel.command(Draw.of(handle.step, masks), topology.sampler))
 
     def collect(self, handle: StepTicket) -> StepResult:
         empty = StepResult(handle.step, [], {}, {})
@@ -67,9 +81,9 @@ class MultiRankRunner:
             raise DrawingFailedError(answer.error)
         return answer.result
 
-    def clear(self, blocks: int) -> None:
-        """Make row 0 and the first blocks as new, on all ranks."""
-        self._do(Clear(blocks))
+    def clear(self, blocks: int, rows: int = 1) -> None:
+        """Make the first blocks and rows as new, on all ranks."""
+        self._guarded(lambda: self._clear(blocks, rows))
 
     def stop(self) -> None:
         """Let the other ranks end in order; nothing is launched after this."""
@@ -81,15 +95,18 @@ class MultiRankRunner:
         self._channel.command(Stop())
         self._channel.flush()
 
-    def _do(self, command: Command) -> StageResult:
+    def _run(self, step: Step) -> StageResult:
+        self._channel.command(step)
+        return self._stage.run(step)
+
+    def _clear(self, blocks: int, rows: int) -> None:
+        self._channel.command(Clear(blocks, rows))
+        self._stage.runner.clear(blocks, rows)
+
+    def _guarded(self, call: Callable[[], Found]) -> Found:
         try:
             self._team.watch.check()
-            self._channel.command(command)
-            if isinstance(command, Step):
-                return self._stage.run(command)
-            if isinstance(command, Clear):
-                self._stage.runner.clear(command.blocks)
-            return StageResult()
+            return call()
         except RankLostError as error:
             raise RunnerBrokenError(str(error)) from error
         except Exception as error:

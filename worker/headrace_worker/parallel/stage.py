@@ -4,12 +4,15 @@
     hidden states from the stage before ─▶ forward ─▶ hidden states for the stage after
                                                   └─▶ last stage: its first rank draws
 
+Of a guided step the rank that draws keeps the logits until `draw` brings the masks; others wait for its tokens.
+
 With one stage the drawn tokens go to the other ranks at once, from device to device, so that a later step may be
 launched before anybody reads them. With several, rank 0 must have them before it plans their row again, and so they
 travel with its next commands.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,13 +20,14 @@ import structlog
 import torch
 from torch import Tensor
 
+from headrace_worker.guide import Mask
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.parallel.group import Sending
 from headrace_worker.parallel.messages import Drawn, Step
 from headrace_worker.parallel.team import Team
 from headrace_worker.runner.batch import Batch
 from headrace_worker.runner.runner import Runner
-from headrace_worker.sampler import SampleOutput
+from headrace_worker.sampler import NO_MASKS, SampleOutput
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +67,7 @@ class StageRunner:
         self._dtype = dtype
         self._drawings: dict[int, _Drawing] = {}
         self._sent: deque[Sending] = deque()
+        self._undrawn: tuple[Batch, Tensor | None] | None = None
 
     @torch.inference_mode()
     def run(self, step: Step) -> StageResult:
@@ -80,14 +85,26 @@ class StageRunner:
                 owners = [int(self.runner.rows.generations[row]) for row in batch.sample_rows]
                 self._drawings[step.plan.step] = _Drawing(batch, owners)
             return StageResult()
-        return self._draw(batch, out) if batch.sample_rows else StageResult()
+        if not batch.sample_rows:
+            return StageResult()
+        if step.plan.guided and self._topology.samples:
+            self._undrawn = batch, out
+            return StageResult()
+        return self._draw(batch, out, NO_MASKS)
 
-    def _draw(self, batch: Batch, logits: Tensor | None) -> StageResult:
+    @torch.inference_mode()
+    def draw(self, masks: Mapping[int, Mask]) -> StageResult:
+        """The rest of the last step that was guided, on the rank that draws. Raises as `run`."""
+        assert self._undrawn is not None
+        (batch, logits), self._undrawn = self._undrawn, None
+        return self._draw(batch, logits, masks)
+
+    def _draw(self, batch: Batch, logits: Tensor | None, masks: Mapping[int, Mask]) -> StageResult:
         result = StageResult()
         tokens = torch.zeros(len(batch.sample_rows), dtype=torch.int64, device=self.runner.device)
         if self._topology.samples and logits is not None:
             try:
-                result.samples = self.runner.sample(batch, logits)
+                result.samples = self.runner.sample(batch, logits, masks)
                 tokens = result.samples.tokens
             except Exception as error:  # of the requests in this step: the other ranks must not wait for tokens
                 log.error("drawing_failed", error=type(error).__name__)

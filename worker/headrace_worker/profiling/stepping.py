@@ -1,8 +1,10 @@
 """Steps with a profiler around them. Without a profiler nothing of this is in their way."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace_worker.engine import StepRunner
+from headrace_worker.guide import Mask
 from headrace_worker.parallel.messages import Step
 from headrace_worker.parallel.stage import StageResult, StageRunner
 from headrace_worker.plan import StepPlan, StepResult
@@ -19,6 +21,9 @@ class ProfiledRunner:
     def launch(self, plan: StepPlan) -> Any:
         with self._profiler.step(plan):
             return self._runner.launch(plan)
+
+    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None:
+        self._runner.draw(handle, masks)
 
     def collect(self, handle: Any) -> StepResult:
         return self._runner.collect(handle)

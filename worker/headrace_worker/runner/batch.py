@@ -24,7 +24,9 @@ class Batch:
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
     sample_index: Tensor  # [R] int64: which of the T tokens is each drawing row's last
-    sample_rows: list[int]  # [R]
+    drawn_rows: Tensor  # [R] int64: where the tokens that are drawn belong
+    drawn_positions: Tensor  # [R] int64
+    sample_rows: list[int]  # [R] the same for the host
     sample_positions: list[int]  # [R] position of the token to draw
     recorded: Any = None  # the recorded step whose buffers these are, if any
 
@@ -40,6 +42,8 @@ class HostBatch:
     tables: list[NDArray[np.int32]]  # by cache group: [S, M]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
     sample_index: NDArray[np.int64]  # [R]
+    drawn_rows: NDArray[np.int64]  # [R]
+    drawn_positions: NDArray[np.int64]  # [R]
     sample_rows: list[int]
     sample_positions: list[int]
     max_query_len: int
@@ -52,6 +56,8 @@ class HostBatch:
             self.token_rows,
             self.positions,
             self.sample_index,
+            self.drawn_rows,
+            self.drawn_positions,
             self.query_starts,
             self.seq_lens,
             *self.tables,
@@ -60,13 +66,22 @@ class HostBatch:
 
     def over(self, tensors: Sequence[Tensor]) -> Batch:
         """A batch over `arrays` that lie on the device."""
-        token_rows, positions, sample_index, query_starts, seq_lens, *rest = tensors
+        token_rows, positions, sample_index, drawn_rows, drawn_positions, query_starts, seq_lens, *rest = tensors
         groups = len(self.tables)
         metas = [
             AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
             for table, slots in zip(rest[:groups], rest[groups:], strict=True)
         ]
-        return Batch(token_rows, positions, metas, sample_index, self.sample_rows, self.sample_positions)
+        return Batch(
+            token_rows,
+            positions,
+            metas,
+            sample_index,
+            drawn_rows,
+            drawn_positions,
+            self.sample_rows,
+            self.sample_positions,
+        )
 
     def padded(self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int) -> "HostBatch":
         """As a batch of so many tokens and sequences, all of which seem to draw.
@@ -75,6 +90,7 @@ class HostBatch:
         """
         more = tokens - len(self.token_rows)
         empty = sequences - len(self.seq_lens)
+        undrawn = sequences - len(self.sample_index)
         slots = [_longer(entry, more, -1) for entry in self.slots]
         tables = []
         for table in self.tables:
@@ -89,7 +105,9 @@ class HostBatch:
             seq_lens=_longer(self.seq_lens, empty, 0),
             tables=tables,
             slots=slots,
-            sample_index=_longer(self.sample_index, sequences - len(self.sample_index), 0),
+            sample_index=_longer(self.sample_index, undrawn, 0),
+            drawn_rows=_longer(self.drawn_rows, undrawn, 0),
+            drawn_positions=_longer(self.drawn_positions, undrawn, 0),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
@@ -107,6 +125,7 @@ def lay_out(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
     token_rows = np.repeat(row, count)
     positions = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], count)
     drawing = np.flatnonzero(np.fromiter([item.sample for item in work], np.bool_, size))
+    drawn_rows, drawn_positions = row[drawing], end[drawing]
     longest = int(end.max(initial=0))
     entries = -(-longest // block_size)
     entry, offset = np.divmod(positions, block_size)
@@ -118,8 +137,10 @@ def lay_out(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
         tables=[table[row, :entries] for table in rows.tables],
         slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
         sample_index=offsets[1:][drawing] - 1,
-        sample_rows=row[drawing].tolist(),
-        sample_positions=end[drawing].tolist(),
+        drawn_rows=drawn_rows,
+        drawn_positions=drawn_positions,
+        sample_rows=drawn_rows.tolist(),
+        sample_positions=drawn_positions.tolist(),
         max_query_len=int(count.max(initial=0)),
         max_seq_len=longest,
     )

@@ -9,7 +9,7 @@ device has enough to do meanwhile.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -110,13 +110,13 @@ class StepGraphs:
         step.packed.copy_(packed.pin_memory() if step.packed.is_cuda else packed, non_blocking=True)
         drawing = len(host.sample_rows)
         batch = step.batch
-        return Batch(
-            batch.token_rows,
-            batch.positions,
-            batch.metas,
-            batch.sample_index[:drawing],
-            host.sample_rows,
-            host.sample_positions,
+        return replace(
+            batch,
+            sample_index=batch.sample_index[:drawing],
+            drawn_rows=batch.drawn_rows[:drawing],
+            drawn_positions=batch.drawn_positions[:drawing],
+            sample_rows=host.sample_rows,
+            sample_positions=host.sample_positions,
             recorded=step,
         )
 

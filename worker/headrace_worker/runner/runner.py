@@ -1,18 +1,20 @@
 """One rank's step execution: `launch` a plan, `collect` its samples.
 
     plan ──▶ rows (tokens, tables) ──gather──▶ batch ──▶ model + paged cache ──▶ logits ──▶ sampler ──▶ rows
-                                                                                              └──▶ collect
+                                                                                    ▲         └──▶ collect
+                                                                       masks ───────┘
 
 `launch` never waits for the device: sampled tokens go back into the rows there, and the next plan may be launched
-before this one is collected.
+before this one is collected. Of a guided plan it ends at the logits, and `draw` goes on when the masks are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headrace_worker.guide import Mask
 from headrace_worker.layout import CacheLayout
 from headrace_worker.model.attention import LayerCache, StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
@@ -22,7 +24,7 @@ from headrace_worker.runner.batch import Batch, gather
 from headrace_worker.runner.graphs import Recorder, StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
-from headrace_worker.sampler import SampleOutput, Sampler
+from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
 from headrace_worker.transfer.courier import Courier
 
 
@@ -31,7 +33,8 @@ class StepHandle:
     """A launched step, whose samples may still be on their way."""
 
     step: int
-    samples: SampleOutput | None  # None: the plan drew nothing
+    samples: SampleOutput | None = None  # None: the plan drew nothing, or not yet
+    undrawn: tuple[Batch, Tensor] | None = None  # its logits [R, V] wait for masks
 
 
 class Runner:
@@ -76,15 +79,24 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """One step on a replica of one rank: all of what follows, in order."""
+        handle = StepHandle(plan.step)
         batch = self.prepare(plan)
-        if batch is None:
-            return StepHandle(plan.step, None)
-        logits = self.forward(batch)
-        if logits is None:
-            return StepHandle(plan.step, None)
-        samples = self.sample(batch, logits)
-        self.apply_tokens(batch, samples.tokens)
-        return StepHandle(plan.step, samples)
+        logits = self.forward(batch) if batch is not None else None
+        if batch is not None and logits is not None:
+            handle.undrawn = batch, logits
+            if not plan.guided:
+                self.draw(handle)
+        return handle
+
+    @torch.inference_mode()
+    def draw(self, handle: StepHandle, masks: Mapping[int, Mask] = NO_MASKS) -> None:
+        """The rest of a launched step: tokens, and what they leave in the rows. Does not wait for the device either."""
+        if handle.undrawn is None:
+            return
+        batch, logits = handle.undrawn
+        handle.undrawn = None
+        handle.samples = self.sample(batch, logits, masks)
+        self.apply_tokens(batch, handle.samples.tokens)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step and bring its samples to the host."""
@@ -92,11 +104,11 @@ class Runner:
             return StepResult(handle.step, [], {}, {})
         return handle.samples.to_result(handle.step)
 
-    def clear(self, blocks: int) -> None:
-        """Make row 0 and the first blocks as new: a warm-up leaves nothing behind."""
+    def clear(self, blocks: int, rows: int = 1) -> None:
+        """Make the first blocks and rows as new: a warm-up leaves nothing behind."""
         for pool in self.pools:
             pool[:, :blocks].zero_()
-        self.rows.tokens[0].zero_()
+        self.rows.tokens[:rows].zero_()
 
     @torch.inference_mode()
     def record(
@@ -155,9 +167,9 @@ class Runner:
             return self._model(ids, batch.positions, batch.sample_index)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits: Tensor) -> SampleOutput:
+    def sample(self, batch: Batch, logits: Tensor, masks: Mapping[int, Mask] = NO_MASKS) -> SampleOutput:
         """Draw a token for each drawing row: on one rank of the last stage. Overwrites `logits`."""
-        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens)
+        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens, masks)
 
     @torch.inference_mode()
     def apply_tokens(self, batch: Batch, tokens: Tensor) -> None:
@@ -165,4 +177,4 @@ class Runner:
 
         Must come before the `forward` of a later batch that computes these tokens, and before its row is handed over.
         """
-        self.rows.store_tokens(batch.token_rows[batch.sample_index], batch.positions[batch.sample_index] + 1, tokens)
+        self.rows.store_tokens(batch.drawn_rows, batch.drawn_positions, tokens)

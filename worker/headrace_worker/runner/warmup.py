@@ -1,14 +1,16 @@
-"""Warm-up: a real prefill and real decode steps before the replica is ready, timed."""
+"""Warm-up before the replica is ready: on a GPU whatever is to be compiled; then prefill and decode steps, timed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from headrace_worker.guide import Mask
 from headrace_worker.layout import CacheLayout
 from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.runner.coverage import cover
 
 Report = Callable[[str, float], None]
 
@@ -33,19 +35,23 @@ class WarmRunner(Protocol):
 
     layout: CacheLayout
     num_blocks: int
+    max_rows: int
     max_len: int
     device: torch.device
 
     def launch(self, plan: StepPlan) -> Any: ...
+    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None: ...
     def collect(self, handle: Any) -> StepResult: ...
-    def clear(self, blocks: int) -> None: ...
+    def clear(self, blocks: int, rows: int = 1) -> None: ...
 
 
 def warm_up(runner: WarmRunner, report: Report = lambda phase, fraction: None) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
-    Leaves rows and pools as new.
+    On a GPU steps of every kind are run before. Leaves rows and pools as new.
     """
+    if runner.device.type == "cuda":
+        cover(runner, _GPU_BUDGET, lambda done: report("compiling kernels", done))
     block_size = runner.layout.block_size
     groups = len(runner.layout.groups)
     fitting = (runner.num_blocks - 1) // groups * block_size

@@ -1,6 +1,7 @@
 """Draws tokens from logits: vectorised over rows, each row by its own options and noise."""
 
+from headrace_worker.sampler.masks import NO_MASKS
 from headrace_worker.sampler.output import SampleOutput
 from headrace_worker.sampler.sampler import Sampler
 
-__all__ = ["SampleOutput", "Sampler"]
+__all__ = ["NO_MASKS", "SampleOutput", "Sampler"]

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_worker.host_device import all_to_device
+
 
 @dataclass(slots=True)
 class SampleBatch:
@@ -28,3 +30,7 @@ class SampleBatch:
         if self.logits.is_cuda:
             return host.pin_memory().to(self.logits.device, non_blocking=True)
         return host
+
+    def tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+        """Several arrays on the device of the logits, with one copy that does not wait for it."""
+        return all_to_device(arrays, self.logits.device)

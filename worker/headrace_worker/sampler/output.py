@@ -12,10 +12,16 @@ NOT_FINITE = (
     "The model computed values that are not finite for this request; try float32, or another prompt if it persists."
 )
 
+NOTHING_ALLOWED = (
+    "What constrains this output allows no token that the other options leave: ask with a smaller min_tokens, without "
+    "logit_bias, or with a constraint that the vocabulary can spell."
+)
+
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Tokens of R rows. Where ``finite`` is False the row's logits were broken and its token means nothing.
+    """Tokens of R rows. Where ``finite`` is False the row's logits were broken and its token means nothing; where
+    ``drawable`` is False nothing was left to draw.
 
     The copy to the host begins here: who reads it later does not wait for steps that were launched in between.
     """
@@ -23,17 +29,21 @@ class SampleOutput:
     tokens: Tensor  # [R] int64
     finite: Tensor  # [R] bool
     logprobs: LogprobsOutput | None
+    drawable: Tensor | None = None  # [R] bool; None when no row has a mask
     _copy: HostCopy = field(init=False)
 
     def __post_init__(self) -> None:
         wanted = self.logprobs.tensors if self.logprobs is not None else ()
-        self._copy = HostCopy((self.tokens, self.finite, *wanted))
+        drawable = () if self.drawable is None else (self.drawable,)
+        self._copy = HostCopy((self.tokens, self.finite, *wanted, *drawable))
 
     def to_result(self, step: int) -> StepResult:
         """Everything on the host; waits for this step."""
-        tokens, finite, *wanted = self._copy.wait()
-        failed = {index: NOT_FINITE for index, good in enumerate(finite.tolist()) if not good}
+        tokens, finite, *rest = self._copy.wait()
+        drawable = rest.pop().tolist() if self.drawable is not None else ()
+        failed = {index: NOTHING_ALLOWED for index, good in enumerate(drawable) if not good}
+        failed |= {index: NOT_FINITE for index, good in enumerate(finite.tolist()) if not good}
         logprobs: dict[int, SampledLogprobs] = {}
         if self.logprobs is not None:
-            logprobs = {index: entry for index, entry in self.logprobs.read(*wanted).items() if index not in failed}
+            logprobs = {index: entry for index, entry in self.logprobs.read(*rest).items() if index not in failed}
         return StepResult(step, tokens.tolist(), logprobs, failed)

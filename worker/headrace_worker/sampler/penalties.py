@@ -7,6 +7,7 @@ A token that occurs twice is computed twice with the same result.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace_worker.plan import RowInit
@@ -60,22 +61,23 @@ class PenaltyState:
         longest = max(batch.positions[i] for i in users)
         if not longest:
             return False
-        lengths = batch.tensor([batch.positions[i] for i in users], torch.int64)[:, None]
-        known = batch.token_rows[batch.tensor([batch.rows[i] for i in users], torch.int64), :longest].long()
-        past_the_end = torch.arange(longest, device=known.device) >= lengths
-        known = torch.where(past_the_end, known[:, :1], known)  # [A, longest]; padding repeats the first token
+        used = np.array(users)
+        rows, positions = np.asarray(batch.rows, np.int64)[used], np.asarray(batch.positions, np.int64)[used]
+        factors = np.array([(state.repetition, state.presence, state.frequency) for state in states], np.float32)
+        slots = np.array([state.slot for state in states])
+        where, row, length, options, slot = batch.tensors(used[:, None], rows, positions[:, None], factors, slots)
+        repetition, presence, frequency = options[:, :, None].unbind(1)
 
-        where = batch.tensor(users, torch.int64)[:, None]
-        repetition, presence, frequency = (
-            batch.tensor([getattr(state, name) for state in states], torch.float32)[:, None]
-            for name in ("repetition", "presence", "frequency")
-        )
-        values = batch.logits[where, known]
+        known = batch.token_rows[:, :longest].index_select(0, row)  # [A, longest]; padding repeats the first token
+        known = known.where(torch.arange(longest, device=known.device) < length, known[:, :1])
+        flat = batch.logits.view(-1)
+        places = (known + where * batch.logits.shape[1]).view(-1)
+        values = flat.index_select(0, places).view(known.shape)
         values = torch.where(values > 0, values / repetition, values * repetition)
-        slots = batch.tensor([state.slot for state in states], torch.int64)[:, None]
-        counts = self._counts[slots, known]
-        values = values - frequency * counts - presence * (counts > 0)
-        batch.logits[where, known] = values
+        if slots.any():  # a repetition penalty alone counts nothing
+            counts = self._counts[slot[:, None], known.long()]
+            values = values - frequency * counts - presence * (counts > 0)
+        flat.scatter_(0, places, values.view(-1))
         return True
 
     def _count_new(self, batch: SampleBatch, users: list[int], states: list[_Row]) -> None:

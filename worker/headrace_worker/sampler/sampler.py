@@ -1,22 +1,25 @@
 """From logits to tokens.
 
-    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ penalties ─┬─▶ temperature 0: argmax
-                                                                                └─▶ / temperature ─▶ min-p, top-k, top-p
-                                                                                     ─▶ + noise ─▶ argmax
+    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ masks ─▶ penalties ─┬─▶ temperature 0: argmax
+                                               / temperature ─▶ min-p, top-k, top-p  ◀───┘
+                                                  └─▶ + noise ─▶ argmax
 
 A feature that no row of the batch uses costs nothing; a row's token depends on its own logits, options and noise alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_kernels import gumbel_argmax
+from headrace_worker.guide import Mask
 from headrace_worker.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
 from headrace_worker.sampler.logprobs import LogprobsState
+from headrace_worker.sampler.masks import NO_MASKS, MaskState
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.output import SampleOutput
 from headrace_worker.sampler.penalties import PenaltyState
@@ -31,10 +34,11 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._temperatures = [0.0] * max_rows
-        self._keys = [0] * max_rows  # noise keys without the position
+        self._temperatures = np.zeros(max_rows, np.float32)
+        self._keys = np.zeros(max_rows, np.int64)  # noise keys without the position
         self._bias = BiasState(vocab_size)
         self._stop_bar = StopBarState(vocab_size)
+        self._masks = MaskState(vocab_size, device)
         self._penalties = PenaltyState(vocab_size, device)
         self._truncation = TruncationState(vocab_size)
         self._logprobs = LogprobsState(vocab_size)
@@ -54,45 +58,57 @@ class Sampler:
         for feature in self._features:
             feature.free(row)
 
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], token_rows: Tensor) -> SampleOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        token_rows: Tensor,
+        masks: Mapping[int, Mask] = NO_MASKS,
+    ) -> SampleOutput:
         """Draw one token per row.
 
         logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to draw;
-        ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included.
+        ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
+        into rows, what alone may be drawn.
         """
+        logits = logits.contiguous()  # which a part of a padded vocabulary is not
         batch = SampleBatch(logits, rows, positions, token_rows)
         peaks, best = logits.max(-1)  # NaN wins a max, so the peak tells whether a row is sound
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
-        changed = [state.apply(batch) for state in (self._bias, self._stop_bar, self._penalties)]
-        drawing = [i for i, row in enumerate(rows) if self._temperatures[row]]
+        changed = [self._bias.apply(batch), self._stop_bar.apply(batch)]
+        masked = self._masks.apply(batch, masks)
+        changed += [masked, self._penalties.apply(batch)]
+        drawing = np.flatnonzero(self._temperatures[np.asarray(rows, np.int64)]).tolist()
         if any(changed) and len(drawing) < len(rows):
             best = logits.argmax(-1)
+        drawable = logits.amax(-1) > float("-inf") if masked else None
         tokens = self._draw(batch, best, drawing) if drawing else best
-        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None)
+        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None, drawable)
 
     def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
         """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""
-        rows = batch.rows
-        truncated = [i for i in drawing if rows[i] in self._truncation.rows]
-        plain = [i for i in drawing if rows[i] not in self._truncation.rows]
+        cut = self._truncation.rows
+        plain = [i for i in drawing if batch.rows[i] not in cut]
+        truncated = [i for i in drawing if batch.rows[i] in cut] if len(plain) < len(drawing) else []
+        users = np.array(plain + truncated)
+        rows = np.asarray(batch.rows, np.int64)[users]
+        positions = np.asarray(batch.positions, np.int64)[users]
+        noise = absorb(torch.from_numpy(self._keys[rows]), torch.from_numpy(positions)).numpy()
+        index, temperatures, keys = batch.tensors(users, self._temperatures[rows, None], noise)
         if plain:
-            scores, keys, index = self._scaled(batch, plain)
-            tokens[index] = gumbel_argmax(scores, keys)
+            of = slice(len(plain))
+            scores = self._scaled(batch, index[of], temperatures[of])
+            tokens[index[of]] = gumbel_argmax(scores, keys[of])
         if truncated:
-            scores, keys, index = self._scaled(batch, truncated)
-            tokens[index] = draw_truncated(scores, keys, self._truncation.gather(batch, truncated))
+            of = slice(len(plain), None)
+            scores = self._scaled(batch, index[of], temperatures[of])
+            tokens[index[of]] = draw_truncated(scores, keys[of], self._truncation.gather(batch, truncated))
         return tokens
 
-    def _scaled(self, batch: SampleBatch, users: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits / temperature [A, V], noise keys [A], indices [A] into the batch) of some rows."""
-        index = batch.tensor(users, torch.int64)
-        temperatures = batch.tensor([self._temperatures[batch.rows[i]] for i in users], torch.float32)[:, None]
-        if len(users) == len(batch.rows):
-            scores = batch.logits.div_(temperatures)
-        else:
-            scores = batch.logits[index].div_(temperatures)
-        keys = absorb(
-            torch.tensor([self._keys[batch.rows[i]] for i in users]), torch.tensor([batch.positions[i] for i in users])
-        )
-        return scores, batch.tensor(keys.numpy(), torch.int64), index
+    def _scaled(self, batch: SampleBatch, index: Tensor, temperatures: Tensor) -> Tensor:
+        """logits / temperature [A, V] of some rows."""
+        if len(index) == len(batch.rows):
+            return batch.logits.div_(temperatures)
+        return batch.logits[index].div_(temperatures)

@@ -8,6 +8,7 @@ does not depend on how many candidates it took: sums run in sorted order, and no
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +27,11 @@ class Truncation:
     top_k: Tensor
     top_p: Tensor
     log_min_p: Tensor
+    cuts: bool = True  # False when no row uses top_k or min_p, and their part can be left out
 
     def select(self, rows: Tensor) -> "Truncation":
         """The options of some of the rows."""
-        return Truncation(self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
+        return Truncation(self.top_k[rows], self.top_p[rows], self.log_min_p[rows], self.cuts)
 
 
 class TruncationState:
@@ -52,12 +54,12 @@ class TruncationState:
 
     def gather(self, batch: SampleBatch, users: list[int]) -> Truncation:
         """Options of the batch's rows ``users``."""
-        top_k, top_p, min_p = zip(*(self.rows[batch.rows[i]] for i in users), strict=True)
-        return Truncation(
-            batch.tensor(top_k, torch.int64)[:, None],
-            batch.tensor(top_p, torch.float32)[:, None],
-            batch.tensor(min_p, torch.float32)[:, None].log(),
-        )
+        columns = list(zip(*(self.rows[batch.rows[i]] for i in users), strict=True))
+        top_k = np.array(columns[0], np.int64)[:, None]
+        top_p, min_p = (np.array(column, np.float32)[:, None] for column in columns[1:])
+        cuts = bool((top_k < self._vocab_size).any() or min_p.any())
+        k, p, lowest = batch.tensors(top_k, top_p, min_p)
+        return Truncation(k, p, lowest.log(), cuts)
 
 
 def draw_truncated(scores: Tensor, keys: Tensor, options: Truncation) -> Tensor:
@@ -84,21 +86,28 @@ def _attempt(
     vocab = scores.shape[1]
     values, ids = scores.topk(candidates, dim=-1)  # [A, C], best first
     peak = values[:, :1]
-    kth = values.gather(1, options.top_k.clamp(max=candidates) - 1)
-    top_k_on = options.top_k < vocab
-    kept = (values >= peak + options.log_min_p) & ((values >= kth) | ~top_k_on | (options.top_k > candidates))
-    cut = top_k_on | (options.log_min_p > float("-inf"))
-
-    weights = torch.exp(values - peak) * kept
+    weights = torch.exp(values - peak)
+    total = torch.exp(log_total - peak)
+    if options.cuts:
+        kth = values.gather(1, options.top_k.clamp(max=candidates) - 1)
+        top_k_on = options.top_k < vocab
+        kept = (values >= peak + options.log_min_p) & ((values >= kth) | ~top_k_on | (options.top_k > candidates))
+        cut = top_k_on | (options.log_min_p > float("-inf"))
+        weights *= kept
     mass = weights.cumsum(-1)
-    total = torch.where(cut, mass[:, -1:], torch.exp(log_total - peak))
+    if options.cuts:
+        total = torch.where(cut, mass[:, -1:], total)
     before = torch.cat((torch.zeros_like(peak), mass[:, :-1]), dim=-1)
-    within = kept & ((before < options.top_p * total) | (options.top_p >= 1.0))
+    within = (before < options.top_p * total) | (options.top_p >= 1.0)
+    if options.cuts:
+        within &= kept
     threshold = values.gather(1, within.sum(-1, keepdim=True).clamp(min=1) - 1)
     drawable = values >= threshold
 
     noisy = torch.where(drawable, values + gumbel_noise_at(keys, ids), float("-inf"))
     tokens = ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
     # A last candidate that stays may be followed by more, tied ones too; one that counts leaves the sum unfinished.
-    more_needed = drawable[:, -1] | (kept[:, -1] & cut[:, 0])
+    more_needed = drawable[:, -1]
+    if options.cuts:
+        more_needed = more_needed | (kept[:, -1] & cut[:, 0])
     return tokens, ~more_needed

@@ -1,0 +1,102 @@
+"""Steps of every shape and with every option that serving can meet, so that nothing is compiled once it serves.
+
+A GPU's kernels are compiled for constants that follow from the shape of a step: few or many tokens, short or long
+sequences, one or several, and what rows ask of their tokens. The contents do not matter: all positions of all rows lie
+in one block per cache group, which is made as new afterwards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace_worker.guide import Mask
+from headrace_worker.layout import CacheLayout
+from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+
+OPTIONS = (
+    RowSampling(temperature=0.0),
+    RowSampling(temperature=1.0),
+    RowSampling(temperature=1.0, top_k=20),
+    RowSampling(temperature=1.0, top_p=0.9),
+    RowSampling(temperature=1.0, min_p=0.05),
+    RowSampling(temperature=1.0, repetition_penalty=1.1),
+    RowSampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5),
+    RowSampling(temperature=0.0, repetition_penalty=1.1, logprobs=0),
+    RowSampling(temperature=0.0, logit_bias=((0, 1.0),)),
+    RowSampling(temperature=0.0, min_tokens=1 << 30, stop_token_ids=(0,)),
+    RowSampling(temperature=1.0, top_p=0.9, logprobs=5),
+)
+_FEW = (2, 8, 32, 64)  # tokens of a small prompt
+_SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the one before
+
+
+class CoverRunner(Protocol):
+    """A runner of one rank, or what stands for those of all ranks."""
+
+    layout: CacheLayout
+    max_rows: int
+    max_len: int
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None: ...
+    def collect(self, handle: Any) -> StepResult: ...
+    def clear(self, blocks: int, rows: int = 1) -> None: ...
+
+
+def cover(runner: CoverRunner, budget: int, done: Callable[[float], None] = lambda fraction: None) -> None:
+    """Run all of these steps, of up to `budget` tokens each; leaves rows and pools as new."""
+    plans = list(covering_plans(runner.layout, runner.max_rows, runner.max_len, budget))
+    for place, plan in enumerate(plans):
+        handle = runner.launch(plan)
+        if plan.guided:
+            runner.draw(handle, {0: np.full(1, -1, np.int32)})
+        runner.collect(handle)
+        done((place + 1) / len(plans))
+    runner.clear(1 + len(runner.layout.groups), _rows(runner.max_rows, runner.max_len, budget))
+
+
+def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
+    """The steps, the last of which frees all rows."""
+    rows = _rows(max_rows, max_len, budget)
+    each = max(1, min(max_len - 2, budget // rows))
+
+    def start(row: int, tokens: int, sampling: RowSampling) -> tuple[RowInit, list[TableUpdate]]:
+        entries = -(-max_len // layout.block_size)
+        tables = [TableUpdate(group, row, 0, [1 + group] * entries) for group in range(len(layout.groups))]
+        return RowInit(row, 0, [0] * tokens, tokens, sampling), tables
+
+    def step(work: list[Work], started: list[tuple[RowInit, list[TableUpdate]]], guided: bool = False) -> StepPlan:
+        inits = [init for init, _ in started]
+        return StepPlan(0, [], inits, [update for _, tables in started for update in tables], work, guided=guided)
+
+    # Many tokens, then all rows decode: with the options side by side.
+    everyone = [start(row, each, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
+    yield step([Work(row, 0, each, True) for row in range(rows)], everyone)
+    yield step([Work(row, each, 1, True) for row in range(rows)], [])
+    # Each option alone, and under a mask.
+    for options in OPTIONS:
+        yield step([Work(0, 0, 1, True)], [start(0, 1, options)])
+    yield step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
+    # Few tokens: alone, in a chunk that draws nothing, beside a request that decodes.
+    for few in _FEW:
+        if few < min(max_len, budget):
+            yield step([Work(0, 0, few, True)], [start(0, few, OPTIONS[0])])
+            yield step([Work(0, 0, few, False)], [start(0, few + 1, OPTIONS[0])])
+            if rows > 1:
+                decoding = start(1, max_len - 1, OPTIONS[0])
+                chunk = start(0, few, OPTIONS[0])
+                yield step([Work(1, max_len - 2, 1, True), Work(0, 0, few, True)], [decoding, chunk])
+    # One sequence of each length.
+    length = min(_SHORTEST, max_len)
+    while True:
+        yield step([Work(0, length - 1, 1, True)], [start(0, length, OPTIONS[0])])
+        if length == max_len:
+            break
+        length = min(2 * length, max_len)
+    yield StepPlan(0, list(range(rows)), [], [], [])
+
+
+def _rows(max_rows: int, max_len: int, budget: int) -> int:
+    """As many as there are options, or as a step of the largest size takes."""
+    return min(max_rows, budget, max(len(OPTIONS), -(-budget // max(1, max_len - 2))))
