@@ -74,7 +74,7 @@ class ControllerActor:
             replicas=len(reconciler.records),
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
-            routers=[RouterPlace(r.pid, r.http, r.grpc) for r in self._membership.routers.values()],
+            routers=[RouterPlace(r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
             failures={
                 entry["id"]: entry["note"]
                 for entry in status["replicas"]

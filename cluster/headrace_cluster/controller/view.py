@@ -41,6 +41,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
     pid: int
     http: str
     grpc: str
+    metrics: str  # where this router alone answers: `http`, unless that is shared
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
