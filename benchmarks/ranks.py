@@ -80,7 +80,9 @@ def build(tp: int, pp: int, cores: int) -> Way:
     for process in others:
         process.start()
     team = Team(config, 0, opened.meeting, opened)
-    return Way(assemble(config, team=team), threads, team, others)
+    assembly = assemble(config, team=team)
+    team.settle()
+    return Way(assembly, threads, team, others)
 
 
 def main() -> None:

@@ -34,8 +34,14 @@ PURE = {
         "latency.py",
         "plan.py",
         "layout.py",
+        "transfer/shards.py",
+        "transfer/orders.py",
+        "transfer/messages.py",
+        "transfer/fetching.py",
+        "transfer/granting.py",
+        "transfer/exchange.py",
     ),
-    "router": ("policy/*.py",),
+    "router": ("policy/*.py", "journey.py"),
 }
 PURE_NEVER = {"torch", "ray", "grpc", "asyncio", "time", "threading", "random", "socket", "numpy"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

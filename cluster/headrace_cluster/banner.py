@@ -8,7 +8,13 @@ from headrace_worker.config import ReplicaStarted
 
 
 def banner(
-    state: ServeState, started: dict[str, ReplicaStarted], metrics: Sequence[str], seconds: float, *, auth: bool
+    state: ServeState,
+    started: dict[str, ReplicaStarted],
+    roles: dict[str, str],
+    seconds: float,
+    *,
+    metrics: Sequence[str],
+    auth: bool,
 ) -> str:
     """Every address, and per replica what it runs on. Plain text, aligned. metrics: host:port of each router."""
     lines = [f"{', '.join(state.models)} is ready after {seconds:.1f} s"]
@@ -30,7 +36,8 @@ def banner(
         token = f"  (token: cat {state.ray_token_file})" if state.ray_token_file else ""
         rows.append(("Ray", state.ray_dashboard + token))
     for replica_id, facts in sorted(started.items()):
-        rows.append((replica_id, _replica(facts)))
+        role = roles.get(replica_id, "both")
+        rows.append((replica_id, (f"{role}, " if role != "both" else "") + _replica(facts)))
         rows += [("", note) for note in facts.notes]
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {text}" for name, text in rows]

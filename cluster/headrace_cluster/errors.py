@@ -35,5 +35,13 @@ class ProfileError(HeadraceError):
     """No profile can be made; the sentence says why."""
 
 
+class RoleError(HeadraceError):
+    """A replica cannot have another role now; the sentence says why."""
+
+
+class DrainError(HeadraceError):
+    """A replica cannot be drained or brought back; the sentence says why."""
+
+
 class StateError(HeadraceError):
     """The folder that keeps keys and process ids cannot be used."""

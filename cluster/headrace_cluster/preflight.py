@@ -26,8 +26,10 @@ class Preflight:
     def __init__(self, models: Iterable[ModelSpec]) -> None:
         self._checks: list[tuple[ModelSpec, Any]] = []
         for model in models:
-            if model.ranks > 1:
-                self._checks.append((model, self._start(model)))
+            shapes = {(pool.tp, pool.pp): model.shaped(pool) for pool in model.pools}
+            for shaped in shapes.values():
+                if shaped.ranks > 1:
+                    self._checks.append((shaped, self._start(shaped)))
 
     def finish(self) -> None:
         """Waits for the answer. Raises ReplicaFailedError with the sentence."""

@@ -70,6 +70,10 @@ class RankActor:
             return f"{type(error).__name__}: {error}"
         return "it was stopped"
 
+    def set_role(self, role: str) -> None:
+        """What routers are to use the replica for from now on. Of rank 0."""
+        self._replica.set_role(role)
+
     def drain(self) -> None:
         """Takes no new requests."""
         if self._replica is not None:

@@ -103,7 +103,8 @@ class Serve:
         seconds = time.monotonic() - self._began
         host = reachable(self._spec.routers.host)
         metrics = [host_port(host, port_of(place.metrics)) for place in self._places]
-        say(banner(self._state, view.started, metrics, seconds, auth=self._spec.auth.has_keys))
+        auth = self._spec.auth.has_keys
+        say(banner(self._state, view.started, view.roles, seconds, metrics=metrics, auth=auth))
 
     def _await_ready(self, display: StartDisplay) -> View:
         """Until every replica is ready and every router says so."""

@@ -29,14 +29,16 @@ class Option:
         return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
 
 
-def _model(name: str, field: str | None = None) -> Option:
-    return Option(name, ("models", field or name))
+def _model(name: str, *path: str) -> Option:
+    return Option(name, ("models", *(path or (name,))))
 
 
 OPTIONS = (
     _model("model", "source"),
     _model("served_model_name", "name"),
     *(_model(name) for name in ("revision", "replicas", "tp", "pp", "ep", "device", "dtype", "load_format")),
+    *(_model(pool, pool, "replicas") for pool in ("prefill", "decode")),
+    *(_model(f"{pool}_{name}", pool, name) for pool in ("prefill", "decode") for name in ("tp", "pp")),
     *(_model(name) for name in ("max_model_len", "kv_cache_memory", "block_size", "max_num_seqs")),
     *(_model(name) for name in ("max_num_batched_tokens", "cpu_threads", "cpu_share", "trust_remote_code")),
     *(_model(name) for name in ("async_scheduling", "cuda_graphs", "deterministic", "profile")),
@@ -151,12 +153,16 @@ def _place(data: dict[str, Any], option: Option, value: Any) -> None:
                 f"{option.flag} (or {option.variable}) is for one model, but the config file lists {len(models)}: "
                 "set it there"
             )
-        models[0][option.path[1]] = value
-        return
+        _set(models[0], option.path[1:], value)
+    else:
+        _set(data, option.path, value)
+
+
+def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     target = data
-    for part in option.path[:-1]:
+    for part in path[:-1]:
         target = _section(target, part)
-    target[option.path[-1]] = value
+    target[path[-1]] = value
 
 
 def _section(data: dict[str, Any], name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.pools import Pool, Role
 from headrace_cluster.sizes import parse_bytes
 from headrace_router.auth import AuthConfig
 from headrace_router.limits import Limits
@@ -37,6 +38,14 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class PoolSpec(_Section):
+    """Replicas of one role. Without a shape of its own a pool has the model's."""
+
+    replicas: int = Field(default=1, ge=1, le=1024)
+    tp: int | None = Field(default=None, ge=1, le=1024, description="ranks that share each layer; none = the model's")
+    pp: int | None = Field(default=None, ge=1, le=1024, description="stages, one after the other; none = the model's")
+
+
 class ModelSpec(_Section):
     """One model and how its replicas are built. What is none is chosen by the worker, and said at start."""
 
@@ -48,7 +57,9 @@ class ModelSpec(_Section):
         default=EMBEDDED_MODEL, min_length=1, description="Hub id, folder, .gguf file, or the embedded 'smollm2'"
     )
     revision: str | None = Field(default=None, description="of the Hub repository")
-    replicas: int = Field(default=1, ge=1, le=1024)
+    replicas: int | None = Field(default=None, ge=1, le=1024, description="none = 1, or as prefill and decode say")
+    prefill: PoolSpec | None = Field(default=None, description="replicas that only compute prompts; with decode")
+    decode: PoolSpec | None = Field(default=None, description="replicas that answer; with prefill, instead of replicas")
     tp: int = Field(default=1, ge=1, le=1024, description="ranks that share each layer")
     pp: int = Field(default=1, ge=1, le=1024, description="stages, one after the other")
     ep: bool = Field(default=False, description="give each of the tp ranks whole experts, instead of a part of each")
@@ -75,14 +86,44 @@ class ModelSpec(_Section):
 
     @model_validator(mode="after")
     def _shared(self) -> Self:
-        if self.ep and self.tp == 1:
-            raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
+        for pool in self.pools:
+            if self.ep and pool.tp == 1:
+                raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
         return self
 
     @property
     def ranks(self) -> int:
-        """Actors of one replica."""
+        """Actors of one replica of the model's own shape."""
         return self.tp * self.pp
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """What is built, in the order of replica ids: those that answer first."""
+        if self.prefill is None or self.decode is None:
+            return (Pool(Role.BOTH, self.replicas or 1, self.tp, self.pp),)
+        parts = ((Role.DECODE, self.decode), (Role.PREFILL, self.prefill))
+        return tuple(Pool(role, part.replicas, part.tp or self.tp, part.pp or self.pp) for role, part in parts)
+
+    def shaped(self, pool: Pool) -> Self:
+        """The model as one replica of a pool is built."""
+        single = {"replicas": 1, "prefill": None, "decode": None, "tp": pool.tp, "pp": pool.pp}
+        return self.model_copy(update=single)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pooled(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = [name for name in ("prefill", "decode") if data.get(name) is not None]
+        if len(given) == 1:
+            other = "decode" if given == ["prefill"] else "prefill"
+            raise ValueError(f"{given[0]} is given without {other}: pools come in pairs (--prefill N --decode M)")
+        if given and data.get("replicas") is not None:
+            raise ValueError(
+                "replicas is given beside prefill and decode: say --replicas N for replicas that do both, or "
+                "--prefill N --decode M for two pools"
+            )
+        return data if given or data.get("replicas") is not None else data | {"replicas": 1}
 
     @model_validator(mode="before")
     @classmethod

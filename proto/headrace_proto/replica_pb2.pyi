@@ -184,7 +184,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority")
+    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LABEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_label: str
     model: str
@@ -207,7 +208,18 @@ class Submit(_message.Message):
     sampling: Sampling
     deadline_ms: int
     priority: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    source: Source
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("replica_id", "address", "cached_only")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    cached_only: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., cached_only: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "choice_index", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs")
@@ -323,20 +335,30 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     preemptions: int
     steps: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    fetches: int
+    fetches_failed: int
+    fetched_bytes: int
+    fetch_seconds: float
+    grants: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("base_ms", "per_prefill_token_ms", "per_decode_sequence_ms", "per_kv_token_ms", "error_ms")
@@ -401,3 +423,143 @@ class ReplicaHealth(_message.Message):
     step: int
     load: Load
     def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class KvShards(_message.Message):
+    __slots__ = ("block_size", "head_dim", "dtype", "windows", "ranks")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    head_dim: int
+    dtype: str
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankShard]
+    def __init__(self, block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., windows: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[_Union[RankShard, _Mapping]]] = ...) -> None: ...
+
+class RankShard(_message.Message):
+    __slots__ = ("groups", "first_head", "stop_head")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    STOP_HEAD_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupLayers]
+    first_head: int
+    stop_head: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., first_head: _Optional[int] = ..., stop_head: _Optional[int] = ...) -> None: ...
+
+class GroupLayers(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PairMeeting(_message.Message):
+    __slots__ = ("host", "store_port", "link_port", "token")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    LINK_PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    store_port: int
+    link_port: int
+    token: bytes
+    def __init__(self, host: _Optional[str] = ..., store_port: _Optional[int] = ..., link_port: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class TargetFrame(_message.Message):
+    __slots__ = ("hello", "ask", "cancel", "done", "renew")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    hello: TargetHello
+    ask: FetchAsk
+    cancel: int
+    done: int
+    renew: bool
+    def __init__(self, hello: _Optional[_Union[TargetHello, _Mapping]] = ..., ask: _Optional[_Union[FetchAsk, _Mapping]] = ..., cancel: _Optional[int] = ..., done: _Optional[int] = ..., renew: _Optional[bool] = ...) -> None: ...
+
+class TargetHello(_message.Message):
+    __slots__ = ("contract_version", "identity", "shards", "meeting")
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
+    contract_version: int
+    identity: ReplicaIdentity
+    shards: KvShards
+    meeting: PairMeeting
+    def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., meeting: _Optional[_Union[PairMeeting, _Mapping]] = ...) -> None: ...
+
+class FetchAsk(_message.Message):
+    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "have_blocks", "cached_only", "priority")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    tenant_salt: bytes
+    adapter: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    have_blocks: int
+    cached_only: bool
+    priority: int
+    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., have_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class SourceFrame(_message.Message):
+    __slots__ = ("hello", "granted", "refused", "offer", "commit", "failed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    hello: SourceHello
+    granted: int
+    refused: FetchEnd
+    offer: FetchOffer
+    commit: FetchCommit
+    failed: FetchEnd
+    def __init__(self, hello: _Optional[_Union[SourceHello, _Mapping]] = ..., granted: _Optional[int] = ..., refused: _Optional[_Union[FetchEnd, _Mapping]] = ..., offer: _Optional[_Union[FetchOffer, _Mapping]] = ..., commit: _Optional[_Union[FetchCommit, _Mapping]] = ..., failed: _Optional[_Union[FetchEnd, _Mapping]] = ...) -> None: ...
+
+class SourceHello(_message.Message):
+    __slots__ = ("identity", "shards")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    identity: ReplicaIdentity
+    shards: KvShards
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ...) -> None: ...
+
+class FetchEnd(_message.Message):
+    __slots__ = ("fetch", "reason")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    reason: str
+    def __init__(self, fetch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FetchOffer(_message.Message):
+    __slots__ = ("fetch", "chunk", "first", "stop", "counts")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    chunk: int
+    first: int
+    stop: int
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchCommit(_message.Message):
+    __slots__ = ("fetch", "chunk")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    chunk: int
+    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ...) -> None: ...

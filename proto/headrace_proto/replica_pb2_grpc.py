@@ -49,6 +49,11 @@ class ReplicaStub:
                 request_serializer=headrace__proto_dot_replica__pb2.CacheWatchRequest.SerializeToString,
                 response_deserializer=headrace__proto_dot_replica__pb2.CacheFrame.FromString,
                 _registered_method=True)
+        self.Transfer = channel.stream_stream(
+                '/headrace.v1.Replica/Transfer',
+                request_serializer=headrace__proto_dot_replica__pb2.TargetFrame.SerializeToString,
+                response_deserializer=headrace__proto_dot_replica__pb2.SourceFrame.FromString,
+                _registered_method=True)
         self.WatchHealth = channel.unary_stream(
                 '/headrace.v1.Replica/WatchHealth',
                 request_serializer=headrace__proto_dot_replica__pb2.HealthRequest.SerializeToString,
@@ -81,6 +86,14 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Transfer(self, request_iterator, context):
+        """KV blocks from this replica (the source) to the caller (the target): what is said beside the bytes, which go from
+        rank to rank. The first TargetFrame and the first SourceFrame carry `hello`. Closing the stream ends every fetch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchHealth(self, request, context):
         """Health for the controller: pushed at least every `interval_ms` while the step loop is alive.
         """
@@ -105,6 +118,11 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.WatchCache,
                     request_deserializer=headrace__proto_dot_replica__pb2.CacheWatchRequest.FromString,
                     response_serializer=headrace__proto_dot_replica__pb2.CacheFrame.SerializeToString,
+            ),
+            'Transfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.Transfer,
+                    request_deserializer=headrace__proto_dot_replica__pb2.TargetFrame.FromString,
+                    response_serializer=headrace__proto_dot_replica__pb2.SourceFrame.SerializeToString,
             ),
             'WatchHealth': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchHealth,
@@ -193,6 +211,33 @@ class Replica:
             '/headrace.v1.Replica/WatchCache',
             headrace__proto_dot_replica__pb2.CacheWatchRequest.SerializeToString,
             headrace__proto_dot_replica__pb2.CacheFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Transfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.Replica/Transfer',
+            headrace__proto_dot_replica__pb2.TargetFrame.SerializeToString,
+            headrace__proto_dot_replica__pb2.SourceFrame.FromString,
             options,
             channel_credentials,
             insecure,

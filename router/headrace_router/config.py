@@ -39,6 +39,9 @@ class RouterConfig(BaseModel):
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
     policy: Literal["least-load", "round-robin"] = "least-load"
+    disaggregation: Literal["auto", "off"] = Field(
+        default="auto", description="have prefill replicas compute prompts where that is predicted to pay"
+    )
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
     migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
     migration_patience_seconds: float = Field(

@@ -11,6 +11,7 @@ from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTIN
 from headrace_router.errors import ModelNotFoundError, NoReplicaError
 from headrace_router.model_card import ModelCard
 from headrace_router.policy import Policy, Work
+from headrace_router.policy.disaggregate import Prompt, choose_source
 from headrace_router.replica_link import ReplicaLink
 
 log = structlog.get_logger("headrace.router.fleet")
@@ -29,9 +30,12 @@ class ServedModel:
 class Fleet:
     """Keeps one link per member. All methods run on the event loop."""
 
-    def __init__(self, make_link: Callable[[Member], ReplicaLink], policy: Policy, started: int) -> None:
+    def __init__(
+        self, make_link: Callable[[Member], ReplicaLink], policy: Policy, started: int, *, disaggregate: bool = True
+    ) -> None:
         self._make_link = make_link
         self._policy = policy
+        self._disaggregate = disaggregate
         self._started = started  # unix seconds
         self._links: dict[tuple[str, str, int], ReplicaLink] = {}
         self._known: dict[str, ServedModel] = {}  # as the controller names them
@@ -132,6 +136,19 @@ class Fleet:
             if link.ready and link not in excluded and link.card is not None and link.card.revision == card.revision
         ]
         return candidates[self._policy.choose(candidates, work)] if candidates else None
+
+    def source(self, target: ReplicaLink, card: ModelCard, work: Work) -> ReplicaLink | None:
+        """The prefill replica that should compute a prompt for the target, or None when the target should."""
+        if not self._disaggregate:
+            return None
+        sources = [
+            link
+            for link in self._of_model(card.model)
+            if link.ready_source and link is not target and link.card and link.card.revision == card.revision
+        ]
+        prompt = Prompt(len(work.prompt_token_ids) + work.output_tokens_so_far)
+        chosen = choose_source(prompt, target.load, sources)
+        return sources[chosen] if chosen is not None else None
 
     def _ready_beside(self, stalled: ReplicaLink) -> bool:
         card = stalled.card

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import structlog
 
-from headrace_proto.replica_pb2 import Submit, TokenLogprobs
+from headrace_proto.replica_pb2 import Source, Submit, TokenLogprobs
 from headrace_router.attempt import Attempt, Outcome
 from headrace_router.choice import Choice, ChoiceUpdate
 from headrace_router.config import RouterConfig
@@ -118,9 +118,11 @@ class Generation:
             model, self._limits.max_attempts, self._limits.migration_limit, self._limits.migration_patience_seconds
         )
         observer: ChoiceObserver | None = None
+        left: ReplicaLink | None = None
         while True:
             begun = bool(choice.output_token_ids)
-            link = self._fleet.place(self.request.card, self._work(choice), journey.excluded)
+            work = self._work(choice)
+            link = self._fleet.place(self.request.card, work, journey.excluded)
             if link is None:
                 journey.nowhere(begun, time.monotonic())
                 await asyncio.sleep(LOOK_SECONDS)
@@ -128,12 +130,16 @@ class Generation:
             journey.placed()
             observer = observer or self._metrics.choice_observer(model, self._began)
             observer.at(link.replica_id)
-            attempt = self._submit(choice, link, observer)
+            holder = left if left is not None and left.connected and left is not link else None
+            source = None if holder is not None else self._fleet.source(link, self.request.card, work)
+            attempt = self._submit(choice, link, observer, source, holder)
             try:
                 # Shielded: a cancelled task would cancel the future itself, and the replica would never hear of it.
                 outcome = await asyncio.shield(attempt.outcome)
             finally:
                 attempt.cancel()
+                if source is not None:
+                    source.promise_kept(attempt.id)
                 self._fleet.sweep()
             if choice.failure is not None:
                 raise choice.failure
@@ -143,6 +149,7 @@ class Generation:
             begun = bool(choice.output_token_ids)
             loss = Loss.REFUSED if outcome is Outcome.REFUSED else Loss.LOST
             moved = begun and loss is Loss.LOST
+            left = link if moved else None
             journey.ended(link, loss, begun)
             if moved:
                 self._metrics.migrated(model)
@@ -150,10 +157,21 @@ class Generation:
             else:
                 self._metrics.retried(model, outcome.value)
 
-    def _submit(self, choice: Choice, link: ReplicaLink, observer: ChoiceObserver) -> Attempt:
+    def _submit(
+        self,
+        choice: Choice,
+        link: ReplicaLink,
+        observer: ChoiceObserver,
+        source: ReplicaLink | None,
+        holder: ReplicaLink | None,
+    ) -> Attempt:
+        """`source`: computes the prompt for it; `holder`: has given the stream up and may still have its blocks."""
+
         def on_tokens(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str) -> None:
             if attempt.first is not None and not choice.output_token_ids:
                 self._note_cached(choice, attempt.first.cached_tokens)
+            if source is not None:
+                source.promise_kept(attempt.id)
             observer.tokens(len(token_ids))
             update = choice.consume(token_ids, logprobs, finish, error)
             if update is not None:
@@ -172,7 +190,14 @@ class Generation:
             sampling=choice.plan.sampling,
             deadline_ms=self._remaining_ms(),
         )
+        giver = holder or source
+        if giver is not None:
+            submit.source.CopyFrom(
+                Source(replica_id=giver.replica_id, address=giver.address, cached_only=holder is not None)
+            )
         attempt = link.submit(submit, on_tokens)
+        if source is not None:
+            source.promise(attempt.id, len(submit.prompt_token_ids) + len(submit.output_token_ids))
         return attempt
 
     def _note_cached(self, choice: Choice, cached: int) -> None:

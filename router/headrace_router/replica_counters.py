@@ -2,7 +2,7 @@
 
 from headrace_proto.replica_pb2 import Counters
 
-Totals = tuple[int, int, int, int, int, int]
+Totals = tuple[float, ...]
 
 
 class ReplicaCounters:
@@ -12,7 +12,8 @@ class ReplicaCounters:
         self._boots: dict[tuple[str, str], tuple[bytes, Totals, Totals]] = {}  # boot id, earlier boots, this boot
 
     def totals(self, replica: tuple[str, str], boot_id: bytes, counters: Counters) -> Totals:
-        """Prompt tokens, generated tokens, cache queries, cache hits, preemptions, steps: over all boots."""
+        """Over all boots: prompt tokens, generated tokens, cache queries, cache hits, preemptions, steps, fetches,
+        failed ones, fetched bytes, seconds of fetches, grants."""
         now = (
             counters.prompt_tokens,
             counters.generation_tokens,
@@ -20,8 +21,13 @@ class ReplicaCounters:
             counters.prefix_cache_hits,
             counters.preemptions,
             counters.steps,
+            counters.fetches,
+            counters.fetches_failed,
+            counters.fetched_bytes,
+            counters.fetch_seconds,
+            counters.grants,
         )
-        last_boot, earlier, last = self._boots.get(replica, (boot_id, (0,) * 6, now))
+        last_boot, earlier, last = self._boots.get(replica, (boot_id, (0,) * len(now), now))
         if last_boot != boot_id or any(a < b for a, b in zip(now, last, strict=True)):
             earlier = _sum(earlier, last)
         self._boots[replica] = boot_id, earlier, now
@@ -29,4 +35,4 @@ class ReplicaCounters:
 
 
 def _sum(a: Totals, b: Totals) -> Totals:
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5])
+    return tuple(x + y for x, y in zip(a, b, strict=True))

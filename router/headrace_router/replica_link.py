@@ -22,6 +22,7 @@ from headrace_proto.replica_pb2 import (
     ModelFacts,
     ReplicaFrame,
     ReplicaIdentity,
+    Role,
     RouterFrame,
     RouterHello,
     Submit,
@@ -63,7 +64,6 @@ class ReplicaLink:
     ) -> None:
         self.address = member.address
         self.listed_ready = False
-        self.role = member.identity.role
         self.identity: ReplicaIdentity = member.identity
         self.facts: ModelFacts | None = None
         self.card: ModelCard | None = None
@@ -83,6 +83,8 @@ class ReplicaLink:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._retired = False
+        self._listed_role: Role = member.identity.role
+        self._promised: dict[bytes, int] = {}
         self.listed(member)
 
     # What the rest of the router sees
@@ -90,6 +92,11 @@ class ReplicaLink:
     @property
     def replica_id(self) -> str:
         return self.identity.replica_id or self.address
+
+    @property
+    def role(self) -> Role:
+        """What the controller says; without one, what the replica says."""
+        return self._listed_role or self.identity.role
 
     @property
     def unreported(self) -> int:
@@ -108,13 +115,29 @@ class ReplicaLink:
     @property
     def ready(self) -> bool:
         """Whether new work may go there."""
+        return self._well and self.role != ROLE_PREFILL
+
+    @property
+    def ready_source(self) -> bool:
+        """Whether it computes prompts for others."""
+        return self._well and self.role == ROLE_PREFILL
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens of prompts that this router sent its way and that are not known to be computed."""
+        return sum(self._promised.values())
+
+    def promise(self, attempt_id: bytes, tokens: int) -> None:
+        """A prompt is on its way to it through another replica."""
+        self._promised[attempt_id] = tokens
+
+    def promise_kept(self, attempt_id: bytes) -> None:
+        self._promised.pop(attempt_id, None)
+
+    @property
+    def _well(self) -> bool:
         return (
-            self._connected
-            and self.listed_ready
-            and not self._retired
-            and not self.load.draining
-            and self.role != ROLE_PREFILL
-            and not self.stalled
+            self._connected and self.listed_ready and not self._retired and not self.load.draining and not self.stalled
         )
 
     def start(self) -> None:
@@ -123,7 +146,7 @@ class ReplicaLink:
     def listed(self, member: Member) -> None:
         """The controller's newest word about this member."""
         self.listed_ready = member.state == REPLICA_STATE_READY
-        self.role = member.identity.role
+        self._listed_role = member.identity.role
         self._retired = False
 
     def retire(self) -> None:

@@ -179,6 +179,11 @@ class _FleetCollector(Collector):
                 ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
                 ("vllm:num_preemptions", "Requests preempted"),
                 ("headrace_steps", "Engine steps, idle ticks included"),
+                ("headrace_kv_fetches", "Prompts whose KV blocks were asked of another replica"),
+                ("headrace_kv_fetches_failed", "Of those, given up and computed here"),
+                ("headrace_kv_fetched_bytes", "Bytes of KV blocks received from other replicas"),
+                ("headrace_kv_fetch_seconds", "Seconds from asking to the last block, of fetches that were done"),
+                ("headrace_kv_grants", "Prompts computed, or sent, for other replicas"),
             )
         }
         present: set[tuple[str, str]] = set()

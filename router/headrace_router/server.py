@@ -52,7 +52,8 @@ class RouterServer:
                 member, router_id=config.router_id, secret=secret, cards=cards, stall_seconds=config.stall_seconds
             )
 
-        fleet = Fleet(make_link, policy_by_name(config.policy), int(time.time()))
+        disaggregate = config.disaggregation == "auto"
+        fleet = Fleet(make_link, policy_by_name(config.policy), int(time.time()), disaggregate=disaggregate)
         metrics.watch(fleet)
         pool = TokenizerPool(config.limits)
         self.services = Services(

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
+from headrace_cluster.errors import RoleError
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.rank_config import ProfileOutcome
 from headrace_cluster.spec import ModelSpec
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
@@ -41,12 +43,20 @@ class FakeDriver:
         self.calls: list[tuple[str, ReplicaName]] = []
         self.failures: list[StartFailedError] = []  # of the next starts
         self.profiles: list[ProfileOutcome] = []  # what a profile brings
+        self.role_gate = asyncio.Event()  # closed: replicas take long to hear of a new role
+        self.role_gate.set()
+        self.deaf: set[ReplicaName] = set()  # those that never hear of one
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
 
-    async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
+    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
         self.calls.append(("launch", name))
         config = ReplicaConfig(
-            replica_id=name.replica_id, generation=name.generation, model=model.name, source="", secret=SECRET
+            replica_id=name.replica_id,
+            generation=name.generation,
+            model=model.name,
+            source="",
+            secret=SECRET,
+            role=str(role),
         )
         self.replicas[name] = FakeReplica(config)
         self._deaths[name] = asyncio.get_running_loop().create_future()
@@ -66,6 +76,13 @@ class FakeDriver:
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
         self.calls.append(("profile", name))
         return self.profiles
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        self.calls.append(("role", name))
+        await self.role_gate.wait()
+        if name in self.deaf:
+            raise RoleError(f"{name.replica_id} does not answer")
+        self.replicas[name].set_role(str(role))
 
     async def drain(self, name: ReplicaName) -> None:
         self.calls.append(("drain", name))

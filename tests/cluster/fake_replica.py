@@ -17,6 +17,7 @@ from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.secret import secret_matches
 from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.parallel.errors import RankLostError
+from headrace_worker.role import role_number
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
@@ -28,6 +29,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.config = config
         self.rank = rank
         self.report = report
+        self.role = config.role
         self.boot_id = os.urandom(16)
         self.ended = threading.Event()
         self.silent = threading.Event()
@@ -80,6 +82,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         if self.error:
             raise EngineDeadError(self.error)
 
+    def set_role(self, role: str) -> None:
+        """Says so in its health."""
+        self.role = role
+
     def drain(self) -> None:
         """Says so in its health."""
         self.draining = True
@@ -114,7 +120,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             model=self.config.model,
             revision="r1",
             dtype="float32",
-            role=pb.ROLE_BOTH,
+            role=role_number(self.role),
         )
         state = pb.REPLICA_STATE_DRAINING if self.draining else pb.REPLICA_STATE_READY
         return pb.ReplicaHealth(

@@ -15,6 +15,7 @@ from headrace_cluster.controller.admin import admin_app, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.driver import StartFailedError
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.orders import Order, ProfileBody
 from headrace_cluster.controller.reconciler import State
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.errors import ProfileError
@@ -186,12 +187,13 @@ def test_admin_needs_key_and_host() -> None:
     async def stop() -> None:
         stopped.append(True)
 
-    async def profile(replica: str | None, steps: int, seconds: float) -> dict[str, Any]:
-        if replica == "busy":
+    async def profile(body: ProfileBody) -> dict[str, Any]:
+        if body.replica == "busy":
             raise ProfileError("a profile is being recorded")
-        return {"asked": [replica, steps, seconds]}
+        return {"asked": [body.replica, body.steps, body.seconds]}
 
-    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, profile)
+    orders = [Order("/profile", ProfileBody, profile)]
+    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, orders)
     good = {"Authorization": "Bearer the-key"}
 
     async def ask(

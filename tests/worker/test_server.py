@@ -16,8 +16,10 @@ from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
 from headrace_worker.loop import EngineLoop
 from headrace_worker.server.description import Description
+from headrace_worker.server.pairs import PairDesk
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.transfer.shards import KvShards, RankShard
 
 SECRET = b"s" * 32
 Make = Callable[..., Any]
@@ -33,7 +35,11 @@ class Rig:
         identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
         facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
         self.loop = EngineLoop(bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report))
-        self.servicer = Servicer(Description(facts, b"t" * (3 << 19)), self.loop, bench.kv.start_chain, b"b" * 16)
+        layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
+        shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
+        desk = PairDesk(lambda: identity, shards, self.loop, "127.0.0.1", lambda pair, opened: None)
+        description = Description(facts, b"t" * (3 << 19))
+        self.servicer = Servicer(description, self.loop, bench.kv.start_chain, b"b" * 16, desk, SECRET)
         self.address = self.server.start(self.servicer)
         self.loop.start()
 

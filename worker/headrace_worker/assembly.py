@@ -11,6 +11,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.engine import Engine, StepRunner
 from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.parallel.context import SINGLE
 from headrace_worker.parallel.runner import MultiRankRunner
@@ -24,6 +25,7 @@ from headrace_worker.runner.warmup import warm_up
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.step_thread import StepThread
 from headrace_worker.stepping import choose_depth, loop_note, record_steps
+from headrace_worker.transfer.courier import Courier
 
 DEFAULT_MAX_NUM_SEQS = 256
 
@@ -83,6 +85,8 @@ def assemble_part(
     if team is not None:
         size = size.reduced(min(team.agree(size.num_blocks)), model.layout)
     runner = Runner(model, num_blocks=size.num_blocks, max_rows=max_num_seqs, max_len=max_model_len)
+    shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
+    runner.courier = Courier(team.topology.rank if team is not None else 0, config.host, shards, runner.caches)
     return RankPart(model, runner, size, max_model_len, max_num_seqs)
 
 
@@ -119,7 +123,9 @@ def assemble(
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
     if threaded:
         steps = StepThread(steps, lambda: torch.set_num_threads(model.threads))
-    engine = Engine(Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth)
+    engine = Engine(
+        Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
+    )
     return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks, [*notes, loop_note(depth, config)])
 
 

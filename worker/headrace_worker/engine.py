@@ -13,6 +13,9 @@ from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.request import Finish, Output, Request
 from headrace_worker.scheduled_step import ScheduledStep
 from headrace_worker.scheduler import Scheduler, SchedulerCounters
+from headrace_worker.transfer.exchange import Exchange
+from headrace_worker.transfer.fetching import FetchCounters
+from headrace_worker.transfer.orders import Order
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +47,8 @@ class LoadSnapshot:
     predicted_step: float  # seconds
     cost: StepCost
     counters: SchedulerCounters
+    fetches: FetchCounters
+    grants: int
 
 
 @dataclass(slots=True)
@@ -59,8 +64,11 @@ class Engine:
     Depth 0 is the synchronous loop: a step's tokens are known before the next step is planned.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0, ranks: int = 1
+    ) -> None:
         self.scheduler = scheduler
+        self.exchange = Exchange(scheduler, ranks, clock)
         self.latency = StepLatency()
         self._runner = runner
         self._clock = clock
@@ -73,27 +81,39 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._launched) or self.scheduler.has_work
+        return bool(self._launched) or self.scheduler.has_work or self.exchange.pending
 
     def submit(self, request: Request) -> Output | None:
         """Takes a request in; returns its refusal when the queue is full or the id is taken."""
-        if self.scheduler.is_full or request.attempt_id in self._requests:
-            reason = "the replica's queue is full" if self.scheduler.is_full else "this attempt id is in use"
+        full = len(self.scheduler.waiting) + len(self.exchange.fetcher) >= self.scheduler.limits.max_waiting
+        if full or request.attempt_id in self._requests:
+            reason = "the replica's queue is full" if full else "this attempt id is in use"
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
         self._requests[request.attempt_id] = request
-        self.scheduler.add(request)
+        if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
+            self.scheduler.add(request)
         return None
 
     def cancel(self, attempt_id: bytes) -> Output | None:
         """Ends an attempt in any phase; None when it is not here (any more)."""
         request = self._requests.pop(attempt_id, None)
+        if request is not None:
+            self.exchange.fetcher.forget(request)
         return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
 
     def step(self) -> list[Output]:
         """Schedules and launches a step, and collects what is due. Raises RunnerBrokenError when the runner is gone."""
+        if self.exchange.busy:
+            self.exchange.tick()
         outputs = self.scheduler.expire()
         scheduled = self.scheduler.schedule()
+        orders: list[Order] = []
+        if self.exchange.busy:
+            orders = self.exchange.take_orders(scheduled.plan.step if scheduled is not None else 0)
+        if orders and scheduled is None:
+            scheduled = ScheduledStep(StepPlan(0, [], [], [], []), [], [])
         if scheduled is not None:
+            scheduled.plan.orders.extend(orders)
             start = self._clock()
             try:
                 handle = self._runner.launch(scheduled.plan)
@@ -106,6 +126,8 @@ class Engine:
                 self._predicted = self.latency.cost.predict(
                     scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
                 )
+            if orders:
+                self.exchange.launched(orders)
         if len(self._launched) > self._depth or (scheduled is None and self._launched):
             outputs += self._collect(self._launched.popleft())
         for output in outputs:
@@ -124,13 +146,15 @@ class Engine:
         pool = scheduler.kv.pool
         return LoadSnapshot(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self.exchange.fetcher),
             kv_usage=pool.used / pool.total,
             available_blocks=pool.available,
             missing_tokens=scheduler.missing_tokens,
             predicted_step=self._predicted,
             cost=self.latency.cost,
             counters=scheduler.counters,
+            fetches=self.exchange.fetcher.counters,
+            grants=self.exchange.granter.counters.granted,
         )
 
     def take_cache_changes(self) -> list[CacheChange]:
@@ -149,8 +173,12 @@ class Engine:
         seconds = now - max(launched.at, self._last_collect)
         self._last_collect = now
         step = launched.step
-        self.latency.observe(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
-        return self.scheduler.process(step, result)
+        if step.plan.work:
+            self.latency.observe(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
+        outputs = self.scheduler.process(step, result)
+        if self.exchange.busy:
+            self.exchange.processed(step.plan.step)
+        return outputs
 
     def _step_failed(self, step: ScheduledStep, error: Exception) -> list[Output]:
         self._failed_steps += 1

@@ -11,6 +11,7 @@ import structlog
 from headrace_worker.engine import Engine, LoadSnapshot
 from headrace_worker.kv.blocks import CacheChange
 from headrace_worker.request import Finish, Output, Request
+from headrace_worker.transfer.exchange import Exchange, Outbound
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +28,7 @@ class StepReport:
     load: LoadSnapshot
     cache_changes: list[CacheChange]
     draining: bool
+    outbound: Outbound | None = None  # what is to be said to other replicas
 
 
 class EngineLoop:
@@ -70,6 +72,14 @@ class EngineLoop:
         """Refuses new requests from now on; those that are here go on."""
         self._draining = True
         self._command(lambda: None)
+
+    def exchange(self, tell: Callable[[Exchange], None]) -> None:
+        """Has something told to the engine's exchange, in its own time."""
+
+        def command() -> None:
+            tell(self._engine.exchange)
+
+        self._command(command)
 
     def touch(self) -> None:
         """Has the runner reach a step's edge even when nobody is served."""
@@ -120,7 +130,7 @@ class EngineLoop:
     def _turn(self) -> None:
         self._wait_for_work()
         outputs = [output for command in self._take_commands() if (output := command()) is not None]
-        if self._engine.has_work:
+        if self._engine.has_work or self._engine.exchange.busy:
             outputs += self._engine.step()
         for output in outputs:
             if output.finish is not None:
@@ -140,8 +150,12 @@ class EngineLoop:
 
     def _report(self, outputs: list[Output]) -> None:
         self._step += 1
+        engine = self._engine
+        outbound = engine.exchange.take_outbound()
         self._sink(
-            StepReport(self._step, outputs, self._engine.load(), self._engine.take_cache_changes(), self._draining)
+            StepReport(
+                self._step, outputs, engine.load(), engine.take_cache_changes(), self._draining, outbound or None
+            )
         )
 
     def _end_all(self, finish: Finish, error: str) -> None:

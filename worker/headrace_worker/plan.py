@@ -7,6 +7,8 @@ only says which positions of a row are computed, and the runner keeps the row's 
 
 from msgspec import Struct
 
+from headrace_worker.transfer.orders import Order
+
 
 class RowSampling(Struct, frozen=True):
     """Sampling options of one row; what is off has its neutral value."""
@@ -58,13 +60,14 @@ class Work(Struct, frozen=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True):
-    """One step. Applied in this order: frees, inits, tables, work."""
+    """One step. Applied in this order: orders to couriers, frees, inits, tables, work."""
 
     step: int
     frees: list[int]
     inits: list[RowInit]
     tables: list[TableUpdate]
     work: list[Work]  # at most one item per row
+    orders: list[Order] = []
 
 
 class SampledLogprobs(Struct, frozen=True):

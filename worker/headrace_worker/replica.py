@@ -7,15 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import structlog
-from blake3 import blake3
 
 from headrace_kernels import describe
-from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import EngineDeadError, HeadraceError
-from headrace_worker.assembly import Assembly, RankPart, assemble, assemble_part
+from headrace_worker.assembly import RankPart, assemble, assemble_part
 from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.engine import RunnerBrokenError
-from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.loop import EngineLoop
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.parallel.errors import RankLostError
@@ -26,14 +23,17 @@ from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
 from headrace_worker.profiling.stepping import ProfiledStage
+from headrace_worker.role import role_number
 from headrace_worker.runner.sizing import KvSize
+from headrace_worker.server.describe import describe as describe_replica
 from headrace_worker.server.description import Description
+from headrace_worker.server.pairs import PairDesk
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.transfer.courier import Courier
+from headrace_worker.transfer.reports import listen, to_loop, to_rank_0
 
 log = structlog.get_logger(__name__)
-
-_ROLES = {"both": pb.ROLE_BOTH, "prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 Report = Callable[[str, float], None]
 
@@ -62,6 +62,8 @@ class Replica:
         self._loop: EngineLoop | None = None
         self._server: ReplicaServer | None = None
         self._profiler: StepProfiler | None = None
+        self._courier: Courier | None = None
+        self._description: Description | None = None
 
     def open_meeting(self) -> Meeting:
         """Of rank 0 of several: where all ranks, itself included, are to `start`. Raises MeetingError."""
@@ -90,6 +92,9 @@ class Replica:
     def _follow(self, team: Team) -> ReplicaStarted:
         began = time.monotonic()
         part = assemble_part(self._config, self._report, team=team)
+        self._courier = part.runner.courier
+        if self._courier is not None:
+            self._courier.report = to_rank_0(team.watch)
         self._follower = Follower(self._stage(part, team), team)
         self._follower.start()
         gc.collect()
@@ -120,13 +125,20 @@ class Replica:
         self._report("listening", 0.0)
         server = self._server = ReplicaServer(config.host, config.port, config.secret)
         loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))
-        description = self._describe(assembly)
-        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id)
+        description = self._description = describe_replica(assembly, config, self._boot_id)
+        courier = self._courier = assembly.runner.courier
+        assert courier is not None
+        courier.report = to_loop(loop)
+        if self._team is not None:
+            listen(self._team.watch, loop)
+        desk = PairDesk(lambda: description.identity, courier.shards, loop, config.host, courier.opened)
+        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id, desk, config.secret)
         try:
             address = server.start(servicer)
         except BaseException:
             server.stop()
             raise
+        loop.exchange(lambda exchange: exchange.compute_for_others(config.role != "decode"))
         loop.start()
         if self._team is not None:
             self._team.watch.call(loop.abandon)
@@ -186,6 +198,16 @@ class Replica:
         if failure is not None:
             raise EngineDeadError(f"the step loop ended: {type(failure).__name__}") from failure
 
+    def set_role(self, role: str) -> None:
+        """Of rank 0, from any thread: what routers are to use the replica for; what runs here goes on.
+
+        Raises UnknownRoleError.
+        """
+        number = role_number(role)
+        if self._description is not None and self._loop is not None:
+            self._description.set_role(number)
+            self._loop.exchange(lambda exchange: exchange.compute_for_others(role != "decode"))
+
     def drain(self) -> None:
         """Refuses new requests; those that are here go on."""
         if self._loop is not None:
@@ -223,63 +245,9 @@ class Replica:
             ranks.stop()
         if self._follower is not None:
             self._follower.join(FOLLOWER_STOP_SECONDS)
+        if self._courier is not None:
+            self._courier.stop()
         if self._team is not None:
             self._team.close()
         if self._server is not None:
             self._server.stop()
-
-    def _describe(self, assembly: Assembly) -> Description:
-        config, model, limits = self._config, assembly.model, assembly.limits
-        facts = model.facts
-        identity = pb.ReplicaIdentity(
-            replica_id=config.replica_id,
-            generation=config.generation,
-            boot_id=self._boot_id,
-            model=config.model,
-            revision=model.source.revision,
-            dtype=model.dtype_name,
-            kv_dtype=model.dtype_name,
-            kv_layout=_layout_message(model.layout),
-            role=_ROLES[config.role],
-        )
-        message = pb.ModelFacts(
-            identity=identity,
-            max_model_len=assembly.max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            bos_token_id=facts.bos_token_id,
-            chat_template=facts.chat_template,
-            special_tokens=facts.special_tokens,
-            tokenizer_digest=blake3(facts.tokenizer_json).digest(),
-            tokenizer_size=len(facts.tokenizer_json),
-            defaults=_defaults_message(facts.defaults),
-            add_bos=facts.add_bos,
-            kv_blocks=assembly.size.num_blocks - 1,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        )
-        return Description(message, facts.tokenizer_json)
-
-
-def _layout_message(layout: CacheLayout) -> pb.KvLayout:
-    return pb.KvLayout(
-        version=LAYOUT_VERSION,
-        block_size=layout.block_size,
-        groups=[
-            pb.CacheGroup(
-                index=group.index,
-                num_layers=len(group.layers),
-                num_kv_heads=group.num_kv_heads,
-                head_dim=group.head_dim,
-                window=group.window,
-            )
-            for group in layout.groups
-        ],
-    )
-
-
-def _defaults_message(defaults: dict[str, float]) -> pb.GenerationDefaults:
-    message = pb.GenerationDefaults()
-    for name, value in defaults.items():
-        setattr(message, name, int(value) if name == "top_k" else value)
-    return message

@@ -39,6 +39,11 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # on the engine's clock
     label: str = ""
+    tenant_salt: bytes = b""
+    adapter: str = ""
+    prefill_only: bool = False  # for another replica: no token is drawn
+    source: str = ""  # "host:port" of a replica to fetch KV blocks from
+    cached_only: bool = False  # the source sends what it holds, and computes nothing
 
     row: int = -1
     table: BlockTable | None = None

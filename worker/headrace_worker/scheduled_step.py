@@ -38,7 +38,7 @@ class StepDraft:
     def add(self, request: Request, table: BlockTable, count: int) -> None:
         start = request.computed
         end = start + count
-        sample = count == request.missing
+        sample = count == request.missing and not request.prefill_only
         self.work.append(Work(request.row, start, count, sample))
         self.requests.append(request)
         self.holdings.append(table)

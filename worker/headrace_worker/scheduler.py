@@ -7,11 +7,11 @@ preemption only changes how many positions are missing, and a decoding request i
 A plan may be made while earlier steps still run: sampled tokens that nobody has read back yet count as tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from headrace_worker.kv.manager import KVManager
+from headrace_worker.kv.manager import BlockTable, KVManager
 from headrace_worker.plan import RowInit, StepResult, TableUpdate
 from headrace_worker.queue import WaitingQueue
 from headrace_worker.request import Finish, Output, Request
@@ -101,6 +101,13 @@ class Scheduler:
             preemptions=request.preemptions,
         )
 
+    def detach(self, request: Request) -> BlockTable | None:
+        """Ends a running request but leaves its blocks to the caller, who releases the table."""
+        table, request.table = request.table, None
+        self._leave(request)
+        request.finish = Finish.STOP
+        return table
+
     def expire(self) -> list[Output]:
         """Ends the requests whose deadline has passed."""
         now = self._clock()
@@ -167,10 +174,10 @@ class Scheduler:
                 self._preempt(request)
         return []
 
-    def check(self) -> None:
-        """Raises RuntimeError unless blocks, rows and tables agree."""
+    def check(self, others: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held by no request of here."""
         self.kv.pool.check()
-        held: dict[int, int] = {}
+        held: dict[int, int] = dict.fromkeys(others, 1)
         for request in self.running:
             if request.table is None or request.row < 0:
                 raise RuntimeError("a running request holds no row")
@@ -201,7 +208,7 @@ class Scheduler:
                 continue
             known = len(request.tokens) + request.in_flight
             missing = known - request.computed
-            if missing > 1:
+            if missing > 1 or (missing and request.prefill_only):
                 chunks.append(request)
             elif missing == 1 and known < request.max_len:
                 single.append(request)

@@ -45,6 +45,12 @@ def serve(
     grpc_port: o.GrpcPort = None,
     admin_port: o.AdminPort = None,
     replicas: o.Replicas = None,
+    prefill: o.Prefill = None,
+    decode: o.Decode = None,
+    prefill_tp: o.PrefillTp = None,
+    prefill_pp: o.PrefillPp = None,
+    decode_tp: o.DecodeTp = None,
+    decode_pp: o.DecodePp = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
     ep: o.Ep = None,
@@ -170,6 +176,43 @@ def status(
 
 
 @app.command()
+def role(
+    replica: o.Replica,
+    role: Annotated[str, typer.Argument(metavar="prefill|decode|both", help="What routers are to use it for.")],
+    json_: o.AsJson = False,
+    admin_port: o.AdminPort = None,
+) -> None:
+    """Give a running replica another role, in place: nothing is loaded again, what runs there goes on."""
+    from headrace_cluster.cli.role import set_role
+
+    set_role(o.client_setting("admin_port", admin_port, 8002), replica, role, as_json=json_)
+
+
+@app.command()
+def drain(
+    replica: o.Replica,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if nobody is left to answer.")] = False,
+    json_: o.AsJson = False,
+    admin_port: o.AdminPort = None,
+) -> None:
+    """Take a replica out: its requests finish or move to others, then it ends and stays down."""
+    from headrace_cluster.cli.drain import drain_replica
+
+    drain_replica(o.client_setting("admin_port", admin_port, 8002), replica, seconds, force=force, as_json=json_)
+
+
+@app.command()
+def undrain(replica: o.Replica, json_: o.AsJson = False, admin_port: o.AdminPort = None) -> None:
+    """Bring a drained replica back; returns when it is ready."""
+    from headrace_cluster.cli.drain import undrain_replica
+
+    undrain_replica(o.client_setting("admin_port", admin_port, 8002), replica, as_json=json_)
+
+
+@app.command()
 def profile(
     replica: Annotated[str | None, typer.Argument(metavar="[REPLICA]", help="As `status` names it.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="At most so many steps. [default: 20]")] = None,
@@ -207,6 +250,12 @@ def config_show(
     admin_port: o.AdminPort = None,
     routers: o.Routers = None,
     replicas: o.Replicas = None,
+    prefill: o.Prefill = None,
+    decode: o.Decode = None,
+    prefill_tp: o.PrefillTp = None,
+    prefill_pp: o.PrefillPp = None,
+    decode_tp: o.DecodeTp = None,
+    decode_pp: o.DecodePp = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
     ep: o.Ep = None,

@@ -23,6 +23,12 @@ Model = Annotated[
 ServedName = Annotated[str | None, typer.Option("--served-model-name", help="What requests call the model.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Of the Hub repository.")]
 Replicas = Annotated[int | None, typer.Option("--replicas", help="Copies of the model. [default: 1]")]
+Prefill = Annotated[int | None, typer.Option("--prefill", help="Replicas that only compute prompts; with --decode.")]
+Decode = Annotated[int | None, typer.Option("--decode", help="Replicas that answer; with --prefill.")]
+PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="--tp of the prefill pool.")]
+PrefillPp = Annotated[int | None, typer.Option("--prefill-pp", help="--pp of the prefill pool.")]
+DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="--tp of the decode pool.")]
+DecodePp = Annotated[int | None, typer.Option("--decode-pp", help="--pp of the decode pool.")]
 Tp = Annotated[int | None, typer.Option("--tp", help="Ranks that share each layer. [default: 1]")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline stages. [default: 1]")]
 Ep = Annotated[
@@ -60,6 +66,8 @@ ApiKeysFile = Annotated[Path | None, typer.Option("--api-keys-file", help="One A
 NoAuth = Annotated[
     bool | None, typer.Option("--allow-no-auth", help="Listen beyond this machine without keys.", is_flag=True)
 ]
+Replica = Annotated[str, typer.Argument(metavar="REPLICA", help="As `status` names it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the document for programs.")]
 ApiKey = Annotated[
     str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Key of the API, if it needs one.")
 ]

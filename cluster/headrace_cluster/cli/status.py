@@ -5,7 +5,14 @@ from typing import Any
 
 from headrace_cluster.cli.client import AdminClient
 
-_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "unhealthy": "red", "dead": "red"}
+_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "yellow",
+    "unhealthy": "red",
+    "dead": "red",
+    "drained": "dim",
+}
 
 
 def print_json(admin_port: int) -> None:
@@ -22,12 +29,13 @@ def print_table(admin_port: int) -> None:
     client = AdminClient(admin_port)
     document = client.call("GET", "/status")
     console = Console(highlight=False)
-    replicas = Table("replica", "model", "role", "state", "running", "waiting", "KV used", "ranks", box=None)
+    replicas = Table("replica", "model", "role", "tp×pp", "state", "running", "waiting", "KV used", "ranks", box=None)
     for entry in document["replicas"]:
         load = entry["load"]
         state = Text(entry["state"], style=_STYLES.get(entry["state"], ""))
         counts = (str(load["running"]), str(load["waiting"]), f"{load['kv_usage']:.1%}")
-        replicas.add_row(entry["id"], entry["model"], entry["role"], state, *counts, _ranks(entry["ranks"]))
+        shape = f"{entry['tp']}×{entry['pp']}"
+        replicas.add_row(entry["id"], entry["model"], entry["role"], shape, state, *counts, _ranks(entry["ranks"]))
     console.print(replicas)
     for entry in document["replicas"]:
         if entry.get("note"):

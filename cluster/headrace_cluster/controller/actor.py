@@ -11,6 +11,7 @@ from headrace_cluster import ray_names
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.orders import replica_orders
 from headrace_cluster.controller.ray_driver import RayDriver
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.controller.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
@@ -56,7 +57,7 @@ class ControllerActor:
         self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
         self._supervisor.start()
         supervisor = self._supervisor
-        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, supervisor.profile)
+        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, replica_orders(supervisor))
         self._admin = admin_server(app)
         self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
         opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
@@ -74,11 +75,14 @@ class ControllerActor:
             replicas=len(reconciler.records),
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
+            roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
             routers=[RouterPlace(r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
             failures={
                 entry["id"]: entry["note"]
                 for entry in status["replicas"]
-                if entry["note"] and entry["state"] in ("dead", "unhealthy", "starting") and entry["generation"] > 0
+                if entry["note"]
+                and entry["state"] in ("dead", "unhealthy", "starting", "drained")
+                and entry["generation"] > 0
             },
         )
         return msgspec.msgpack.encode(view)

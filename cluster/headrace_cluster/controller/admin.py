@@ -1,12 +1,12 @@
-"""The admin HTTP API: status, stop and profiles. Its own port, its own key, on loopback (RELIABILITY R4)."""
+"""The admin HTTP API: status, stop, orders about replicas. Its own port and key, on loopback (RELIABILITY R4)."""
 
 import hmac
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace_cluster.controller.orders import Order
 from headrace_proto.errors import HeadraceError, ListenError
-from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -46,25 +46,12 @@ class Guard:
         await response(scope, receive, send)
 
 
-Profile = Callable[[str | None, int, float], Awaitable[dict[str, Any]]]
-
-
-class _Order(BaseModel):
-    """Body of POST /profile; nothing of it has to be given."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    replica: str | None = None
-    steps: int = DEFAULT_STEPS
-    seconds: float = DEFAULT_SECONDS
-
-
 def admin_app(
-    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], profile: Profile
+    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], orders: Iterable[Order]
 ) -> ASGIApp:
     """GET /status answers the status document; POST /stop begins an orderly stop and answers at once.
 
-    POST /profile records steps of a replica, and answers when the traces are written.
+    Each order is a POST of its own.
     """
 
     async def get_status(_request: Request) -> Response:
@@ -74,17 +61,6 @@ def admin_app(
         await stop()
         return JSONResponse({"stopping": True}, status_code=202)
 
-    async def post_profile(request: Request) -> Response:
-        try:
-            order = _Order.model_validate_json(await request.body() or b"{}")
-        except ValidationError as error:
-            entry = error.errors(include_url=False)[0]
-            return _error(400, f"{'.'.join(map(str, entry['loc'])) or 'the body'}: {entry['msg'].lower()}")
-        try:
-            return JSONResponse(await profile(order.replica, order.steps, order.seconds))
-        except HeadraceError as error:
-            return _error(409, str(error))
-
     async def refuse(_request: Request, error: Exception) -> Response:
         code = error.status_code if isinstance(error, HTTPException) else 500
         return _error(code, {404: "there is no such path", 405: "this path has another method"}.get(code, "failed"))
@@ -92,10 +68,25 @@ def admin_app(
     routes = [
         Route("/status", get_status),
         Route("/stop", post_stop, methods=["POST"]),
-        Route("/profile", post_profile, methods=["POST"]),
+        *(Route(order.path, _post(order), methods=["POST"]) for order in orders),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, Exception: refuse})
     return Guard(app, key)
+
+
+def _post(order: Order) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            body = order.body.model_validate_json(await request.body() or b"{}")
+        except ValidationError as error:
+            entry = error.errors(include_url=False)[0]
+            return _error(400, f"{'.'.join(map(str, entry['loc'])) or 'the body'}: {entry['msg'].lower()}")
+        try:
+            return JSONResponse(await order.carry_out(body))
+        except HeadraceError as error:
+            return _error(409, str(error))
+
+    return answer
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.rank_config import ProfileOutcome
 from headrace_cluster.spec import ModelSpec
 from headrace_proto.errors import HeadraceError
@@ -45,7 +46,7 @@ class Progress:
 class ReplicaDriver(Protocol):
     """Builds, watches and ends replicas by name. All methods may be called while others wait."""
 
-    async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
+    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
         """Places the ranks and creates their processes. Raises PlacementError, StartFailedError."""
         ...
 
@@ -63,6 +64,10 @@ class ReplicaDriver(Protocol):
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
         """Has every rank record its next steps; what came of it, in rank order. Never raises."""
+        ...
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        """Tells a replica its new role; nothing that runs there notices. Raises RoleError when it does not hear."""
         ...
 
     async def drain(self, name: ReplicaName) -> None:

@@ -12,13 +12,16 @@ import ray
 
 from headrace_cluster import ray_names
 from headrace_cluster.controller.driver import STOP_SECONDS, Progress, StartFailedError
+from headrace_cluster.errors import RoleError
 from headrace_cluster.gpu_binding import bind_gpus
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_config import ProfileOutcome, StartOrder, StartOutcome
 from headrace_worker.config import Meeting, ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the one that is to blame to say why
+ROLE_SECONDS = 5.0
 DEATH_SECONDS = 0.5  # after one rank ended, for Ray to say that another was killed
 
 
@@ -76,6 +79,16 @@ class RankGroup:
         """What a profile brought, in rank order: of all ranks at the same time. Never raises."""
         calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self.actors)))
         return await asyncio.gather(*calls)
+
+    async def set_role(self, role: Role) -> None:
+        """Tells rank 0, which speaks for the replica. Raises RoleError."""
+        try:
+            async with asyncio.timeout(ROLE_SECONDS):
+                await self.actors[0].set_role.remote(str(role))
+        except TimeoutError as error:
+            raise RoleError(f"{self._called(0)} does not answer: its role stays as it was") from error
+        except ray.exceptions.RayError as error:
+            raise RoleError(f"{self._called(0)} has just ended: ask again when it is ready") from error
 
     async def call_all(self, method: str, seconds: float = STOP_SECONDS) -> None:
         """Calls a method of every rank and waits for them, but not for ever. Never raises."""

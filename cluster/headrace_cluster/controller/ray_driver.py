@@ -16,8 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from headrace_cluster import naming, ray_names
 from headrace_cluster.controller.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.controller.rank_group import RankGroup
-from headrace_cluster.errors import PlacementError
+from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_actor import RankActor
 from headrace_cluster.rank_config import REPLICA_CLASS, ProfileOutcome
@@ -46,7 +47,7 @@ class RayDriver:
         self._environment = dict(environment or {})
         self._groups: dict[ReplicaName, RankGroup] = {}
 
-    async def launch(self, name: ReplicaName, model: ModelSpec) -> list[RankFacts]:
+    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
         """See ReplicaDriver. GPUs are counted first: too few is an error at once, not a wait."""
         gpus = self._gpus_per_rank(model)
         # A bundle is a stage, and lies on one node, since its ranks talk in every layer. Stages may span nodes.
@@ -61,10 +62,10 @@ class RayDriver:
             together = f", each {model.tp} on one node," if model.tp > 1 else ","
             raise PlacementError(
                 f"{name.replica_id} needs {model.ranks} x {_words(share)}{together} but Ray has free: {_words(free)}; "
-                "lower --replicas, --tp or --pp, or add nodes"
+                "lower --replicas, --prefill, --decode, --tp or --pp, or add nodes"
             )
         threads = model.cpu_threads or self._threads_per_rank(place)
-        config = self._config(name, model, threads)
+        config = self._config(name, model, role, threads)
         actor_class = ray.remote(RankActor)
         group = RankGroup(name, self._spec.cluster)
         self._groups[name] = group
@@ -110,6 +111,13 @@ class RayDriver:
         group = self._groups.get(name)
         return await group.profile(steps, seconds) if group is not None else []
 
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        if group is None:
+            raise RoleError(f"{name.replica_id} has just ended: ask again when it is ready")
+        await group.set_role(role)
+
     async def drain(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
@@ -132,11 +140,14 @@ class RayDriver:
         have = int(ray.cluster_resources().get("GPU", 0))
         if have == 0 and model.device == "auto":
             return 0
-        need = sum(entry.replicas * entry.ranks for entry in self._spec.models if entry.device != "cpu")
+        models = [entry for entry in self._spec.models if entry.device != "cpu"]
+        need = sum(pool.ranks for entry in models for pool in entry.pools)
         if need > have:
+            pools = next(entry.pools for entry in models if entry.name == model.name)
+            parts = " and ".join(f"{pool.replicas} replicas x {pool.tp * pool.pp} ranks" for pool in pools)
             raise PlacementError(
-                f"{need} GPUs are needed ({model.name}: {model.replicas} replicas x {model.ranks} ranks), but Ray has "
-                f"{have}; lower --replicas, --tp or --pp, or pass --device cpu"
+                f"{need} GPUs are needed ({model.name}: {parts}), but Ray has {have}; lower --replicas, --prefill, "
+                "--decode, --tp or --pp, or pass --device cpu"
             )
         return 1
 
@@ -145,7 +156,7 @@ class RayDriver:
         nodes = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
         homes = placement_group_table(place).get("bundles_to_node_id", {}).values()
         cores = min((nodes.get(home, 1.0) for home in homes), default=1.0)
-        ranks = sum(model.replicas * model.ranks for model in self._spec.models)
+        ranks = sum(pool.ranks for model in self._spec.models for pool in model.pools)
         return max(1, int(cores) // ceil(ranks / max(1, len(nodes))))
 
     def _rank_environment(self, threads: int) -> dict[str, str]:
@@ -161,7 +172,7 @@ class RayDriver:
             | self._environment
         )
 
-    def _config(self, name: ReplicaName, model: ModelSpec, threads: int) -> bytes:
+    def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> bytes:
         source = Path(model.source).expanduser()
         config = ReplicaConfig(
             replica_id=name.replica_id,
@@ -170,6 +181,7 @@ class RayDriver:
             # Ranks run in another folder.
             source=str(source.resolve()) if source.exists() else model.source,
             revision=model.revision,
+            role=str(role),
             tp=model.tp,
             pp=model.pp,
             ep=model.ep,

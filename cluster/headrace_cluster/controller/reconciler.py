@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace_cluster.naming import ReplicaName, replica_id
+from headrace_cluster.pools import Role
 from headrace_cluster.spec import ClusterSpec, HealthSpec, ModelSpec
 
 STALL_STEPS = 4.0  # predicted steps without a word until a replica counts as unhealthy, where that is the longer time
@@ -29,14 +30,16 @@ class State(StrEnum):
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
     DEAD = "dead"
+    DRAINED = "drained"  # ended on demand, and not built again until somebody asks
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredReplica:
-    """One replica that the spec asks for."""
+    """One replica that the spec asks for. The model's tp and pp are this replica's."""
 
     replica_id: str
     model: ModelSpec
+    role: Role = Role.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Launch:
 
     name: ReplicaName
     model: ModelSpec
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Record:
 
     replica_id: str
     model: ModelSpec
+    role: Role = Role.BOTH
     generation: int = 0
     state: State = State.DEAD
     since: float = 0.0  # of the state
@@ -73,6 +78,7 @@ class Record:
     failures: list[float] = field(default_factory=list)
     not_before: float = 0.0  # of the next build
     cause: str = ""  # of the last failure
+    held: bool = False  # somebody wants it down
 
     @property
     def name(self) -> ReplicaName:
@@ -83,16 +89,28 @@ class Record:
         """Whether a build of it exists that was not told to stop."""
         return self.state in (State.STARTING, State.READY, State.UNHEALTHY)
 
+    @property
+    def down(self) -> bool:
+        """Whether no build of it is left."""
+        return self.state in (State.DEAD, State.DRAINED)
+
+    @property
+    def answers(self) -> bool:
+        """Whether routers place requests there, now and in the next moment."""
+        return self.state is State.READY and not self.held and self.role.decodes
+
 
 def desired_replicas(spec: ClusterSpec) -> list[DesiredReplica]:
-    """What the spec asks for; ids are unique even where two models end in the same word."""
+    """What the spec asks for. Ids are unique even where two models end alike; roles change, so no id has one."""
     found: list[DesiredReplica] = []
     taken: dict[str, int] = {}
     for model in spec.models:
         prefix = replica_id(model.name, 0).removesuffix("-0")
-        first = taken.get(prefix, 0)
-        found += [DesiredReplica(replica_id(model.name, first + index), model) for index in range(model.replicas)]
-        taken[prefix] = first + model.replicas
+        for pool in model.pools:
+            first = taken.get(prefix, 0)
+            ids = (replica_id(model.name, first + index) for index in range(pool.replicas))
+            found += [DesiredReplica(found_id, model.shaped(pool), pool.role) for found_id in ids]
+            taken[prefix] = first + pool.replicas
     return found
 
 
@@ -109,17 +127,27 @@ class Reconciler:
         """Changes what is wanted; the next `actions` bring it about."""
         self._desired = {entry.replica_id: entry for entry in desired}
         for entry in self._desired.values():
-            self.records.setdefault(entry.replica_id, Record(entry.replica_id, entry.model))
+            self.records.setdefault(entry.replica_id, Record(entry.replica_id, entry.model, entry.role))
 
     @property
     def ready(self) -> bool:
-        """Whether every wanted replica is ready."""
-        return all(self.records[entry].state is State.READY for entry in self._desired)
+        """Whether every wanted replica is ready; those that somebody wants down are not missing."""
+        wanted = (self.records[entry] for entry in self._desired)
+        return all(record.state is State.READY for record in wanted if not record.held)
 
     @property
     def idle(self) -> bool:
         """Whether no build of any replica is left."""
-        return all(record.state is State.DEAD for record in self.records.values())
+        return all(record.down for record in self.records.values())
+
+    def hold(self, replica_id: str) -> None:
+        """The replica is to be drained and to stay down."""
+        self.records[replica_id].held = True
+
+    def release(self, replica_id: str) -> None:
+        """The replica is wanted again: it is built at once, or as soon as it is drained."""
+        record = self.records[replica_id]
+        record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -157,7 +185,7 @@ class Reconciler:
         """A Stop is done: nothing of that build is left."""
         record = self._current(name)
         if record is not None:
-            self._enter(record, State.DEAD, now)
+            self._enter(record, State.DRAINED if record.held else State.DEAD, now)
 
     # -- decisions --------------------------------------------------------------------------------------------
 
@@ -166,27 +194,24 @@ class Reconciler:
         found: list[Action] = []
         for record in self.records.values():
             found += self._judge(record, now)
-        self.records = {
-            key: record
-            for key, record in self.records.items()
-            if key in self._desired or record.state is not State.DEAD
-        }
+        self.records = {key: record for key, record in self.records.items() if key in self._desired or not record.down}
         return found
 
     def _judge(self, record: Record, now: float) -> list[Action]:
-        wanted = record.replica_id in self._desired
-        if not wanted:
+        if record.held or record.replica_id not in self._desired:
+            if record.state is State.DEAD and record.held:
+                self._enter(record, State.DRAINED, now)
             if not record.running:
                 return []
             drain = record.state is State.READY
             self._enter(record, State.DRAINING, now)
             return [Stop(record.name, drain)]
-        if record.state is State.DEAD:
+        if record.down:
             if self.fatal or now < record.not_before:
                 return []
             record.generation += 1
             self._enter(record, State.STARTING, now)
-            return [Launch(record.name, record.model)]
+            return [Launch(record.name, record.model, record.role)]
         if record.state is State.STARTING and now - record.since > self._health.start_seconds:
             return self._give_up(
                 record, f"{record.replica_id} was not ready after {self._health.start_seconds:g} s", now
@@ -218,7 +243,7 @@ class Reconciler:
 
     def _current(self, name: ReplicaName) -> Record | None:
         record = self.records.get(name.replica_id)
-        if record is None or record.generation != name.generation or record.state is State.DEAD:
+        if record is None or record.generation != name.generation or record.down:
             return None
         return record
 

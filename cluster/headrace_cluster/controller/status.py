@@ -14,7 +14,6 @@ def replica_status(
     record: Record,
     ranks: Iterable[RankFacts],
     health: replica_pb2.ReplicaHealth | None,
-    role: str,
     note: str,
 ) -> dict[str, Any]:
     """One replica. `note` says what is going on when it is not plainly ready."""
@@ -23,7 +22,9 @@ def replica_status(
         "id": record.replica_id,
         "model": record.model.name,
         "revision": health.identity.revision if health is not None else "",
-        "role": role,
+        "role": str(record.role),
+        "tp": record.model.tp,
+        "pp": record.model.pp,
         "state": str(record.state),
         "load": {"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)},
         "ranks": [{"rank": r.rank, "pid": r.pid, "node": r.node, "device": r.device} for r in ranks],

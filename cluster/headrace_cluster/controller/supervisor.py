@@ -5,13 +5,15 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_cluster.controller.build import Build
+from headrace_cluster.controller.draining import Drains
 from headrace_cluster.controller.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.reconciler import Launch, Reconciler, Record, State, Stop, desired_replicas
+from headrace_cluster.controller.roles import ROLE_NUMBERS, Roles
 from headrace_cluster.controller.status import profile_document, replica_status, router_status
 from headrace_cluster.errors import ProfileError
 from headrace_cluster.naming import ReplicaName
@@ -37,19 +39,8 @@ _PROTO_STATES = {
     State.DRAINING: replica_pb2.REPLICA_STATE_DRAINING,
     State.UNHEALTHY: replica_pb2.REPLICA_STATE_UNHEALTHY,
     State.DEAD: replica_pb2.REPLICA_STATE_DEAD,
+    State.DRAINED: replica_pb2.REPLICA_STATE_DEAD,
 }
-_ROLES = {replica_pb2.ROLE_PREFILL: "prefill", replica_pb2.ROLE_DECODE: "decode"}
-
-
-@dataclass(slots=True)
-class Build:
-    """What is known about one build of a replica beyond the reconciler's record."""
-
-    ranks: list[RankFacts] = field(default_factory=list)
-    started: ReplicaStarted | None = None
-    health: replica_pb2.ReplicaHealth | None = None
-    progress: Progress | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Supervisor:
@@ -77,6 +68,8 @@ class Supervisor:
         self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.reconciler = Reconciler(desired_replicas(spec), spec.health)
+        self.roles = Roles(self.reconciler, driver, self._publish)
+        self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
 
     def start(self) -> None:
         """Begins to reconcile."""
@@ -85,6 +78,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Drains and ends every replica, then stops reconciling."""
         self.reconciler.set_desired(())
+        self.drains.hurry()
         self._wake.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._spec.health.drain_seconds + 10):
@@ -105,11 +99,10 @@ class Supervisor:
         replicas = []
         for record in self.reconciler.records.values():
             build = self._builds.get(record.name, Build())
-            role = _ROLES.get(build.health.identity.role, "both") if build.health is not None else "both"
-            note = self.reconciler.crash_loop(record, now) or record.cause
+            note = self.drains.note(record) or self.reconciler.crash_loop(record, now) or record.cause
             if not note and record.state is State.STARTING and build.progress is not None:
                 note = build.progress.stage
-            replicas.append(replica_status(record, build.ranks, build.health, role, note))
+            replicas.append(replica_status(record, build.ranks, build.health, note))
         routers = [router_status(router) for router in self._membership.routers.values()]
         return {"replicas": replicas, "routers": routers}
 
@@ -157,7 +150,7 @@ class Supervisor:
             self._idle.clear()
             for action in self.reconciler.actions(self._clock()):
                 match action:
-                    case Launch(name, _):
+                    case Launch(name):
                         self._builds[name] = Build()
                         self._spawn(name, self._live(action))
                     case Stop(name, drain):
@@ -180,7 +173,7 @@ class Supervisor:
         name, build = launch.name, self._builds[launch.name]
         try:
             async with self._turns[name.replica_id]:
-                build.ranks = await self._driver.launch(name, launch.model)
+                build.ranks = await self._driver.launch(name, launch.model, launch.role)
             poll = asyncio.create_task(self._poll_progress(name, build))
             try:
                 build.started = await self._driver.start(name)
@@ -196,6 +189,7 @@ class Supervisor:
         build.ranks = [RankFacts(r.rank, r.pid, r.node, r.device or device) for r in build.ranks]
         self._spawn(name, watch_health(build.started.address, self._secret, self._spec.health, self._hear(name, build)))
         cause = await self._driver.died(name)
+        build.ended = True
         async with self._turns[name.replica_id]:
             self.reconciler.died(name, cause, self._clock())
             await self._publish()
@@ -229,21 +223,13 @@ class Supervisor:
         async with self._turns[name.replica_id]:
             if drain:
                 await self._driver.drain(name)
-                await self._emptied(self._builds.get(name, Build()))
+                await self.drains.emptied(name, self._builds.get(name, Build()))
             build = self._builds.pop(name, Build())
             for task in build.tasks:
                 task.cancel()
             await self._driver.stop(name)
             self.reconciler.stopped(name, self._clock())
         self._wake.set()
-
-    async def _emptied(self, build: Build) -> None:
-        """Returns when no request is in flight, or the time for that is over."""
-        deadline = self._clock() + self._spec.health.drain_seconds
-        while build.health is not None and self._clock() < deadline:
-            if not build.health.load.running and not build.health.load.waiting:
-                return
-            await asyncio.sleep(0.05)
 
     async def _publish(self) -> None:
         members = []
@@ -252,9 +238,9 @@ class Supervisor:
             if build is None or build.started is None or build.health is None:
                 continue
             state = _PROTO_STATES[record.state]
-            members.append(
-                control_pb2.Member(identity=build.health.identity, address=build.started.address, state=state)
-            )
+            member = control_pb2.Member(identity=build.health.identity, address=build.started.address, state=state)
+            member.identity.role = ROLE_NUMBERS[record.role]  # a health message may be older than the last flip
+            members.append(member)
         models = [
             control_pb2.ModelEntry(name=model.name, aliases=model.aliases, created=self._created)
             for model in self._spec.models

@@ -53,5 +53,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     progress: list[ReplicaProgress]
     started: dict[str, ReplicaStarted]
+    roles: dict[str, str]  # by replica id
     routers: list[RouterPlace]
     failures: dict[str, str]  # replicas that are down or unwell, and why

@@ -33,8 +33,9 @@ from headrace_worker.scheduler import Scheduler, SchedulerLimits
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
 from process_ranks import nursery, process_replica, rank_group
+from router_side import router_side
 
-__all__ = ["nursery", "process_replica", "rank_group"]
+__all__ = ["nursery", "process_replica", "rank_group", "router_side"]
 
 TIE = 1e-3
 TINY: dict[str, Any] = {
@@ -202,7 +203,8 @@ def replica_config() -> Callable[..., ReplicaConfig]:
 
     def make(source: object, **options: Any) -> ReplicaConfig:
         fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "cpu_threads": 1}
-        return ReplicaConfig(replica_id="r", model="m", source=str(source), secret=b"s", **fields | options)
+        fields["replica_id"] = "r"
+        return ReplicaConfig(model="m", source=str(source), secret=b"s", **fields | options)
 
     return make
 

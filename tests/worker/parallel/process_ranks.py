@@ -123,6 +123,11 @@ class RankGroup:
     def reach(self, rank: int, stage: str) -> None:
         self.nursery.heard(self.pids[rank], "stage", 30, stage)
 
+    @property
+    def address(self) -> str:
+        """Where its rank 0 serves."""
+        return str(self.nursery.facts(self.pids[0])["address"])
+
     def kill(self) -> None:
         """Whatever is left of it."""
         for pid in self.pids:
@@ -211,19 +216,17 @@ def process_replica(
 def rank_group(
     nursery: Nursery, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
 ) -> Iterator[Callable[..., RankGroup]]:
-    """Makes groups of a tiny llama; what is left of them is killed in the end."""
+    """Makes groups of a tiny llama, or another model; what is left of them is killed in the end."""
     made: list[RankGroup] = []
 
-    def make(tp: int, pp: int) -> RankGroup:
-        config = replica_config(
-            save_tiny("llama"),
-            tp=tp,
-            pp=pp,
-            kv_cache_memory=8 << 20,
-            max_num_seqs=16,
-            max_num_batched_tokens=48,
-            max_model_len=128,
-        )
+    def make(tp: int, pp: int, source: object = None, **options: Any) -> RankGroup:
+        fields: dict[str, Any] = {
+            "kv_cache_memory": 8 << 20,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 48,
+            "max_model_len": 128,
+        }
+        config = replica_config(source or save_tiny("llama"), tp=tp, pp=pp, **fields | options)
         made.append(RankGroup(nursery, config))
         return made[-1]
 

@@ -56,7 +56,8 @@ def be_rank(order: dict[str, Any]) -> str:
         else:
             meeting = msgspec.msgpack.decode(bytes.fromhex(order["meeting"]), type=Meeting)
         started = replica.start(meeting)
-        say(weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes, kv_blocks=started.kv_blocks)
+        say(weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes, address=started.address)
+        say(kv_blocks=started.kv_blocks)
         if order.get("busy"):
             threading.Thread(target=keep_busy, args=(replica,), daemon=True).start()
         replica.wait()

@@ -60,11 +60,11 @@ class KVManager:
     def __init__(self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = layout.block_size
-        self._windows = tuple(group.window for group in layout.groups)
+        self.windows = tuple(group.window for group in layout.groups)
         self._hasher = hasher
         self._scope = scope
         self._groups = len(layout.groups)
-        self._windowed = any(self._windows)
+        self._windowed = any(self.windows)
 
     def start_chain(self, tenant_salt: bytes, adapter: str) -> PrefixChain:
         """An empty chain for a request of this tenant and adapter. Thread-safe."""
@@ -100,7 +100,7 @@ class KVManager:
         """The longest cached prefix of at most `limit` positions. Takes no blocks."""
         most = min(limit // self.block_size, len(chain.packed))
         found: list[list[int | None]] = []
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             row: list[int | None] = []
             for index in range(most):
                 block = self.pool.find(chain.digests[group][index], chain.packed[index])
@@ -109,10 +109,10 @@ class KVManager:
                     break
                 row.append(block)
             found.append(row)
-        while most > 0 and not all(self._covered(found[g], most, w) for g, w in enumerate(self._windows)):
+        while most > 0 and not all(self._covered(found[g], most, w) for g, w in enumerate(self.windows)):
             most -= 1
         tables = []
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             passed = self._passed(most * self.block_size, window)
             tables.append([NULL_BLOCK] * passed + [b for b in found[group][passed:most] if b is not None])
         return PrefixHit(most * self.block_size, tuple(tables))
@@ -123,7 +123,7 @@ class KVManager:
             self.pool.acquire(block)
         return BlockTable(
             tables=tuple(list(table) for table in hit.tables),
-            passed=[self._passed(hit.tokens, window) for window in self._windows],
+            passed=[self._passed(hit.tokens, window) for window in self.windows],
             capacity=hit.tokens,
             published=hit.tokens // self.block_size,
             unpublished_end=hit.tokens + self.block_size,
@@ -173,6 +173,11 @@ class KVManager:
         table.published = full
         table.unpublished_end = (full + 1) * self.block_size
 
+    def publish_blocks(self, chain: PrefixChain, group: int, first: int, blocks: Sequence[int]) -> None:
+        """Makes held blocks findable that hold the chain's blocks from `first` on of one group."""
+        for index, block in enumerate(blocks, first):
+            self.pool.publish(block, Content(group, chain.digests[group][index], chain.packed[index]))
+
     def release(self, table: BlockTable) -> None:
         """Gives all blocks of a request back; what is published stays findable until it is evicted."""
         for blocks in table.tables:
@@ -184,7 +189,7 @@ class KVManager:
         table.passed = [0] * self._groups
 
     def _pass_windows(self, table: BlockTable, start: int) -> None:
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             passed = self._passed(start, window)
             before = table.passed[group]
             if passed > before:

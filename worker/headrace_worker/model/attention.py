@@ -4,7 +4,7 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ class StepContext:
     hidden_in: Tensor | None = None  # [1, T, N] from the stage before; None on the first
     hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
     attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
+    written: Callable[[int, Tensor], None] | None = None  # told of each, with its values
 
 
 class _Current(threading.local):
@@ -115,6 +116,8 @@ def attend(
         ops.write_kv(key, value, cache.pool, meta.slots)
     else:
         query = ops.rope_write_kv(query, key, value, *rope, cache.pool, meta.slots)
+    if step.written is not None:
+        step.written(layer, value)
     return ops.paged_attention(
         query,
         cache.pool,

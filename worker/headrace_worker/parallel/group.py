@@ -3,6 +3,7 @@
 gloo carries what is in host memory, NCCL what is on a GPU.
 """
 
+import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,6 +62,14 @@ class Group:
             raise self.watch.explain(error) from error
         self._wait(work)
         return tensor
+
+    def interrupt(self, peer: int, tag: int) -> None:
+        """Close all connections of a gloo group, from any thread: whoever waits on one gets an error.
+
+        gloo has no call for it, but an operation whose time is over does it. Nothing must ever be sent with `tag`.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._backend.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[size, *tensor.shape]: what each rank gave."""

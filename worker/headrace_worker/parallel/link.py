@@ -25,6 +25,7 @@ class Kind(Enum):
     ALIVE = b"a"
     FAILED = b"f"  # the text says why
     LEAVING = b"l"
+    NOTE = b"n"  # the text is for whoever listens at rank 0
 
 
 class Link:

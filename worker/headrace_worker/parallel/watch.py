@@ -36,6 +36,7 @@ class Watch:
         self._roll = Roll(PATIENT_TICKS, PARTING_TICKS)
         self._new: deque[Link] = deque()
         self._callbacks: list[Callable[[RankLostError], None]] = []
+        self._listener: Callable[[str], None] = lambda text: None
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._closing = threading.Event()
@@ -62,6 +63,15 @@ class Watch:
                 self._callbacks.append(callback)
                 return
         callback(self.failure)
+
+    def note(self, text: str) -> None:
+        """Say something short to rank 0, beside the steps. Of other ranks."""
+        for link in self._links.values():
+            link.send(Kind.NOTE, text)
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Of rank 0: have the others' notes, on the watch's thread."""
+        self._listener = listener
 
     def guard(self, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises; or RankLostError as soon as a rank is lost.
@@ -163,6 +173,8 @@ class Watch:
             if kind is Kind.FAILED:
                 others = [other for other in self._links.values() if other is not link]
                 self._fail(text, tell=others)
+            elif kind is Kind.NOTE:
+                self._listener(text)
             elif kind is Kind.LEAVING:
                 self._roll.left(link.rank)
                 return False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.layout import CacheLayout
-from headrace_worker.model.attention import StepContext, step_context
+from headrace_worker.model.attention import LayerCache, StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.plan import StepPlan, StepResult
@@ -23,6 +23,7 @@ from headrace_worker.runner.graphs import Recorder, StepGraphs, decode_sizes, mi
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import SampleOutput, Sampler
+from headrace_worker.transfer.courier import Courier
 
 
 @dataclass(slots=True)
@@ -64,6 +65,13 @@ class Runner:
         self._vocab_size = model.vocab_size
         self._deterministic = model.deterministic
         self._graphs: StepGraphs | None = None
+        self.courier: Courier | None = None
+        self._written: Callable[[int, Tensor], None] | None = None
+
+    @property
+    def caches(self) -> dict[int, LayerCache]:
+        """Where each layer of this rank has its keys and values, by index in the model."""
+        return self._caches
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -109,6 +117,8 @@ class Runner:
 
         Every rank prepares every plan, in their order.
         """
+        if self.courier is not None and plan.orders:
+            self._written = self.courier.take(plan.orders, works=bool(plan.work))
         for row in plan.frees:
             self.rows.free(row)
             self.sampler.free(row)
@@ -129,13 +139,19 @@ class Runner:
         `hidden_in` [1, T, N] comes from the stage before (None on the first stage). The last stage gives the drawing
         rows' logits [R, V] float32, None when there are none; other stages give hidden states [1, T, N].
         """
-        if batch.recorded is not None and self._graphs is not None:
-            return self._graphs.run(batch)
-        return self._compute(batch, hidden_in)
+        try:
+            if batch.recorded is not None and self._graphs is not None:
+                return self._graphs.run(batch)
+            return self._compute(batch, hidden_in)
+        finally:
+            if self._written is not None and self.courier is not None:
+                self._written = None
+                self.courier.end_step(self.pools)
 
     def _compute(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        with step_context(StepContext(self._caches, batch.metas, self._deterministic, hidden_in)):
+        context = StepContext(self._caches, batch.metas, self._deterministic, hidden_in, written=self._written)
+        with step_context(context):
             return self._model(ids, batch.positions, batch.sample_index)
 
     @torch.inference_mode()

@@ -65,6 +65,10 @@ def to_request(
         priority=submit.priority,
         deadline=now + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         label=submit.request_label,
+        tenant_salt=submit.tenant_salt,
+        adapter=submit.adapter,
+        source=submit.source.address,
+        cached_only=submit.source.cached_only,
     )
 
 
@@ -145,5 +149,10 @@ def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
             prefix_cache_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
             steps=step,
+            fetches=load.fetches.started,
+            fetches_failed=load.fetches.failed,
+            fetched_bytes=load.fetches.num_bytes,
+            fetch_seconds=load.fetches.seconds,
+            grants=load.grants,
         ),
     )

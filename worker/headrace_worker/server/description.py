@@ -8,9 +8,12 @@ from headrace_proto import replica_pb2 as pb
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Description:
-    """The replica's facts as messages, and its tokenizer as the bytes of a tokenizer.json."""
+    """The replica's facts as messages, and its tokenizer as the bytes of a tokenizer.json.
+
+    Messages are replaced, never changed: other threads may be sending them.
+    """
 
     facts: pb.ModelFacts
     tokenizer_json: bytes
@@ -19,10 +22,18 @@ class Description:
     def identity(self) -> pb.ReplicaIdentity:
         return self.facts.identity
 
+    def set_role(self, role: pb.Role) -> None:
+        """What routers are to use the replica for from now on. From any thread."""
+        facts = pb.ModelFacts()
+        facts.CopyFrom(self.facts)
+        facts.identity.role = role
+        self.facts = facts
+
     def chunks(self, known_digest: bytes) -> Iterator[pb.DescribeChunk]:
         """The answer to Describe: facts, then the tokenizer unless the caller has it."""
-        yield pb.DescribeChunk(facts=self.facts)
-        if known_digest == self.facts.tokenizer_digest:
+        facts = self.facts
+        yield pb.DescribeChunk(facts=facts)
+        if known_digest == facts.tokenizer_digest:
             return
         for start in range(0, len(self.tokenizer_json), CHUNK_BYTES):
             yield pb.DescribeChunk(tokenizer_json=self.tokenizer_json[start : start + CHUNK_BYTES])

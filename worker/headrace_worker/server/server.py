@@ -7,8 +7,9 @@ from collections.abc import Callable
 import grpc
 
 from headrace_proto.errors import ListenError
-from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from headrace_proto.replica_pb2_grpc import add_ReplicaServicer_to_server
 from headrace_proto.secret import SecretInterceptor
+from headrace_worker.server.servicer import Servicer
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -31,10 +32,11 @@ class ReplicaServer:
         self._secret = secret
         self._loop = asyncio.new_event_loop()
         self._server: grpc.aio.Server | None = None
+        self._servicer: Servicer | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-grpc", daemon=True)
         self._thread.start()
 
-    def start(self, servicer: ReplicaServicer) -> str:
+    def start(self, servicer: Servicer) -> str:
         """Starts serving; returns the bound "host:port". Raises ListenError."""
         return asyncio.run_coroutine_threadsafe(self._start(servicer), self._loop).result()
 
@@ -59,7 +61,8 @@ class ReplicaServer:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _start(self, servicer: ReplicaServicer) -> str:
+    async def _start(self, servicer: Servicer) -> str:
+        self._servicer = servicer
         server = grpc.aio.server(interceptors=[SecretInterceptor(self._secret)], options=OPTIONS)
         add_ReplicaServicer_to_server(servicer, server)
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -77,5 +80,7 @@ class ReplicaServer:
         return f"{host}:{port}"
 
     async def _stop(self) -> None:
+        if self._servicer is not None:
+            await self._servicer.close()
         if self._server is not None:
             await self._server.stop(STOP_GRACE)

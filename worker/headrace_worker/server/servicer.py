@@ -16,6 +16,10 @@ from headrace_worker.server.cache_events import CacheEventHub
 from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request
 from headrace_worker.server.description import Description
 from headrace_worker.server.outbox import Outbox
+from headrace_worker.server.pairs import PairDesk
+from headrace_worker.server.transfer_client import TransferClient
+from headrace_worker.server.transfer_service import TransferService
+from headrace_worker.transfer.exchange import Outbound
 
 log = structlog.get_logger(__name__)
 
@@ -40,11 +44,16 @@ class Servicer(ReplicaServicer):
         loop: EngineLoop,
         start_chain: Callable[[bytes, str], PrefixChain],
         boot_id: bytes,
+        desk: PairDesk,
+        secret: bytes,
     ) -> None:
         self._description = description
         self._loop = loop
         self._start_chain = start_chain
         self._cache = CacheEventHub(boot_id)
+        self._sources = TransferClient(desk, secret)
+        facts = description.facts
+        self._targets = TransferService(desk, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
         self._last: StepReport | None = None
@@ -59,6 +68,30 @@ class Servicer(ReplicaServicer):
         for stream in self._streams:
             stream.outbox.beat(report.step, load)
         self._cache.publish(report.cache_changes)
+        if report.outbound is not None:
+            self._send_out(report.outbound)
+
+    def _send_out(self, outbound: Outbound) -> None:
+        """Says to other replicas what the step loop has to say to them."""
+        for source, message in outbound.to_sources:
+            self._sources.say(source, message)
+        for target, answer in outbound.to_targets:
+            self._targets.say(target, answer)
+        for peer in outbound.hang_up:
+            self._sources.hang_up(peer)
+            self._targets.hang_up(peer)
+
+    async def Transfer(
+        self,
+        request_iterator: AsyncIterator[pb.TargetFrame],
+        context: "grpc.aio.ServicerContext[object, object]",
+    ) -> AsyncIterator[pb.SourceFrame]:
+        async for frame in self._targets.serve(request_iterator, context):
+            yield frame
+
+    async def close(self) -> None:
+        """Ends what this replica has opened towards others."""
+        await self._sources.close()
 
     async def Describe(
         self, request: pb.DescribeRequest, context: "grpc.aio.ServicerContext[object, object]"

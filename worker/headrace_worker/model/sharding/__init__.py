@@ -4,6 +4,6 @@ The plan comes from the model's own strings (`strings.py`); sizes of parts are p
 shrinks the modules before the weights are read, `Sharding.connect` adds the communication after surgery.
 """
 
-from headrace_worker.model.sharding.shard import Sharding, local_kv_heads, local_layers, shard
+from headrace_worker.model.sharding.shard import Sharding, kv_span, local_kv_heads, local_layers, shard
 
-__all__ = ["Sharding", "local_kv_heads", "local_layers", "shard"]
+__all__ = ["Sharding", "kv_span", "local_kv_heads", "local_layers", "shard"]

@@ -48,8 +48,13 @@ def local_layers(config: Any, parallel: ParallelContext) -> Span:
 
 def local_kv_heads(config: Any, parallel: ParallelContext) -> int:
     """KV heads of each layer on a rank."""
-    start, stop = kv_heads(_kv_count(config), parallel.tp.rank, parallel.tp.size)
+    start, stop = kv_span(config, parallel)
     return stop - start
+
+
+def kv_span(config: Any, parallel: ParallelContext) -> Span:
+    """Which of the model's KV heads a rank has."""
+    return kv_heads(_kv_count(config), parallel.tp.rank, parallel.tp.size)
 
 
 def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> Sharding:

@@ -1,0 +1,60 @@
+"""Whether a prompt is better computed by a prefill replica than where its answer is drawn: one sum of seconds each.
+
+here:   the queue's missing tokens, then the prompt; and each stream that runs here waits as long as the prompt takes,
+        up to a horizon, since its steps carry the prompt's chunks
+there:  the source's queue, then the prompt, then what the transfer adds; nobody streams there
+
+All from the replicas' own fitted step models. A replica that has computed nothing yet predicts nothing: then the pool
+that was set up for prompts gets them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace_proto.replica_pb2 import Load
+
+HORIZON_SECONDS = 1.0  # of delay to one stream
+TRANSFER_SECONDS = 0.005  # asking, and the last chunk's way
+TRANSFER_SHARE = 0.1  # of the prompt's time: the rest of the bytes goes while it is computed
+LEAST_TOKENS = 64
+
+
+class Source(Protocol):
+    """A prefill replica."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens of prompts that were sent its way and are not known to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be computed: tokens, output of earlier attempts included."""
+
+    tokens: int
+
+
+def choose_source(prompt: Prompt, target: Load, sources: Sequence[Source]) -> int | None:
+    """The index of the source that pays most, or None when the target better computes the prompt itself."""
+    if prompt.tokens < LEAST_TOKENS or not sources:
+        return None
+    best = min(range(len(sources)), key=lambda index: _there(prompt, sources[index]))
+    rate = target.step_model.per_prefill_token_ms / 1e3
+    if rate <= 0 or sources[best].load.step_model.per_prefill_token_ms <= 0:
+        return best
+    return best if _there(prompt, sources[best]) < _here(prompt, target, rate) else None
+
+
+def _here(prompt: Prompt, load: Load, rate: float) -> float:
+    delay = min(prompt.tokens * rate, HORIZON_SECONDS)
+    return (load.waiting_tokens + prompt.tokens) * rate + load.running * delay
+
+
+def _there(prompt: Prompt, source: Source) -> float:
+    rate = source.load.step_model.per_prefill_token_ms / 1e3
+    queue = max(source.load.waiting_tokens, source.promised_tokens)
+    return (queue + prompt.tokens * (1 + TRANSFER_SHARE)) * rate + TRANSFER_SECONDS

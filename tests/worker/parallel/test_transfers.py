@@ -1,0 +1,169 @@
+"""KV blocks between replicas of real ranks: same tokens as plain transformers, whatever happens to the source."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SPLITS = [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (2, 1)), ((1, 2), (2, 1)), ((4, 1), (1, 2))]
+"""Source and target as (tp, pp); with 4 ranks the two KV heads are held by two ranks each."""
+WINDOWED = [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 2), (1, 2))]
+
+
+def prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
+    """Some of them begin alike."""
+    draw = random.Random(seed)
+    common = [draw.randrange(3, 300) for _ in range(24)]
+    made = []
+    for _ in range(count):
+        own = [draw.randrange(3, 300) for _ in range(draw.randrange(14, longest - 24))]
+        made.append((common if draw.random() < 0.5 else []) + own)
+    return made
+
+
+def quiet(*lines: Any, seconds: float = 5.0) -> None:
+    """Every block is free or cached again."""
+    end = time.monotonic() + seconds
+    while any(line.load.kv_usage or line.load.running or line.load.waiting for line in lines):
+        assert time.monotonic() < end, [(line.load.kv_usage, line.load.running, line.load.waiting) for line in lines]
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def pair(rank_group: Callable[..., Any], router_side: Any) -> Callable[..., Any]:
+    """A source and a target that are ready, and a line to each."""
+
+    def make(source: tuple[int, int], target: tuple[int, int], model: Path | None = None, **options: Any) -> Any:
+        groups = [rank_group(*source, model, replica_id="p", **options), rank_group(*target, model, replica_id="d")]
+        for group in groups:
+            group.start()
+        for group in groups:
+            group.ready()
+        return groups, [router_side.line(group.address) for group in groups]
+
+    return make
+
+
+CASES = [("llama", *split) for split in SPLITS] + [
+    (family, *split) for family in ("mistral", "gemma2") for split in WINDOWED
+]
+
+
+@pytest.mark.parametrize(("family", "source", "target"), CASES)
+def test_tokens_through_prefill_and_decode(
+    family: str,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    pair: Callable[..., Any],
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    folder = save_tiny(family)
+    (prefill, _), (from_source, from_target) = pair(source, target, folder)
+    alone = prompts(1, seed=1)
+    check_oracle(folder, alone, [from_target.submit(alone[0], 6, prefill.address).wait()])
+    # Prefix hits at the source, at the target, and at both.
+    mixed = prompts(12, seed=2)
+    from_source.submit(mixed[0], 2).wait()
+    from_target.submit(mixed[1], 2).wait()
+    sent = [from_target.submit(prompt, 8, prefill.address) for prompt in mixed]
+    done = [one.wait() for one in sent]
+    check_oracle(folder, mixed, done)
+    # All but the last token, or what is less than two blocks, came from a cache.
+    assert all(one.cached_tokens >= (len(prompt) - 1) // 4 * 4 - 4 for one, prompt in zip(done, mixed, strict=True))
+    counters = from_target.load.counters
+    assert counters.fetches >= 8 and counters.fetches_failed == 0 and counters.fetched_bytes > 0
+    quiet(from_source, from_target)
+
+
+def test_a_target_computes_what_a_dead_source_does_not_send(
+    pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
+) -> None:
+    folder = save_tiny("llama")
+    (prefill, _), (_, from_target) = pair((2, 1), (2, 1), folder)
+    address = prefill.address
+    warm = prompts(1, seed=3)
+    check_oracle(folder, warm, [from_target.submit(warm[0], 4, address).wait()])
+    some = prompts(8, seed=4)
+    sent = [from_target.submit(prompt, 8, address) for prompt in some]
+    os.kill(prefill.pids[1], signal.SIGKILL)
+    check_oracle(folder, some, [one.wait() for one in sent])
+    again = prompts(2, seed=5)
+    check_oracle(folder, again, [from_target.submit(prompt, 4, address).wait() for prompt in again])
+    quiet(from_target)
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_sources_killed_in_the_middle(
+    rounds: int,
+    rank_group: Callable[..., Any],
+    router_side: Any,
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    """One source after the other is killed at a random moment of its transfers: no error, no wrong token."""
+    folder = save_tiny("llama", num_hidden_layers=8)
+    target = rank_group(2, 1, folder, replica_id="d")
+    target.start()
+    target.ready()
+    line = router_side.line(target.address)
+    draw = random.Random(rounds)
+    for number in range(rounds):
+        source = rank_group(1, 1, folder, replica_id=f"p{number}")
+        source.start()
+        source.ready()
+        warm = prompts(1, seed=1000 + number)
+        check_oracle(folder, warm, [line.submit(warm[0], 2, source.address).wait()])
+        some = prompts(8, seed=2000 + number)
+        sent = [line.submit(prompt, 6, source.address) for prompt in some]
+        time.sleep(draw.random() * 0.15)
+        os.kill(source.pids[0], signal.SIGKILL)
+        check_oracle(folder, some, [one.wait() for one in sent])
+        quiet(line)
+    counters = line.load.counters
+    assert 0 < counters.fetches_failed < counters.fetches, "some were killed in time, some too late"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_source_that_stands_still_holds_nobody_up(
+    rank: int, pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
+) -> None:
+    folder = save_tiny("llama")
+    (prefill, _), (_, from_target) = pair((2, 1), (1, 1), folder)
+    address = prefill.address
+    warm = prompts(1, seed=6)
+    check_oracle(folder, warm, [from_target.submit(warm[0], 4, address).wait()])
+    os.kill(prefill.pids[rank], signal.SIGSTOP)
+    began = time.monotonic()
+    some = prompts(4, seed=7)
+    done = [one.wait() for one in [from_target.submit(prompt, 8, address) for prompt in some]]
+    assert time.monotonic() - began < 8
+    check_oracle(folder, some, done)
+    os.kill(prefill.pids[rank], signal.SIGCONT)
+    time.sleep(1)  # what it had to say comes now, and is dropped
+    more = prompts(4, seed=8)
+    done = [one.wait() for one in [from_target.submit(prompt, 8, address) for prompt in more]]
+    check_oracle(folder, more, done)
+    quiet(from_target)
+
+
+def test_cancels_at_any_time_leave_nothing(
+    pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
+) -> None:
+    folder = save_tiny("llama")
+    (prefill, _), (from_source, from_target) = pair((1, 1), (2, 1), folder)
+    draw = random.Random(9)
+    for prompt in prompts(40, seed=9):
+        sent = from_target.submit(prompt, 20, prefill.address)
+        time.sleep(draw.random() * 0.02)
+        from_target.cancel(sent)
+    quiet(from_source, from_target)
+    last = prompts(4, seed=10)
+    done = [one.wait() for one in [from_target.submit(prompt, 8, prefill.address) for prompt in last]]
+    check_oracle(folder, last, done)
+    quiet(from_source, from_target)

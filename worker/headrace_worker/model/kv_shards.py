@@ -1,0 +1,35 @@
+"""How a replica's ranks share its KV blocks, from the model's config alone: for who moves blocks between replicas."""
+
+from typing import Any
+
+from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.sharding import kv_span
+from headrace_worker.parallel.context import Alone, ParallelContext
+from headrace_worker.transfer.shards import KvShards, RankShard
+
+
+class _Seat(Alone):
+    """A place among the ranks of a stage, with nobody on the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
+def kv_shards(config: Any, dtype: str, block_size: int, tp: int, pp: int) -> KvShards:
+    """The shards of all ranks of a replica, in rank order, from a transformers text config."""
+    ranks = []
+    layout = None
+    for stage in range(pp):
+        for place in range(tp):
+            parallel = ParallelContext(_Seat(place, tp), stage, pp)
+            layout = cache_layout(config, block_size, 1, parallel)
+            ranks.append(RankShard(tuple(group.layers for group in layout.groups), kv_span(config, parallel)))
+    assert layout is not None
+    return KvShards(
+        block_size=block_size,
+        head_dim=layout.groups[0].head_dim,
+        dtype=dtype,
+        windows=tuple(group.window for group in layout.groups),
+        ranks=tuple(ranks),
+    )

@@ -1,0 +1,68 @@
+"""Makes the description of a replica from what was assembled."""
+
+from blake3 import blake3
+
+from headrace_proto import replica_pb2 as pb
+from headrace_worker.assembly import Assembly
+from headrace_worker.config import ReplicaConfig
+from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
+from headrace_worker.role import role_number
+from headrace_worker.server.description import Description
+
+
+def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Description:
+    """What routers are told. Raises UnknownRoleError."""
+    model, limits = assembly.model, assembly.limits
+    facts = model.facts
+    identity = pb.ReplicaIdentity(
+        replica_id=config.replica_id,
+        generation=config.generation,
+        boot_id=boot_id,
+        model=config.model,
+        revision=model.source.revision,
+        dtype=model.dtype_name,
+        kv_dtype=model.dtype_name,
+        kv_layout=_layout_message(model.layout),
+        role=role_number(config.role),
+    )
+    message = pb.ModelFacts(
+        identity=identity,
+        max_model_len=assembly.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        bos_token_id=facts.bos_token_id,
+        chat_template=facts.chat_template,
+        special_tokens=facts.special_tokens,
+        tokenizer_digest=blake3(facts.tokenizer_json).digest(),
+        tokenizer_size=len(facts.tokenizer_json),
+        defaults=_defaults_message(facts.defaults),
+        add_bos=facts.add_bos,
+        kv_blocks=assembly.size.num_blocks - 1,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+    return Description(message, facts.tokenizer_json)
+
+
+def _layout_message(layout: CacheLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        version=LAYOUT_VERSION,
+        block_size=layout.block_size,
+        groups=[
+            pb.CacheGroup(
+                index=group.index,
+                num_layers=len(group.layers),
+                num_kv_heads=group.num_kv_heads,
+                head_dim=group.head_dim,
+                window=group.window,
+            )
+            for group in layout.groups
+        ],
+    )
+
+
+def _defaults_message(defaults: dict[str, float]) -> pb.GenerationDefaults:
+    message = pb.GenerationDefaults()
+    for name, value in defaults.items():
+        setattr(message, name, int(value) if name == "top_k" else value)
+    return message

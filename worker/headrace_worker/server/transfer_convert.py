@@ -1,0 +1,144 @@
+"""Between the wire's transfer messages and plain data: what a peer says is checked here, before it is used."""
+
+from headrace_proto import replica_pb2 as pb
+from headrace_worker.config import Meeting
+from headrace_worker.transfer.messages import (
+    Ask,
+    Cancel,
+    Commit,
+    Done,
+    Failed,
+    FromSource,
+    Granted,
+    Offer,
+    Refused,
+    Renew,
+    ToSource,
+)
+from headrace_worker.transfer.shards import KvShards, RankShard
+
+MOST_RANKS = 4096
+
+
+class InvalidTransferError(Exception):
+    """A peer said something that no replica says."""
+
+
+def shards_message(shards: KvShards) -> pb.KvShards:
+    return pb.KvShards(
+        block_size=shards.block_size,
+        head_dim=shards.head_dim,
+        dtype=shards.dtype,
+        windows=shards.windows,
+        ranks=[
+            pb.RankShard(
+                groups=[pb.GroupLayers(layers=layers) for layers in rank.layers],
+                first_head=rank.heads[0],
+                stop_head=rank.heads[1],
+            )
+            for rank in shards.ranks
+        ],
+    )
+
+
+def to_shards(message: pb.KvShards) -> KvShards:
+    """Raises InvalidTransferError."""
+    ranks = tuple(
+        RankShard(tuple(tuple(group.layers) for group in rank.groups), (rank.first_head, rank.stop_head))
+        for rank in message.ranks
+    )
+    groups = len(message.windows)
+    sound = (
+        0 < len(ranks) <= MOST_RANKS
+        and groups > 0
+        and all(len(rank.layers) == groups and rank.heads[0] < rank.heads[1] for rank in ranks)
+    )
+    if not sound:
+        raise InvalidTransferError("the peer's ranks hold nothing")
+    return KvShards(message.block_size, message.head_dim, message.dtype, tuple(message.windows), ranks)
+
+
+def meeting_message(meeting: Meeting) -> pb.PairMeeting:
+    return pb.PairMeeting(
+        host=meeting.host, store_port=meeting.store_port, link_port=meeting.link_port, token=meeting.token
+    )
+
+
+def to_meeting(message: pb.PairMeeting) -> Meeting:
+    """Raises InvalidTransferError."""
+    ports = (message.store_port, message.link_port)
+    if len(message.token) != 32 or not message.host or not all(0 < port < 65536 for port in ports):
+        raise InvalidTransferError("the peer's meeting is nowhere")
+    return Meeting(message.host, message.store_port, message.link_port, message.token)
+
+
+def target_frame(message: ToSource) -> pb.TargetFrame:
+    match message:
+        case Ask():
+            ask = pb.FetchAsk(
+                fetch=message.fetch,
+                tenant_salt=message.tenant_salt,
+                adapter=message.adapter,
+                token_ids=message.token_ids,
+                have_blocks=message.have,
+                cached_only=not message.compute,
+                priority=message.priority,
+            )
+            return pb.TargetFrame(ask=ask)
+        case Cancel(fetch):
+            return pb.TargetFrame(cancel=fetch)
+        case Done(fetch):
+            return pb.TargetFrame(done=fetch)
+        case Renew():
+            return pb.TargetFrame(renew=True)
+
+
+def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: int) -> ToSource:
+    """Raises InvalidTransferError."""
+    match frame.WhichOneof("message"):
+        case "ask":
+            ask = frame.ask
+            ids = list(ask.token_ids)
+            if not ids or len(ids) > max_model_len or max(ids) >= vocab_size:
+                raise InvalidTransferError("the tokens are none of this model's")
+            return Ask(ask.fetch, ask.tenant_salt, ask.adapter, ids, ask.have_blocks, not ask.cached_only, ask.priority)
+        case "cancel":
+            return Cancel(frame.cancel)
+        case "done":
+            return Done(frame.done)
+        case "renew":
+            return Renew()
+        case _:
+            raise InvalidTransferError("the frame says nothing")
+
+
+def source_frame(message: FromSource) -> pb.SourceFrame:
+    match message:
+        case Granted(fetch):
+            return pb.SourceFrame(granted=fetch)
+        case Refused(fetch, reason):
+            return pb.SourceFrame(refused=pb.FetchEnd(fetch=fetch, reason=reason))
+        case Failed(fetch, reason):
+            return pb.SourceFrame(failed=pb.FetchEnd(fetch=fetch, reason=reason))
+        case Commit(fetch, chunk):
+            return pb.SourceFrame(commit=pb.FetchCommit(fetch=fetch, chunk=chunk))
+        case Offer(fetch, chunk, first, stop, counts):
+            return pb.SourceFrame(offer=pb.FetchOffer(fetch=fetch, chunk=chunk, first=first, stop=stop, counts=counts))
+
+
+def to_target_message(frame: pb.SourceFrame) -> FromSource:
+    """Raises InvalidTransferError."""
+    match frame.WhichOneof("message"):
+        case "granted":
+            return Granted(frame.granted)
+        case "refused":
+            return Refused(frame.refused.fetch, frame.refused.reason)
+        case "failed":
+            return Failed(frame.failed.fetch, frame.failed.reason)
+        case "commit":
+            return Commit(frame.commit.fetch, frame.commit.chunk)
+        case "offer":
+            offer = frame.offer
+            return Offer(offer.fetch, offer.chunk, offer.first, offer.stop, tuple(offer.counts))
+        case _:
+            raise InvalidTransferError("the frame says nothing")

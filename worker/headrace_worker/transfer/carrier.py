@@ -1,0 +1,185 @@
+"""Carries one pair's chunks on a thread of its own, in the order in which they were put."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import structlog
+import torch
+
+from headrace_worker.model.attention import LayerCache
+from headrace_worker.parallel.group import Sending
+from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.transfer.orders import OpenPair, PairFailed, Receive, Received, Report, Send
+from headrace_worker.transfer.parcel import TRAILER_BYTES, Tally, Trailer, new_piece, read_blocks, write_blocks
+from headrace_worker.transfer.shards import KvShards, Route
+from headrace_worker.transfer.wire import Wire
+
+log = structlog.get_logger(__name__)
+
+
+class LayerGate(Protocol):
+    """Opens layer by layer as a step goes on."""
+
+    def wait(self, layer: int) -> None: ...
+
+
+class Carrier:
+    """One rank's end of a pair. A failure of the pair ends the carrier, and is reported; chunks left are not good."""
+
+    def __init__(
+        self,
+        order: OpenPair,
+        rank: int,
+        host: str,
+        shards: KvShards,
+        caches: Mapping[int, LayerCache],
+        report: Callable[[Report], None],
+    ) -> None:
+        self._order = order
+        self._rank = rank
+        self._host = host
+        self._caches = caches
+        self._report = report
+        self._first_head = shards.ranks[rank].heads[0]
+        mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
+        self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
+        self._queue: queue.SimpleQueue[tuple[Send | Receive, LayerGate | None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while blocks are read or written
+        self._live: dict[int, int] = {}  # fetch -> chunks that are put and not carried
+        self._closed = False
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name=f"headrace-pair-{order.pair}", daemon=True)
+
+    def start(self, opened: MeetingHost | None) -> None:
+        self._opened = opened
+        self._thread.start()
+
+    def put(self, order: Send | Receive, gate: LayerGate | None) -> None:
+        """The pair's next chunk; its layers can be read once the gate lets them through."""
+        if not isinstance(order, Receive) or order.blocks:
+            with self._lock:
+                self._live[order.fetch] = self._live.get(order.fetch, 0) + 1
+        self._queue.put((order, gate))
+
+    def drop(self, fetch: int) -> None:
+        """When this returns, no block of the fetch is read or written any more."""
+        with self._lock:
+            self._live.pop(fetch, None)
+
+    def close(self) -> None:
+        """When this returns, no block of any fetch is read or written any more. The thread ends by itself."""
+        with self._lock:
+            self._live.clear()
+            self._closed = True
+        self._queue.put(None)
+        if self._wire is not None:
+            self._wire.close()
+
+    def _run(self) -> None:
+        try:
+            wire = Wire(self._order, self._rank, self._host, self._opened)
+            with self._lock:
+                self._wire = wire
+                closed = self._closed
+            try:
+                while not closed and (item := self._queue.get()) is not None:
+                    order, gate = item
+                    if isinstance(order, Send):
+                        self._send(wire, order, gate)
+                    else:
+                        self._receive(wire, order)
+            finally:
+                wire.close()
+        except Exception as error:
+            if not self._closed:
+                log.warning("kv_pair_lost", pair=self._order.pair, rank=self._rank, error=str(error)[:200])
+                self._report(PairFailed(self._rank, self._order.pair, str(error)[:200]))
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Chunks that nobody will receive."""
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None and isinstance(item[0], Receive):
+                self._done(item[0], 0, good=False)
+
+    def _is_live(self, fetch: int) -> bool:
+        return fetch in self._live
+
+    def _send(self, wire: Wire, order: Send, gate: LayerGate | None) -> None:
+        for route in self._routes:
+            tally = Tally()
+            whole = True
+            going: Sending | None = None
+            for group, layers in enumerate(route.layers):
+                blocks = order.blocks[group]
+                if not blocks:
+                    continue
+                heads = self._local(route)
+                for layer in layers:
+                    if gate is not None:
+                        gate.wait(layer)
+                    pool = self._caches[layer].pool
+                    with self._lock:
+                        whole = whole and self._is_live(order.fetch)
+                        if whole:
+                            piece = read_blocks(pool, blocks, heads)
+                        else:  # the receiver counts on a piece: it gets zeros, and is told
+                            piece = new_piece(pool, len(blocks), heads[1] - heads[0]).zero_()
+                    tally.add(piece)
+                    if going is not None:
+                        wire.finish(going)
+                    going = wire.send(piece, route.target)
+            if going is not None:
+                wire.finish(going)
+            trailer = Trailer(order.fetch, order.chunk, whole, tally.num_bytes, tally.checksum)
+            wire.finish(wire.send(trailer.encode(), route.target))
+        self._forget(order.fetch)
+
+    def _receive(self, wire: Wire, order: Receive) -> None:
+        good, num_bytes = True, 0
+        raw = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
+        try:
+            for route in self._routes:
+                tally = Tally()
+                heads = self._local(route)
+                for group, layers in enumerate(route.layers):
+                    if not order.counts[group]:
+                        continue
+                    for layer in layers:
+                        pool = self._caches[layer].pool
+                        piece = new_piece(pool, order.counts[group], heads[1] - heads[0])
+                        wire.receive(piece, route.source)
+                        tally.add(piece)
+                        with self._lock:
+                            if self._is_live(order.fetch):
+                                write_blocks(pool, order.blocks[group], heads, piece)
+                wire.receive(raw, route.source)
+                expected = Trailer(order.fetch, order.chunk, True, tally.num_bytes, tally.checksum)
+                good = good and Trailer.decode(raw) == expected
+                num_bytes += tally.num_bytes
+        except Exception:
+            self._done(order, num_bytes, good=False)
+            raise
+        self._forget(order.fetch)
+        self._done(order, num_bytes, good=good)
+
+    def _done(self, order: Receive, num_bytes: int, *, good: bool) -> None:
+        self._report(Received(self._rank, order.pair, order.fetch, order.chunk, good, num_bytes))
+
+    def _forget(self, fetch: int) -> None:
+        """A chunk is carried."""
+        with self._lock:
+            left = self._live.get(fetch, 1) - 1
+            if left > 0:
+                self._live[fetch] = left
+            else:
+                self._live.pop(fetch, None)
+
+    def _local(self, route: Route) -> tuple[int, int]:
+        return route.heads[0] - self._first_head, route.heads[1] - self._first_head

@@ -1,0 +1,118 @@
+"""Who holds which part of the KV cache, on either side, and who therefore sends what to whom: pure arithmetic.
+
+A replica's ranks hold parts of every block: some layers (their stage's) and some KV heads (their share, or one head
+that several ranks hold alike). Source and target may be split differently; the unit is (layer, block, head range).
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+Span = tuple[int, int]  # [start, stop)
+
+
+class RankShard(Struct, frozen=True):
+    """What one rank holds of each block: per cache group its layers, by index in the model, and a span of KV heads."""
+
+    layers: tuple[tuple[int, ...], ...]
+    heads: Span
+
+
+class KvShards(Struct, frozen=True):
+    """How a replica's ranks share the blocks."""
+
+    block_size: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int, ...]  # per cache group; 0 = all
+    ranks: tuple[RankShard, ...]
+
+    def layers_of(self, group: int) -> frozenset[int]:
+        """All layers of a cache group, over the stages."""
+        return frozenset(layer for rank in self.ranks for layer in rank.layers[group])
+
+    @property
+    def num_heads(self) -> int:
+        return max(rank.heads[1] for rank in self.ranks)
+
+
+class Route(Struct, frozen=True):
+    """What one rank of the source sends to one rank of the target, of every block: layers in order, a head span."""
+
+    source: int
+    target: int
+    layers: tuple[tuple[int, ...], ...]  # per cache group
+    heads: Span
+
+
+def mismatch(source: KvShards, target: KvShards) -> str:
+    """Why blocks of one cannot become blocks of the other, as a sentence; empty when they can."""
+    if source.block_size != target.block_size:
+        return f"blocks of {source.block_size} and of {target.block_size} tokens do not match"
+    if (source.head_dim, source.dtype, source.num_heads) != (target.head_dim, target.dtype, target.num_heads):
+        return "KV heads of different number, size or dtype do not match"
+    if source.windows != target.windows:
+        return "the layers' attention spans do not match"
+    groups = range(len(source.windows))
+    if any(source.layers_of(group) != target.layers_of(group) for group in groups):
+        return "the stages group layers of different spans differently: use the same pp on both sides"
+    return ""
+
+
+def plan_routes(source: KvShards, target: KvShards) -> list[Route]:
+    """All routes, which together give every rank of the target all that it holds, each piece once.
+
+    Of ranks that hold the same heads each serves some of the targets. Raises ValueError when the shards do not match.
+    """
+    sentence = mismatch(source, target)
+    if sentence:
+        raise ValueError(sentence)
+    routes = []
+    for number, wanted in enumerate(target.ranks):
+        for holders in _stages(source):
+            layers = _common(source.ranks[holders[0]].layers, wanted.layers)
+            if any(layers):
+                routes += [
+                    Route(holder, number, layers, span)
+                    for holder, span in _cover(source, holders, wanted.heads, number)
+                ]
+    return routes
+
+
+def _stages(shards: KvShards) -> list[list[int]]:
+    """Ranks by stage: those of a stage hold the same layers."""
+    stages: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for number, rank in enumerate(shards.ranks):
+        stages.setdefault(rank.layers, []).append(number)
+    return list(stages.values())
+
+
+def _common(held: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(layer for layer in mine if layer in set(yours)) for yours, mine in zip(held, wanted, strict=True)
+    )
+
+
+def _cover(shards: KvShards, holders: list[int], wanted: Span, turn: int) -> list[tuple[int, Span]]:
+    """Holders and spans that make up the wanted heads."""
+    pieces = []
+    head, stop = wanted
+    while head < stop:
+        able = [rank for rank in holders if shards.ranks[rank].heads[0] <= head < shards.ranks[rank].heads[1]]
+        chosen = able[turn % len(able)]
+        end = min(stop, shards.ranks[chosen].heads[1])
+        pieces.append((chosen, (head, end)))
+        head = end
+    return pieces
+
+
+def wanted_blocks(windows: Sequence[int], block_size: int, have: int, blocks: int) -> list[Span]:
+    """Per cache group, which of the first `blocks` blocks are needed by who holds `have` of them already.
+
+    Of a group with a window only those that a query right after them sees.
+    """
+    spans = []
+    for window in windows:
+        passed = max(0, blocks * block_size - window + 1) // block_size if window else 0
+        spans.append((min(max(have, passed), blocks), blocks))
+    return spans
