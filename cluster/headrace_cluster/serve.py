@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace_cluster import state
 from headrace_cluster.banner import banner
 from headrace_cluster.controller.view import RouterPlace, View
+from headrace_cluster.controller_keeper import ControllerKeeper
 from headrace_cluster.display import StartDisplay, say, start_display
 from headrace_cluster.ports import check_free, host_port, reachable
 from headrace_cluster.preflight import Preflight
@@ -55,6 +56,7 @@ class Serve:
         self._began = time.monotonic()
         self._secret = read_or_draw(spec.control.secret_file)
         self._session = ClusterSession(spec, self._secret, replica_class)
+        self._keeper = ControllerKeeper(self._session, say)
         self._routers: RouterGroup | None = None
         self._places: list[RouterPlace] = []  # of the routers, when they are known
         self._signals = StopSignals(self._force)
@@ -110,7 +112,10 @@ class Serve:
         """Until every replica is ready and every router says so."""
         shown: set[str] = set()
         while True:
-            view = self._session.view()
+            view = self._keeper.look()
+            if view is None:
+                time.sleep(LOOK_SECONDS)
+                continue
             for entry in view.progress:
                 display.update(entry.replica_id, entry.stage, entry.fraction)
                 shown.add(entry.replica_id)
@@ -173,15 +178,17 @@ class Serve:
         """Until a signal or an admin call asks for a stop. Says what fails and comes back."""
         told: dict[str, str] = {}
         while not self._signals.requested.wait(WATCH_SECONDS):
-            view = self._session.view()
+            for news in self._routers.watch(may_restart=True) if self._routers is not None else ():
+                say(news)
+            view = self._keeper.look()
+            if view is None:
+                continue
             for replica_id, cause in view.failures.items():
                 if _lasting(told.get(replica_id, "")) != _lasting(cause):
                     say(f"{replica_id}: {cause}")
             for replica_id in told.keys() - view.failures.keys():
                 say(f"{replica_id}: ready again")
             told = dict(view.failures)
-            for news in self._routers.watch(may_restart=True) if self._routers is not None else ():
-                say(news)
             if view.stop_requested:
                 return
 
