@@ -9,8 +9,10 @@ import ray.exceptions
 
 from headrace_cluster.controller.driver import StartFailedError
 from headrace_cluster.controller.rank_group import RankGroup
+from headrace_cluster.errors import RoleError
 from headrace_cluster.gpu_binding import GpuBinding, bind_gpus
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.rank_actor import RankActor
 from headrace_cluster.rank_config import ProfileOutcome, StartOrder, StartOutcome
 from headrace_worker.config import Meeting, ReplicaStarted
@@ -129,3 +131,30 @@ def test_a_profile_is_of_every_rank_and_each_says_what_it_has() -> None:
         ProfileOutcome(error="serve with --profile DIR"),
         ProfileOutcome(error="rank 2 of m-0 (process 102) was killed while it was profiled"),
     ]
+
+
+class _Rank0:
+    """An actor's handle that hears of a role, does not answer, or is dead."""
+
+    def __init__(self, error: Exception | None = None, *, deaf: bool = False) -> None:
+        self.roles: list[str] = []
+        self._error, self._deaf = error, deaf
+        self.set_role = _Method(self._set_role)
+
+    async def _set_role(self, role: str) -> None:
+        if self._deaf:
+            await asyncio.Event().wait()
+        if self._error is not None:
+            raise self._error
+        self.roles.append(role)
+
+
+def test_a_role_is_told_to_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_cluster.controller.rank_group.ROLE_SECONDS", 0.05)
+    ranks: list[Any] = [_Rank0(), _Rank0()]
+    asyncio.run(_group(*ranks).set_role(Role.PREFILL))
+    assert [rank.roles for rank in ranks] == [["prefill"], []]
+    for rank, words in ((_Rank0(deaf=True), "does not answer"), (_Rank0(ray.exceptions.RayActorError()), "just ended")):
+        dead: Any = rank
+        with pytest.raises(RoleError, match=rf"rank 0 of m-0 \(process 100\).*{words}"):
+            asyncio.run(_group(dead).set_role(Role.DECODE))

@@ -13,9 +13,11 @@ from headrace_cluster.controller.reconciler import (
     desired_replicas,
 )
 from headrace_cluster.naming import ReplicaName
+from headrace_cluster.pools import Role
 from headrace_cluster.spec import HealthSpec, parse_spec
 
 HEALTH = HealthSpec()
+EVENTS = ("ready", "die", "fail", "silence", "stall", "hold", "release", "stopped")
 
 
 def _reconciler(replicas: int = 1) -> Reconciler:
@@ -179,21 +181,102 @@ def test_what_is_not_wanted_any_more_drains_and_goes() -> None:
     assert reconciler.idle and reconciler.records == {}
 
 
+def test_a_held_replica_drains_is_not_missed_and_comes_back_as_the_next_generation() -> None:
+    reconciler = _reconciler(2)
+    first, second = (action.name for action in reconciler.actions(0.0))
+    for name in (first, second):
+        reconciler.heard(name, State.READY, 0.01, 0.0)
+    record = reconciler.records["smollm2-1"]
+    assert record.answers
+    reconciler.hold("smollm2-1")
+    assert not record.answers and reconciler.ready
+    assert reconciler.actions(1.0) == [Stop(second, drain=True)]
+    reconciler.heard(second, State.READY, 0.01, 1.1)  # a late message does not bring it back
+    assert record.state is State.DRAINING and reconciler.actions(2.0) == []
+    reconciler.stopped(second, 3.0)
+    assert record.state is State.DRAINED and reconciler.ready and not reconciler.idle
+    assert reconciler.actions(500.0) == []
+    reconciler.release("smollm2-1")
+    assert not reconciler.ready
+    (launch,) = reconciler.actions(501.0)
+    assert launch.name == ReplicaName("smollm2-1", 2)
+
+
+def test_held_in_any_state_it_ends_as_drained() -> None:
+    for bring, drain in ((State.STARTING, False), (State.UNHEALTHY, False), (State.READY, True)):
+        reconciler = _reconciler()
+        (launch,) = reconciler.actions(0.0)
+        if bring is not State.STARTING:
+            reconciler.heard(launch.name, bring, 0.01, 0.0)
+        reconciler.hold("smollm2-0")
+        assert reconciler.actions(1.0) == [Stop(launch.name, drain)]
+        reconciler.stopped(launch.name, 2.0)
+        assert reconciler.records["smollm2-0"].state is State.DRAINED
+    reconciler = _reconciler()
+    reconciler.died(_ready(reconciler), "killed", 1.0)
+    reconciler.hold("smollm2-0")
+    assert reconciler.actions(1.0) == []
+    assert reconciler.records["smollm2-0"].state is State.DRAINED
+
+
+def test_a_drained_replica_goes_with_the_spec() -> None:
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.hold("smollm2-0")
+    reconciler.actions(1.0)
+    reconciler.stopped(name, 2.0)
+    reconciler.set_desired(())
+    assert reconciler.actions(3.0) == [] and reconciler.idle and reconciler.records == {}
+
+
+def test_a_drain_forgives_a_crash_loop() -> None:
+    reconciler = _reconciler()
+    now = 0.0
+    name = _ready(reconciler)
+    for _ in range(6):
+        reconciler.died(name, "killed", now)
+        while not (actions := reconciler.actions(now)):
+            now += 0.25
+        name = actions[0].name
+        reconciler.heard(name, State.READY, 0.01, now)
+    reconciler.died(name, "killed", now)
+    reconciler.hold("smollm2-0")
+    assert reconciler.actions(now) == []
+    reconciler.release("smollm2-0")
+    assert len(reconciler.actions(now)) == 1, "whoever brings it back has mended it"
+    assert reconciler.crash_loop(reconciler.records["smollm2-0"], now) == ""
+
+
+def test_pools_are_built_with_their_shapes_and_keep_a_changed_role() -> None:
+    pools = {"prefill": {"replicas": 1, "tp": 2, "pp": 3}, "decode": {"replicas": 2}, "tp": 4}
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [pools]})), HEALTH)
+    launches = [action for action in reconciler.actions(0.0) if isinstance(action, Launch)]
+    assert [(entry.name.replica_id, entry.role, entry.model.tp, entry.model.pp) for entry in launches] == [
+        ("smollm2-0", "decode", 4, 1),
+        ("smollm2-1", "decode", 4, 1),
+        ("smollm2-2", "prefill", 2, 3),
+    ]
+    for entry in launches:
+        reconciler.heard(entry.name, State.READY, 0.01, 0.0)
+    assert [record.answers for record in reconciler.records.values()] == [True, True, False]
+    reconciler.records["smollm2-2"].role = Role.DECODE
+    reconciler.died(launches[2].name, "killed", 1.0)
+    (again,) = reconciler.actions(1.0)
+    assert isinstance(again, Launch) and (again.role, again.model.tp) == (Role.DECODE, 2)
+
+
 def test_ids_stay_unique_where_models_end_alike() -> None:
     spec = parse_spec({"models": [{"source": "a/tiny", "replicas": 2}, {"source": "b/tiny"}]})
     assert [entry.replica_id for entry in desired_replicas(spec)] == ["tiny-0", "tiny-1", "tiny-2"]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@given(
-    events=st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["ready", "die", "fail", "silence", "stall"]), st.floats(0, 40))
-    )
-)
+@given(events=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(EVENTS), st.floats(0, 40))))
 def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tuple[int, str, float]]) -> None:
     """Generations only grow, no build starts before the last one is dead or told to stop, nothing is lost."""
     reconciler = _reconciler(replicas)
     alive: dict[str, ReplicaName] = {}
+    ending: dict[str, ReplicaName] = {}
     generations: dict[str, int] = {}
     now = 0.0
 
@@ -201,17 +284,26 @@ def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tupl
         for action in reconciler.actions(now):
             key = action.name.replica_id
             if isinstance(action, Launch):
-                assert key not in alive
+                assert key not in alive and key not in ending and not reconciler.records[key].held
                 assert action.name.generation == generations.get(key, 0) + 1
                 generations[key] = action.name.generation
                 alive[key] = action.name
             else:
                 assert alive.pop(key) == action.name
+                if reconciler.records[key].state is State.DRAINING:  # else it was given up, and may be built anew
+                    ending[key] = action.name
 
     act()
     for index, kind, delay in events:
-        name = alive.get(f"smollm2-{index % replicas}")
-        if name is not None and kind == "ready":
+        key = f"smollm2-{index % replicas}"
+        name = alive.get(key)
+        if kind == "hold":
+            reconciler.hold(key)
+        elif kind == "release":
+            reconciler.release(key)
+        elif kind == "stopped" and key in ending:
+            reconciler.stopped(ending.pop(key), now)
+        elif name is not None and kind == "ready":
             reconciler.heard(name, State.READY, 0.01, now)
         elif name is not None and kind == "stall":
             reconciler.heard(name, State.UNHEALTHY, 0.01, now)
@@ -223,6 +315,13 @@ def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tupl
             reconciler.start_failed(name, "failed", now, final=False)
         now += delay
         act()
+    for key in list(reconciler.records):
+        if key in ending:
+            reconciler.stopped(ending.pop(key), now)
+        if reconciler.records[key].held:
+            act()
+            assert reconciler.records[key].down or key in alive
+            reconciler.release(key)
     if not reconciler.fatal:
         now += BACKOFF_LIMIT_SECONDS + HEALTH.replace_seconds + HEALTH.silence_seconds
         act()

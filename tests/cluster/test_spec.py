@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.pools import Pool, Role
 from headrace_cluster.sizes import format_bytes, parse_bytes
 from headrace_cluster.spec import ClusterSpec, default_name, parse_spec
 
@@ -58,6 +59,13 @@ def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: p
         ({"admin": {"host": "0.0.0.0"}}, "admin.host"),
         ({"limits": {"no": 1}}, "unknown key 'limits.no'"),
         ({"cluster": "Not A Name"}, "cluster"),
+        ({"models": [{"prefill": {}}]}, "prefill is given without decode"),
+        ({"models": [{"decode": {"replicas": 2}}]}, "decode is given without prefill"),
+        ({"models": [{"prefill": {}, "decode": {}, "replicas": 2}]}, "replicas is given beside prefill and decode"),
+        ({"models": [{"prefill": {"replicas": 0}, "decode": {}}]}, "models[0].prefill.replicas"),
+        ({"models": [{"prefill": {}, "decode": {"tp": 0}}]}, "models[0].decode.tp"),
+        ({"models": [{"prefill": {"dp": 1}, "decode": {}}]}, "unknown key 'models[0].prefill.dp'"),
+        ({"models": [{"prefill": {"tp": 1}, "decode": {}, "tp": 2, "ep": True}]}, "ep"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_its_field(data: dict[str, object], words: str) -> None:
@@ -83,6 +91,19 @@ def test_the_spec_survives_json() -> None:
     spec = parse_spec({"models": [{"source": "smollm2", "kv_cache_memory": "1.5GiB"}], "ray": {"address": "auto"}})
     assert spec.models[0].kv_cache_memory == 3 << 29
     assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
+    pools = parse_spec({"models": [{"prefill": {"tp": 2}, "decode": {"replicas": 2}}]})
+    assert ClusterSpec.model_validate_json(pools.model_dump_json()) == pools
+
+
+def test_pools_have_the_models_shape_unless_they_have_their_own() -> None:
+    data = {"tp": 2, "pp": 3, "prefill": {"replicas": 4, "pp": 1}, "decode": {"tp": 1}}
+    (model,) = parse_spec({"models": [data]}).models
+    assert model.pools == (Pool(Role.DECODE, 1, 1, 3), Pool(Role.PREFILL, 4, 2, 1))
+    assert [pool.ranks for pool in model.pools] == [3, 8]
+    shaped = model.shaped(model.pools[1])
+    assert (shaped.tp, shaped.pp, shaped.ranks, shaped.pools) == (2, 1, 2, (Pool(Role.BOTH, 1, 2, 1),))
+    (plain,) = parse_spec({"models": [{"replicas": 3, "tp": 2}]}).models
+    assert plain.pools == (Pool(Role.BOTH, 3, 2, 1),)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ class Rig:
         layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
         shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
         desk = PairDesk(lambda: identity, shards, self.loop, "127.0.0.1", lambda pair, opened: None)
-        description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(description, self.loop, bench.kv.start_chain, b"b" * 16, desk, SECRET)
+        self.description = Description(facts, b"t" * (3 << 19))
+        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, desk, SECRET)
         self.address = self.server.start(self.servicer)
         self.loop.start()
 
@@ -193,6 +193,29 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_rig: Make) -> None
     facts, tokenizer = asyncio.run(describe(b""))
     assert (facts.max_model_len, len(tokenizer)) == (200, 3 << 19)
     assert asyncio.run(describe(b"d"))[1] == b""
+
+
+def test_a_new_role_is_told_from_the_next_message_on(make_rig: Make) -> None:
+    rig = make_rig()
+
+    async def roles() -> list[int]:
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            stub, metadata = rig.stub(channel), secret_metadata(SECRET)
+            facts = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
+            watch = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
+            before = (await watch.read()).identity
+            rig.description.set_role(pb.ROLE_PREFILL)
+            after = (await watch.read()).identity
+            again = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
+            call = stub.Serve(metadata=metadata)
+            await call.write(pb.RouterFrame(hello=HELLO))
+            hello = (await call.read()).hello
+            assert again.max_model_len == facts.max_model_len and again.identity.boot_id == facts.identity.boot_id
+            found = [facts.identity.role, before.role, after.role, again.identity.role, hello.role]
+        return found
+
+    unset = pb.ROLE_UNSPECIFIED
+    assert asyncio.run(roles()) == [unset, unset, pb.ROLE_PREFILL, pb.ROLE_PREFILL, pb.ROLE_PREFILL]
 
 
 def test_cache_events_rebuild_what_is_findable(make_rig: Make) -> None:

@@ -13,6 +13,7 @@ from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.orders import replica_orders
 from headrace_cluster.controller.ray_driver import RayDriver
+from headrace_cluster.controller.status import trouble
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.controller.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.rank_config import NODE_HOST
@@ -79,11 +80,9 @@ class ControllerActor:
             routers=[RouterPlace(r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
             memory=self._supervisor.memory(),
             failures={
-                entry["id"]: entry["note"]
+                entry["id"]: why
                 for entry in status["replicas"]
-                if entry["note"]
-                and entry["state"] in ("dead", "unhealthy", "starting", "drained")
-                and entry["generation"] > 0
+                if (why := trouble(reconciler.records[entry["id"]], entry["note"]))
             },
         )
         return msgspec.msgpack.encode(view)

@@ -153,6 +153,8 @@ class Reconciler:
         """The replica is wanted again: it is built at once, or as soon as it is drained."""
         record = self.records[replica_id]
         record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
+        if record.state is State.DRAINED:
+            record.state = State.DEAD
 
     def adopted(self, name: ReplicaName, now: float) -> None:
         """A build of an earlier controller is up, and goes on as the newest of its replica."""
@@ -218,7 +220,7 @@ class Reconciler:
             drain = record.state is State.READY
             self._enter(record, State.DRAINING, now)
             return [Stop(record.name, drain)]
-        if record.down:
+        if record.state is State.DEAD:
             if self.fatal or now < record.not_before:
                 return []
             record.generation += 1

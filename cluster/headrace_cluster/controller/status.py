@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace_cluster.controller.driver import RankFacts
-from headrace_cluster.controller.reconciler import Record
+from headrace_cluster.controller.reconciler import Record, State
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.rank_config import ProfileOutcome
 from headrace_proto import control_pb2, replica_pb2
@@ -31,6 +31,17 @@ def replica_status(
         "generation": record.generation,
         "note": note,
     }
+
+
+def trouble(record: Record, note: str) -> str:
+    """Why a replica that was up is not: what `serve` says once, hence without stages and seconds. Else empty."""
+    if record.held:
+        return note if record.state is State.DRAINED else "draining"
+    if record.state in (State.READY, State.DRAINING) or not record.generation:
+        return ""
+    if record.state is not State.UNHEALTHY and not record.cause:
+        return "it is built again" if record.ever_ready else ""
+    return note
 
 
 def router_status(router: control_pb2.RouterInfo) -> dict[str, Any]:

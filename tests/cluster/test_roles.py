@@ -1,0 +1,167 @@
+"""Pools and roles: what is built, who may change its role, and what routers hear of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from conftest import FakeDriver
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.errors import RoleError
+from headrace_cluster.naming import ReplicaName
+from headrace_cluster.spec import parse_spec
+from headrace_proto import replica_pb2
+
+Eventually = Callable[..., Awaitable[Any]]
+
+HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.5, "replace_seconds": 0.4, "drain_seconds": 2}
+POOLS = {"prefill": {"replicas": 1, "tp": 2}, "decode": {"replicas": 2}}
+NAMES = {replica_pb2.ROLE_BOTH: "both", replica_pb2.ROLE_PREFILL: "prefill", replica_pb2.ROLE_DECODE: "decode"}
+
+
+@asynccontextmanager
+async def _ready(
+    driver: FakeDriver, secret: bytes, eventually: Eventually, **model: Any
+) -> AsyncIterator[tuple[Supervisor, Membership]]:
+    membership = Membership()
+    supervisor = Supervisor(parse_spec({"models": [model or POOLS], "health": HEALTH}), driver, membership, secret)
+    supervisor.start()
+    try:
+        await eventually(lambda: supervisor.reconciler.ready)
+        yield supervisor, membership
+    finally:
+        await supervisor.stop()
+
+
+async def _listed(membership: Membership) -> dict[str, str]:
+    """Roles as a router that asks now is told."""
+    members = await anext(membership.watch())
+    return {member.identity.replica_id: NAMES[member.identity.role] for member in members.members}
+
+
+def test_each_replica_has_the_role_and_the_shape_of_its_pool(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, membership):
+            document = json.loads(json.dumps(supervisor.status()))
+            assert [(r["id"], r["role"], r["tp"], r["pp"]) for r in document["replicas"]] == [
+                ("smollm2-0", "decode", 1, 1),
+                ("smollm2-1", "decode", 1, 1),
+                ("smollm2-2", "prefill", 2, 1),
+            ]
+            assert await _listed(membership) == {"smollm2-0": "decode", "smollm2-1": "decode", "smollm2-2": "prefill"}
+            assert [driver.replicas[ReplicaName(f"smollm2-{i}", 1)].role for i in range(3)] == [
+                "decode",
+                "decode",
+                "prefill",
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_a_flip_reaches_routers_at_once_and_outlives_the_build(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, membership):
+            for replica_id, role in (("smollm2-2", "both"), ("smollm2-0", "prefill")):
+                document = await supervisor.roles.flip(replica_id, role)
+                assert (document["id"], document["role"], document["generation"]) == (replica_id, role, 1)
+                assert (await _listed(membership))[replica_id] == role, "before the answer, whatever health says"
+                assert driver.replicas[ReplicaName(replica_id, 1)].role == role
+            assert [name for name, _ in driver.calls].count("launch") == 3, "nothing is built for it"
+            driver.kill(ReplicaName("smollm2-0", 1))
+            await eventually(lambda: supervisor.reconciler.records["smollm2-0"].generation == 2)
+            await eventually(lambda: supervisor.reconciler.ready)
+            assert driver.replicas[ReplicaName("smollm2-0", 2)].role == "prefill"
+            await asyncio.sleep(0.1)
+            assert (await _listed(membership))["smollm2-0"] == "prefill"
+
+    asyncio.run(scenario())
+
+
+def test_a_stale_health_message_says_no_role(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, membership):
+            await supervisor.roles.flip("smollm2-0", "both")
+            driver.replicas[ReplicaName("smollm2-0", 1)].role = "prefill"
+            await asyncio.sleep(0.3)
+            assert (await _listed(membership))["smollm2-0"] == "both"
+            assert supervisor.status()["replicas"][0]["role"] == "both"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "role", "words"),
+    [
+        ("other-0", "decode", ("no replica 'other-0'", "smollm2-0, smollm2-1, smollm2-2")),
+        ("smollm2-0", "encode", ("prefill, decode or both", "'encode'")),
+        ("smollm2-0", "prefill", ("smollm2-0 is the only ready replica", "another one")),
+        ("smollm2-1", "prefill", ("smollm2-1 is dead", "ready")),
+    ],
+)
+def test_what_is_refused(
+    driver: FakeDriver, secret: bytes, eventually: Eventually, replica_id: str, role: str, words: tuple[str, ...]
+) -> None:
+    """One of the two that decode is down, and stays so for a while."""
+
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, membership):
+            record = supervisor.reconciler.records["smollm2-1"]
+            record.failures = [supervisor._clock()] * 5  # the next build is some seconds away
+            driver.kill(ReplicaName("smollm2-1", 1))
+            await eventually(lambda: str(record.state) == "dead")
+            with pytest.raises(RoleError) as raised:
+                await supervisor.roles.flip(replica_id, role)
+            assert all(word in str(raised.value) for word in words), str(raised.value)
+            assert (await _listed(membership))["smollm2-0"] == "decode"
+            assert "role" not in [name for name, _ in driver.calls]
+
+    asyncio.run(scenario())
+
+
+def test_two_flips_at_a_time_do_not_leave_nobody(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    """Each is allowed alone; while the first is on its way the second must see it."""
+
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, _):
+            driver.role_gate.clear()
+            flips = [asyncio.create_task(supervisor.roles.flip(f"smollm2-{i}", "prefill")) for i in (0, 1)]
+            await eventually(lambda: "role" in [name for name, _ in driver.calls])
+            driver.role_gate.set()
+            outcomes = await asyncio.gather(*flips, return_exceptions=True)
+            assert [isinstance(outcome, RoleError) for outcome in outcomes] == [False, True]
+            assert supervisor.reconciler.records["smollm2-1"].answers
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_does_not_hear_keeps_its_role(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually) as (supervisor, membership):
+            driver.deaf.add(ReplicaName("smollm2-2", 1))
+            with pytest.raises(RoleError, match="does not answer"):
+                await supervisor.roles.flip("smollm2-2", "decode")
+            assert (await _listed(membership))["smollm2-2"] == "prefill"
+            assert supervisor.reconciler.records["smollm2-2"].role == "prefill"
+
+    asyncio.run(scenario())
+
+
+def test_without_pools_every_replica_does_both(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, secret, eventually, replicas=2) as (supervisor, membership):
+            assert set((await _listed(membership)).values()) == {"both"}
+            await supervisor.roles.flip("smollm2-1", "prefill")
+            with pytest.raises(RoleError, match="leave nobody to answer"):
+                await supervisor.roles.flip("smollm2-0", "prefill")
+            again = await supervisor.roles.flip("smollm2-1", "prefill")
+            assert (again["before"], again["role"]) == ("prefill", "prefill")
+
+    asyncio.run(scenario())

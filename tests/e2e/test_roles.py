@@ -1,0 +1,179 @@
+"""Pools, roles that flip and replicas that are drained, under load: nobody's stream fails, no token is another."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from headrace_process import SMALL, Serve
+from metrics_page import Metrics
+from plain_model import PlainModel
+from streams import Outcome, run_streams
+
+LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
+COUNT = 8
+TOKENS = 160  # long enough for a command to start meanwhile on a busy machine
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """smollm2-0 and smollm2-1 answer, smollm2-2 computes prompts. The tests hand it on, in order."""
+    serve = Serve(tmp_path_factory.mktemp("roles") / "home", *LEAN, "--prefill", "1", "--decode", "2")
+    try:
+        yield serve.await_ready()
+    finally:
+        serve.close()
+
+
+@pytest.fixture(scope="module")
+def bodies() -> list[dict[str, Any]]:
+    """Greedy, half of them with prompts that are worth a prefill replica."""
+    random = Random(3)
+    lengths = [12, 200] * (COUNT // 2)
+    return [
+        {
+            "model": "smollm2",
+            "prompt": [random.randrange(20, 40_000) for _ in range(length)],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for length in lengths
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools: Serve, bodies: list[dict[str, Any]]) -> list[Outcome]:
+    return run_streams(pools.url, bodies)
+
+
+def _status(serve: Serve) -> dict[str, dict[str, Any]]:
+    document = json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
+    return {entry["id"]: entry for entry in document["replicas"]}
+
+
+def _headrace(serve: Serve, *arguments: str) -> Any:
+    return serve.run(*arguments, "--admin-port", str(serve.admin_port))
+
+
+def _generated(serve: Serve, replica: str) -> float:
+    return Metrics(serve.url).value("vllm:generation_tokens_total", replica=replica)
+
+
+@contextmanager
+def _under_load(
+    serve: Serve, bodies: list[dict[str, Any]], on: str, eventually: Callable[..., None]
+) -> Iterator[list[Outcome]]:
+    """All streams run meanwhile, those of `on` with tokens out; the outcomes are there after the block."""
+    outcomes: list[Outcome] = []
+    before = _generated(serve, on)
+    running = threading.Thread(target=lambda: outcomes.extend(run_streams(serve.url, bodies)))
+    running.start()
+    eventually(lambda: _generated(serve, on) > before + 8, 30, f"that {on} answers")
+    yield outcomes
+    running.join(90)
+
+
+def _same(outcomes: list[Outcome], expected: list[Outcome], bodies: list[dict[str, Any]]) -> None:
+    """Every stream complete; tokens as undisturbed, as far as they go, but for ties (docs/design.md)."""
+    bad = [outcome for outcome in outcomes if not outcome.complete]
+    assert len(outcomes) == len(expected) and not bad, bad[:3]
+    pairs = enumerate(zip(outcomes, expected, strict=True))
+    different = [index for index, (one, two) in pairs if one.token_ids != two.token_ids[: len(one.token_ids)]]
+    if different:
+        plain = PlainModel()
+        print("ties:", sum(plain.ties(bodies[index]["prompt"], outcomes[index].token_ids) for index in different))
+
+
+def test_each_replica_has_its_role(pools: Serve, undisturbed: list[Outcome]) -> None:
+    assert [(entry["role"], entry["tp"], entry["pp"], entry["state"]) for entry in _status(pools).values()] == [
+        ("decode", 1, 1, "ready"),
+        ("decode", 1, 1, "ready"),
+        ("prefill", 1, 1, "ready"),
+    ]
+    table = _headrace(pools, "status").stdout
+    assert "prefill" in table and "tp×pp" in table
+    assert "smollm2-2  prefill, cpu" in pools.said and "smollm2-0  decode, cpu" in pools.said
+    print(next(line for line in pools.said.splitlines() if "is ready after" in line))
+    assert all(outcome.complete for outcome in undisturbed)
+    generated = [_generated(pools, f"smollm2-{index}") for index in range(3)]
+    assert generated[0] and generated[1] and generated[2] == 0, "only those that decode answer"
+
+
+def test_a_role_flips_under_load(
+    pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
+) -> None:
+    with _under_load(pools, bodies, "smollm2-0", eventually) as outcomes:
+        flipped = json.loads(_headrace(pools, "role", "smollm2-0", "prefill", "--json").stdout)
+        pool = json.loads(_headrace(pools, "role", "smollm2-2", "both", "--json").stdout)
+        assert not outcomes, "the streams still run"
+    print(f"flips under {COUNT} streams: {flipped['seconds']:.3f} s, {pool['seconds']:.3f} s")
+    assert max(flipped["seconds"], pool["seconds"]) <= 1.0
+    assert (flipped["before"], flipped["role"]) == ("decode", "prefill")
+    assert (pool["before"], pool["role"]) == ("prefill", "both")
+    _same(outcomes, undisturbed, bodies)
+    quiet = _generated(pools, "smollm2-0")
+    helper = _generated(pools, "smollm2-2")
+    assert all(outcome.complete for outcome in run_streams(pools.url, [body | {"max_tokens": 4} for body in bodies]))
+    assert _generated(pools, "smollm2-0") == quiet, "nothing new is placed there"
+    assert _generated(pools, "smollm2-2") > helper
+    status = _status(pools)
+    assert [(entry["role"], entry["generation"]) for entry in status.values()] == [
+        ("prefill", 1),
+        ("decode", 1),
+        ("both", 1),
+    ]
+
+
+def test_a_drain_under_load_moves_what_does_not_finish(
+    pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
+) -> None:
+    (pid,) = (rank["pid"] for rank in _status(pools)["smollm2-1"]["ranks"])
+    with _under_load(pools, bodies, "smollm2-1", eventually) as outcomes:
+        done = _headrace(pools, "drain", "smollm2-1", "--seconds", "0.3")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("headrace: smollm2-1 is drained")
+    _same(outcomes, undisturbed, bodies)
+    assert Metrics(pools.url)["headrace_migrations_total"] >= 1
+    drained = _status(pools)["smollm2-1"]
+    assert (drained["state"], drained["ranks"], drained["generation"]) == ("drained", [], 1)
+    assert not os.path.exists(f"/proc/{pid}"), "its memory is free"
+    assert httpx.get(f"{pools.url}/health/ready", trust_env=False).status_code == 200
+    _same(run_streams(pools.url, [body | {"max_tokens": 4} for body in bodies[:2]]), undisturbed[:2], bodies)
+
+
+def test_what_is_refused_is_a_sentence(pools: Serve) -> None:
+    """Of those that decode only smollm2-2 is up."""
+    for arguments, words in (
+        (("role", "smollm2-2", "prefill"), "is the only ready replica of smollm2 that can decode"),
+        (("role", "smollm2-1", "both"), "smollm2-1 is drained"),
+        (("role", "smollm2-7", "both"), "there are: smollm2-0, smollm2-1, smollm2-2"),
+        (("role", "smollm2-2", "encode"), "prefill, decode or both"),
+        (("drain", "smollm2-2"), "--force"),
+        (("drain", "nobody"), "there are: smollm2-0, smollm2-1, smollm2-2"),
+        (("undrain", "smollm2-0"), "smollm2-0 is ready, not drained"),
+    ):
+        done = _headrace(pools, *arguments)
+        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [entry["state"] for entry in _status(pools).values()] == ["ready", "drained", "ready"]
+
+
+def test_a_drained_replica_comes_back(
+    pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
+) -> None:
+    done = _headrace(pools, "undrain", "smollm2-1", "--json")
+    assert done.returncode == 0, done.stderr
+    entry = json.loads(done.stdout)
+    assert (entry["id"], entry["state"], entry["generation"], entry["role"]) == ("smollm2-1", "ready", 2, "decode")
+    assert json.loads(_headrace(pools, "role", "smollm2-2", "prefill", "--json").stdout)["role"] == "prefill"
+    _same(run_streams(pools.url, [body | {"max_tokens": 4} for body in bodies]), undisturbed, bodies)
+    eventually(lambda: "headrace: smollm2-1: ready again" in pools.said, 5)
+    news = [line for line in pools.said.partition("Talk to it")[2].splitlines() if "smollm2-1" in line]
+    said = [line.removeprefix("headrace: smollm2-1: ").partition(";")[0] for line in news]
+    assert [words for words in said if words != "draining"] == ["drained", "it is built again", "ready again"]
