@@ -105,7 +105,7 @@ class ClusterSession:
         admin = self.spec.admin.model_copy(update={"port": self.opened.admin_port})
         try:
             self.opened = self._open(self.spec.model_copy(update={"control": control, "admin": admin}), memory)
-        except ray.exceptions.RayError as error:  # a timeout is one, too
+        except (ray.exceptions.RayError, ValueError) as error:  # a timeout is the one, a name in use the other
             raise ControllerLostError("the controller's process ended, or did not answer, while it started") from error
 
     def _open(self, spec: ClusterSpec, memory: ControllerMemory | None) -> Opened:

@@ -140,7 +140,9 @@ class RoutersSpec(_Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="interface to listen on")
     port: Port = Field(default=8000, description="HTTP; 0 = any free port")
     grpc_port: Port = Field(default=8001, description="gRPC; 0 = any free port")
-    count: int = Field(default=1, ge=1, le=64, description="router processes that share the two ports")
+    count: int = Field(
+        default=1, ge=1, le=64, description="router processes that share the two ports; limits count in each"
+    )
     metrics_port: Port = Field(
         default=0, description="of the first of several routers, the next has the next one; 0 = any free ports"
     )
