@@ -1,14 +1,22 @@
 """What is said once everything is up."""
 
+from collections.abc import Sequence
+
 from headrace_cluster.sizes import format_bytes
 from headrace_cluster.state import ServeState
 from headrace_worker.config import ReplicaStarted
 
 
 def banner(
-    state: ServeState, started: dict[str, ReplicaStarted], roles: dict[str, str], seconds: float, *, auth: bool
+    state: ServeState,
+    started: dict[str, ReplicaStarted],
+    roles: dict[str, str],
+    seconds: float,
+    *,
+    metrics: Sequence[str],
+    auth: bool,
 ) -> str:
-    """Every address, and per replica what it runs on. Plain text, aligned."""
+    """Every address, and per replica what it runs on. Plain text, aligned. metrics: host:port of each router."""
     lines = [f"{', '.join(state.models)} is ready after {seconds:.1f} s"]
     rows: list[tuple[str, str]] = []
     if state.http_url:
@@ -17,7 +25,7 @@ def banner(
             ("API", f"{url}/v1" + ("  (needs an API key)" if auth else "")),
             ("docs", f"{url}/docs"),
             ("health", f"{url}/health"),
-            ("metrics", f"{url}/metrics"),
+            *(("metrics" if not index else "", f"http://{own}/metrics") for index, own in enumerate(metrics)),
             ("gRPC", state.grpc_address),
         ]
     rows.append(("admin", f"{state.admin_url}  (headrace status, headrace stop; its key is kept for you)"))

@@ -23,6 +23,14 @@ class ReplicaFailedError(HeadraceError):
     """A replica could not start; the sentence is its own."""
 
 
+class ControllerLostError(HeadraceError):
+    """The controller's process ended, or does not answer."""
+
+
+class ControllerFailedError(HeadraceError):
+    """The controller ends again and again."""
+
+
 class RouterFailedError(HeadraceError):
     """The router process ended."""
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from headrace_cluster.rank_config import NODE_HOST, REPLICA_CLASS, ProfileOutcome, StartOrder, StartOutcome
+from headrace_cluster.rank_config import (
+    NODE_HOST,
+    REPLICA_CLASS,
+    ProfileOutcome,
+    RankReport,
+    StartOrder,
+    StartOutcome,
+    fingerprint,
+)
 from headrace_proto.errors import HeadraceError
 from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.parallel.errors import RankLostError
@@ -25,12 +33,18 @@ class RankActor:
 
         # The command line's Ctrl-C is not for ranks: they end in order. Ray has put workers into their own group.
         self._config = msgspec.msgpack.decode(config, type=ReplicaConfig)
+        self._fingerprint = fingerprint(self._config)
         self._node = str(ray.util.get_node_ip_address())
         if self._config.host == NODE_HOST:
             self._config = msgspec.structs.replace(self._config, host=self._node)
         self._rank = rank
         self._replica_class = replica_class
         self._replica: Any = None
+        self._role = self._config.role
+        self._draining = False
+        self._started: ReplicaStarted | None = None
+        self._ended = threading.Event()
+        self._cause = ""
         self._progress = ("importing the engine", 0.0)
         if threading.current_thread() is threading.main_thread():
             # Without a handler it would end the process.
@@ -41,6 +55,21 @@ class RankActor:
         import ray
 
         return os.getpid(), self._node, [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def report(self) -> bytes:
+        """An encoded RankReport, at any time."""
+        pid, node, gpus = self.facts()
+        report = RankReport(
+            pid=pid,
+            node=node,
+            gpus=gpus,
+            fingerprint=self._fingerprint,
+            role=self._role,
+            started=self._started,
+            draining=self._draining,
+            ended=self._ended.is_set(),
+        )
+        return msgspec.msgpack.encode(report)
 
     def open_meeting(self) -> bytes:
         """Of rank 0 of several: an encoded StartOutcome with the meeting that all ranks are to start with."""
@@ -59,23 +88,22 @@ class RankActor:
         """What `start` is doing, and how far it is, 0..1."""
         return self._progress
 
-    def wait(self) -> str:
-        """Blocks until the replica ends; returns why."""
-        try:
-            self._replica.wait()
-        except HeadraceError as error:
-            return str(error)
-        except Exception as error:
-            traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
-        return "it was stopped"
+    def wait(self, seconds: float) -> str | None:
+        """Blocks until the replica ends, and returns why; None when so many seconds are over.
+
+        It has to be asked again and again, since a call has one of this actor's few threads, also when the controller
+        that asked is gone.
+        """
+        return self._cause if self._ended.wait(seconds) else None
 
     def set_role(self, role: str) -> None:
         """What routers are to use the replica for from now on. Of rank 0."""
         self._replica.set_role(role)
+        self._role = role
 
     def drain(self) -> None:
         """Takes no new requests."""
+        self._draining = True
         if self._replica is not None:
             self._replica.drain()
 
@@ -106,7 +134,20 @@ class RankActor:
     def _start(self, meeting: Meeting | None) -> ReplicaStarted:
         replica = self._replica or self._make()
         started: ReplicaStarted = replica.start(meeting) if meeting is not None else replica.start()
+        threading.Thread(target=self._await_end, name="end of the replica", daemon=True).start()
+        self._started = started
         return started
+
+    def _await_end(self) -> None:
+        try:
+            self._replica.wait()
+            self._cause = "it was stopped"
+        except HeadraceError as error:
+            self._cause = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._cause = f"{type(error).__name__}: {error}"
+        self._ended.set()
 
     def _make(self) -> Any:
         module, _, name = self._replica_class.partition(":")

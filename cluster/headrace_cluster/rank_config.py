@@ -1,8 +1,10 @@
 """What the controller and a rank's actor say to each other: plain data, msgpack-encoded."""
 
+from hashlib import blake2b
+
 import msgspec
 
-from headrace_worker.config import Meeting, ReplicaStarted
+from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling import ProfileReport
 
 NODE_HOST = "node"  # as ReplicaConfig.host: the address by which Ray knows this node
@@ -25,6 +27,28 @@ class StartOutcome(msgspec.Struct, frozen=True):
     error: str = ""
     final: bool = False  # the next try would end the same way
     secondary: bool = False  # another rank is to blame
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says to a controller that did not start it."""
+
+    pid: int
+    node: str
+    gpus: list[str]  # that Ray keeps for it
+    fingerprint: bytes
+    role: str
+    started: ReplicaStarted | None  # none: `start` is not done, or it failed
+    draining: bool
+    ended: bool  # its loop, by itself or because it was stopped
+
+
+def fingerprint(config: ReplicaConfig) -> bytes:
+    """16 bytes, the same for configs of which one can stand for the other.
+
+    All counts but the number of the build, what may change while it runs, and what is derived from the machine.
+    """
+    same = msgspec.structs.replace(config, generation=0, role="both", cpu_threads=None)
+    return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 
 class ProfileOutcome(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from ray.util import list_named_actors, placement_group_table, remove_placement_
 from ray.util.placement_group import get_placement_group
 
 from headrace_cluster import naming
+from headrace_cluster.naming import ReplicaName
 
 
 def find_actor(name: str, cluster: str) -> Any | None:
@@ -32,15 +33,26 @@ def remove_group(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
+def rank_actors(cluster: str) -> dict[tuple[ReplicaName, int], Any]:
+    """The handles of a cluster's ranks that live, by build and rank."""
+    space = naming.namespace(cluster)
+    names = [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == space]
+    found = {rank: find_actor(name, cluster) for name in names if (rank := naming.parse_rank(name)) is not None}
+    return {rank: actor for rank, actor in found.items() if actor is not None}
+
+
+def groups(cluster: str) -> set[ReplicaName]:
+    """The builds that have a place."""
+    names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return {build for name in names if (build := naming.parse_group(name, cluster)) is not None}
+
+
 def end_ranks(cluster: str) -> None:
     """Ends every rank and placement group of a cluster."""
-    space = naming.namespace(cluster)
-    for entry in list_named_actors(all_namespaces=True):
-        if entry["namespace"] == space and naming.parse_rank(entry["name"]) is not None:
-            kill_actor(entry["name"], cluster)
-    for group in placement_group_table().values():
-        if group["state"] != "REMOVED" and naming.parse_group(group["name"], cluster) is not None:
-            remove_group(group["name"])
+    for name, rank in rank_actors(cluster):
+        kill_actor(name.rank(rank), cluster)
+    for name in groups(cluster):
+        remove_group(name.group(cluster))
 
 
 def end_cluster(cluster: str) -> None:

@@ -57,8 +57,9 @@ def decode_config(text: str) -> RouterConfig:
 class RouterProcess:
     """One router under supervision. Not thread-safe; create it in the main thread, with which it dies."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, called: str = "the router") -> None:
         self._config = config
+        self._called = called
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._restart_at: float | None = None
@@ -81,9 +82,9 @@ class RouterProcess:
         self._started_at = time.monotonic()
         self._restart_at = None
 
-    def keep_ports(self, http: int, grpc: int) -> None:
+    def keep_ports(self, http: int, grpc: int, metrics: int | None = None) -> None:
         """Ports that it was given by the system: started again, it listens where clients know it."""
-        self._config = self._config.model_copy(update={"port": http, "grpc_port": grpc})
+        self._config = self._config.model_copy(update={"port": http, "grpc_port": grpc, "metrics_port": metrics})
 
     def watch(self, *, may_restart: bool) -> str:
         """Starts it again after it died; returns a sentence when that was just noticed, else an empty string.
@@ -101,24 +102,34 @@ class RouterProcess:
             return ""
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         if not may_restart or code == EXIT_CONFIG:
-            raise RouterFailedError(f"the router ended ({how}); what it said is above")
+            raise RouterFailedError(f"{self._called} ended ({how}); what it said is above")
         if now - self._started_at > STABLE_SECONDS:
             self._failures = 0
         delay = RESTART_SECONDS[min(self._failures, len(RESTART_SECONDS) - 1)]
         self._failures += 1
         self._restart_at = now + delay
-        return f"the router ended ({how}); starting it again in {delay:g} s"
+        return f"{self._called} ended ({how}); starting it again in {delay:g} s"
 
-    def stop(self) -> None:
-        """Lets requests in flight finish within the router's own limit, then ends it."""
-        if self._process is None or self._process.poll() is not None:
+    def terminate(self) -> None:
+        """Tells it to stop in order, and does not wait."""
+        self._restart_at = None
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def await_end(self) -> None:
+        """After `terminate`: requests in flight finish within the router's own limit, then it is ended."""
+        if self._process is None:
             return
-        self._process.terminate()
         try:
             self._process.wait(self._config.shutdown_seconds + 3)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def stop(self) -> None:
+        """Both: tells it, and waits."""
+        self.terminate()
+        self.await_end()
 
     def kill(self) -> None:
         """Ends it now."""

@@ -1,6 +1,5 @@
 """`headrace serve` and `headrace controller`: start in order, watch, stop in order."""
 
-import http.client
 import os
 import time
 from dataclasses import replace
@@ -9,13 +8,13 @@ from pathlib import Path
 from headrace_cluster import state
 from headrace_cluster.banner import banner
 from headrace_cluster.controller.view import RouterPlace, View
+from headrace_cluster.controller_keeper import ControllerKeeper
 from headrace_cluster.display import StartDisplay, say, start_display
-from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.ports import check_free, host_port, reachable
 from headrace_cluster.preflight import Preflight
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_config import REPLICA_CLASS
-from headrace_cluster.router_process import RouterProcess, router_config
+from headrace_cluster.router_group import RouterGroup, port_of
 from headrace_cluster.secret_file import read_or_draw
 from headrace_cluster.session import ClusterSession
 from headrace_cluster.signals import StopSignals
@@ -38,6 +37,10 @@ def check(spec: ClusterSpec, *, with_router: bool) -> None:
             (spec.routers.host, spec.routers.port, "--port"),
             (spec.routers.host, spec.routers.grpc_port, "--grpc-port"),
         ]
+        if spec.routers.count > 1 and spec.routers.metrics_port:
+            first = spec.routers.metrics_port
+            own = range(first, first + spec.routers.count)
+            ports += [(spec.routers.host, port, "routers.metrics_port") for port in own]
     for host, port, flag in ports:
         check_free(host, port, flag)
     for model in spec.models:
@@ -53,7 +56,9 @@ class Serve:
         self._began = time.monotonic()
         self._secret = read_or_draw(spec.control.secret_file)
         self._session = ClusterSession(spec, self._secret, replica_class)
-        self._router: RouterProcess | None = None
+        self._keeper = ControllerKeeper(self._session, say)
+        self._routers: RouterGroup | None = None
+        self._places: list[RouterPlace] = []  # of the routers, when they are known
         self._signals = StopSignals(self._force)
         self._state: ServeState | None = None
         self._preflight = Preflight(())
@@ -93,32 +98,38 @@ class Serve:
             control = host_port(opened.control_host, opened.control_port)
             self._save(control)
             if self._with_router:
-                self._router = RouterProcess(router_config(self._spec, control, self._secret))
-                self._router.start()
+                self._routers = RouterGroup(self._spec, control, self._secret)
+                self._routers.start()
             view = self._await_ready(display)
         assert self._state is not None
         seconds = time.monotonic() - self._began
-        say(banner(self._state, view.started, view.roles, seconds, auth=self._spec.auth.has_keys))
+        host = reachable(self._spec.routers.host)
+        metrics = [host_port(host, port_of(place.metrics)) for place in self._places]
+        auth = self._spec.auth.has_keys
+        say(banner(self._state, view.started, view.roles, seconds, metrics=metrics, auth=auth))
 
     def _await_ready(self, display: StartDisplay) -> View:
-        """Until every replica is ready and the router says so."""
+        """Until every replica is ready and every router says so."""
         shown: set[str] = set()
         while True:
-            view = self._session.view()
+            view = self._keeper.look()
+            if view is None:
+                time.sleep(LOOK_SECONDS)
+                continue
             for entry in view.progress:
                 display.update(entry.replica_id, entry.stage, entry.fraction)
                 shown.add(entry.replica_id)
             for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
                 display.update(replica_id, "ready", 1.0)
-            if self._router is None:
+            if self._routers is None:
                 if view.ready:
                     return view
             else:
-                self._router.watch(may_restart=False)
-                place = next((place for place in view.routers if place.pid == self._router.pid), None)
-                if place is not None:
-                    self._save_router(place)
-                if view.ready and place is not None and _answers(self._spec.routers.host, place):
+                self._routers.watch(may_restart=False)
+                self._places = self._routers.places(view.routers)
+                if self._places:
+                    self._save_routers(self._places[0])
+                if view.ready and self._routers.ready(self._places):
                     return view
             time.sleep(LOOK_SECONDS)
 
@@ -150,14 +161,14 @@ class Serve:
         self._session.remove_at_end(path)
         return path
 
-    def _save_router(self, place: RouterPlace) -> None:
-        assert self._state is not None and self._router is not None
+    def _save_routers(self, place: RouterPlace) -> None:
+        """One place for all: they share their ports."""
+        assert self._state is not None
         host = reachable(self._spec.routers.host)
-        http_url = f"http://{host_port(host, _port(place.http))}"
+        http_url = f"http://{host_port(host, port_of(place.http))}"
         if self._state.http_url == http_url:
             return
-        self._router.keep_ports(_port(place.http), _port(place.grpc) if place.grpc else 0)
-        grpc_address = host_port(host, _port(place.grpc)) if place.grpc else ""
+        grpc_address = host_port(host, port_of(place.grpc)) if place.grpc else ""
         self._state = replace(self._state, http_url=http_url, grpc_address=grpc_address)
         state.save(self._state)
 
@@ -167,52 +178,35 @@ class Serve:
         """Until a signal or an admin call asks for a stop. Says what fails and comes back."""
         told: dict[str, str] = {}
         while not self._signals.requested.wait(WATCH_SECONDS):
-            view = self._session.view()
+            for news in self._routers.watch(may_restart=True) if self._routers is not None else ():
+                say(news)
+            view = self._keeper.look()
+            if view is None:
+                continue
             for replica_id, cause in view.failures.items():
                 if _lasting(told.get(replica_id, "")) != _lasting(cause):
                     say(f"{replica_id}: {cause}")
             for replica_id in told.keys() - view.failures.keys():
                 say(f"{replica_id}: ready again")
             told = dict(view.failures)
-            if self._router is not None and (news := self._router.watch(may_restart=True)):
-                say(news)
             if view.stop_requested:
                 return
 
     # -- down -------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """The router first: it lets requests in flight finish. The session ends the rest."""
+        """The routers first: they let requests in flight finish. The session ends the rest."""
         self._signals.interrupting = False
         if self._signals.requested.is_set():
             say("stopping; once more to stop at once")
         self._preflight.close()
-        if self._router is not None:
-            self._router.stop()
+        if self._routers is not None:
+            self._routers.stop()
 
     def _force(self) -> None:
         say("stopping at once")
         self._session.force_close()
         os._exit(1)
-
-
-def _answers(host: str, place: RouterPlace) -> bool:
-    """Whether the router itself says that it is ready."""
-    connection = http.client.HTTPConnection(reachable(host).strip("[]"), _port(place.http), timeout=2)
-    try:
-        connection.request("GET", "/health/ready")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def _port(address: str) -> int:
-    try:
-        return int(address.rpartition(":")[2])
-    except ValueError:
-        raise RouterFailedError(f"the router says that it listens on '{address}', which is no address") from None
 
 
 def _lasting(cause: str) -> str:

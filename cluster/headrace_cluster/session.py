@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,15 +13,18 @@ from typing import Any
 import msgspec
 
 from headrace_cluster import local_ray, naming, reaper, state
+from headrace_cluster.controller.memory import ControllerMemory
 from headrace_cluster.controller.view import ControllerArgs, Opened, View
-from headrace_cluster.errors import ClusterExistsError, ReplicaFailedError
+from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ReplicaFailedError
 from headrace_cluster.local_ray import RayLink
-from headrace_cluster.processes import SERVE_ID_VARIABLE
+from headrace_cluster.processes import SERVE_ID_VARIABLE, ProcessId
 from headrace_cluster.rank_config import REPLICA_CLASS
 from headrace_cluster.spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
 
 LOOK_SECONDS = 10.0  # for the controller to answer: it shares the machine with loading models
+OPEN_SECONDS = 60.0
+NAME_SECONDS = 10.0  # for Ray to notice that the last controller is dead
 CLOSE_SECONDS = 20.0
 
 
@@ -35,6 +40,7 @@ class ClusterSession:
         self.token_file: Path | None = None
         self._replica_class = replica_class
         self._controller: Any = None
+        self._process: ProcessId | None = None  # of the controller, where it is on this machine for sure
         self._touched_ray = False
         self._temp_dir: Path | None = None
         self._paths: list[Path] = []
@@ -69,10 +75,7 @@ class ClusterSession:
 
     def open_controller(self) -> Opened:
         """Starts the controller actor, which begins to build replicas. Raises ListenError, ClusterExistsError."""
-        import ray
-
         from headrace_cluster import ray_names
-        from headrace_cluster.controller.actor import ControllerActor
 
         assert self.link is not None
         if ray_names.find_actor(naming.CONTROLLER, self.spec.cluster) is not None:
@@ -80,27 +83,61 @@ class ClusterSession:
                 f"a cluster named '{self.spec.cluster}' runs already in the Ray at {self.link.address}; stop it with "
                 "`headrace stop`, or give this one another name with --cluster"
             )
+        self.opened = self._open(self.spec, None)
+        return self.opened
+
+    def return_controller(self, memory: ControllerMemory | None) -> None:
+        """Starts another controller after one was lost, where routers and the command line know it.
+
+        It adopts the replicas that are up. Raises HeadraceError; it may be tried again.
+        """
+        import ray
+
+        from headrace_cluster import ray_names
+
+        self._end_controller()
+        deadline = time.monotonic() + NAME_SECONDS
+        while ray_names.find_actor(naming.CONTROLLER, self.spec.cluster) is not None:
+            if time.monotonic() > deadline:
+                raise ControllerLostError("the controller's process does not end")
+            time.sleep(0.05)
+        control = self.spec.control.model_copy(update={"port": self.opened.control_port})
+        admin = self.spec.admin.model_copy(update={"port": self.opened.admin_port})
+        try:
+            self.opened = self._open(self.spec.model_copy(update={"control": control, "admin": admin}), memory)
+        except (ray.exceptions.RayError, ValueError) as error:  # a timeout is the one, a name in use the other
+            raise ControllerLostError("the controller's process ended, or did not answer, while it started") from error
+
+    def _open(self, spec: ClusterSpec, memory: ControllerMemory | None) -> Opened:
+        import ray
+
+        from headrace_cluster.controller.actor import ControllerActor
+
+        assert self.link is not None
         args = ControllerArgs(
-            spec=self.spec.model_dump_json(exclude={"auth"}),
+            spec=spec.model_dump_json(exclude={"auth"}),
             secret=self.secret,
             admin_key=self.admin_key,
             loopback=self.link.owned,
             replica_class=self._replica_class,
+            memory=memory,
         )
         options = ray.remote(ControllerActor).options(
             name=naming.CONTROLLER,
             namespace=naming.namespace(self.spec.cluster),
             lifetime="detached",
             num_cpus=0,
+            # Ray would start it again with what it was given first; we know more by then: see `return_controller`.
             max_restarts=0,
             # Where Ray's head is, the controller is: both are single, and fail together.
             resources={"node:__internal_head__": 0.001},
         )
         self._controller = options.remote(msgspec.msgpack.encode(args))
-        self.opened = msgspec.msgpack.decode(ray.get(self._controller.open.remote(), timeout=60), type=Opened)
-        if self.opened.error:
-            raise HeadraceError(self.opened.error)
-        return self.opened
+        opened = msgspec.msgpack.decode(ray.get(self._controller.open.remote(), timeout=OPEN_SECONDS), type=Opened)
+        if opened.error:
+            raise HeadraceError(opened.error)
+        self._process = ProcessId.of(opened.pid) if self.link.owned else None
+        return opened
 
     def remove_at_end(self, path: Path) -> None:
         """A file that must not outlive this session, however it ends."""
@@ -112,15 +149,15 @@ class ClusterSession:
     # -- meanwhile --------------------------------------------------------------------------------------------
 
     def view(self) -> View:
-        """How the cluster is. Raises ReplicaFailedError when it cannot start, or its controller is gone."""
+        """How the cluster is. Raises ControllerLostError, and ReplicaFailedError when the cluster cannot start."""
         import ray
 
         try:
             encoded = ray.get(self._controller.view.remote(), timeout=LOOK_SECONDS)
         except ray.exceptions.GetTimeoutError as error:
-            raise ReplicaFailedError(f"the controller has not answered for {LOOK_SECONDS:g} s") from error
+            raise ControllerLostError(f"the controller has not answered for {LOOK_SECONDS:g} s") from error
         except ray.exceptions.RayError as error:
-            raise ReplicaFailedError("the controller's process ended; start again") from error
+            raise ControllerLostError("the controller's process ended") from error
         view = msgspec.msgpack.decode(encoded, type=View)
         if view.fatal:
             raise ReplicaFailedError(view.fatal)
@@ -169,6 +206,14 @@ class ClusterSession:
         with contextlib.suppress(Exception):
             ray_names.end_cluster(self.spec.cluster)
         self._controller = None
+
+    def _end_controller(self) -> None:
+        """One that is lost may still live, and not answer."""
+        from headrace_cluster import ray_names
+
+        ray_names.kill_actor(naming.CONTROLLER, self.spec.cluster)
+        if self._process is not None:
+            self._process.signal(signal.SIGKILL)  # a stopped process does not hear Ray
 
     def _start_reaper(self) -> None:
         mark = self._mark()

@@ -45,6 +45,7 @@ OPTIONS = (
     Option("host", ("routers", "host")),
     Option("port", ("routers", "port")),
     Option("grpc_port", ("routers", "grpc_port")),
+    Option("routers", ("routers", "count")),
     Option("migration_limit", ("routers", "migration_limit")),
     Option("admin_port", ("admin", "port")),
     Option("control_host", ("control", "host")),

@@ -140,6 +140,12 @@ class RoutersSpec(_Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="interface to listen on")
     port: Port = Field(default=8000, description="HTTP; 0 = any free port")
     grpc_port: Port = Field(default=8001, description="gRPC; 0 = any free port")
+    count: int = Field(
+        default=1, ge=1, le=64, description="router processes that share the two ports; limits count in each"
+    )
+    metrics_port: Port = Field(
+        default=0, description="of the first of several routers, the next has the next one; 0 = any free ports"
+    )
     policy: Literal["least-load", "round-robin"] = "least-load"
     migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
     keep_alive_seconds: float = Field(default=15, gt=0, description="of silence on a stream before a comment is sent")
@@ -208,6 +214,16 @@ class ClusterSpec(_Section):
             raise ValueError(f"each model needs a name of its own, but '{twice[0]}' is given twice")
         ports = {"routers.port": self.routers.port, "routers.grpc_port": self.routers.grpc_port}
         ports |= {"admin.port": self.admin.port, "control.port": self.control.port}
+        if self.routers.count > 1 and (first := self.routers.metrics_port):
+            own = {
+                f"routers.metrics_port + {n}" if n else "routers.metrics_port": first + n
+                for n in range(self.routers.count)
+            }
+            if max(own.values()) > 65535:
+                raise ValueError(
+                    f"routers.metrics_port is {first}, and {self.routers.count} routers need that many above it"
+                )
+            ports |= own
         for field, port in ports.items():
             same = [other for other, value in ports.items() if port and value == port and other != field]
             if same:

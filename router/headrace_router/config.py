@@ -2,9 +2,9 @@
 
 import secrets
 import socket
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretBytes
+from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 
 from headrace_router.auth import AuthConfig
 from headrace_router.limits import Limits
@@ -27,6 +27,10 @@ class RouterConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     grpc_port: int | None = Field(default=8001, ge=0, le=65535, description="none = no gRPC API")
+    share_port: bool = Field(default=False, description="other routers listen on the same two ports (SO_REUSEPORT)")
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="of this router alone: /metrics and /health; none = only on `port`"
+    )
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
     secret: SecretBytes = Field(description="the cluster's secret")
@@ -52,3 +56,9 @@ class RouterConfig(BaseModel):
     keep_alive_seconds: float = Field(default=15.0, gt=0, description="of silence on a stream before a comment is sent")
     shutdown_seconds: float = Field(default=5.0, ge=0, description="for requests in flight after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if self.share_port and 0 in (self.port, self.grpc_port):
+            raise ValueError("routers that share their ports need them by number: port 0 is another one for each")
+        return self

@@ -28,7 +28,7 @@ class GrpcServer:
         """Listens; returns the port. Raises ListenError."""
         limits = self._services.config.limits
         options = [
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(self._services.config.share_port)),
             ("grpc.max_receive_message_length", limits.body_bytes),
             ("grpc.max_metadata_size", limits.header_bytes),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

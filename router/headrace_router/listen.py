@@ -1,14 +1,33 @@
 """Binds sockets before anything else starts, so that a port in use is one clear sentence."""
 
 import socket
+from typing import Any
 
 from headrace_proto.errors import ListenError
 
 BACKLOG = 2048
 
 
-def bind_http(host: str, port: int) -> socket.socket:
-    """A listening TCP socket on exactly this address. Port 0 = any free one. Raises ListenError."""
+def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening TCP socket on exactly this address. Port 0 = any free one. Raises ListenError.
+
+    shared: other routers of the cluster listen on it, too; the kernel spreads new connections over them.
+    """
+    sock, address = stream_socket(host, port)
+    try:
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise listen_error("HTTP", "--port", host, port) from error
+    return sock
+
+
+def stream_socket(host: str, port: int) -> tuple[socket.socket, Any]:
+    """A TCP socket, and the address that it is to be bound to. Raises ListenError if `host` is none of this machine."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -17,18 +36,11 @@ def bind_http(host: str, port: int) -> socket.socket:
         ) from error
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
-    try:
-        # Lets a restarted router have the port of its predecessor; two that live still cannot share it.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise listen_error("HTTP", "--port", host, port) from error
-    return sock
+    # Lets a restarted router have the port of its predecessor; two that live still cannot share it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    return sock, address
 
 
 def listen_error(what: str, flag: str, host: str, port: int) -> ListenError:

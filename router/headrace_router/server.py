@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Generator
 
 import structlog
-import uvicorn
 
 from headrace_proto.control_pb2 import Member, RouterInfo
 from headrace_router.admission import Admission
@@ -16,8 +14,8 @@ from headrace_router.card_cache import CardCache
 from headrace_router.config import RouterConfig
 from headrace_router.fleet import Fleet
 from headrace_router.grpc_server import GrpcServer
-from headrace_router.http.app import build_app
-from headrace_router.http.protocol import bounded_protocol
+from headrace_router.http.app import build_app, build_vital_app
+from headrace_router.http.door import HttpDoor
 from headrace_router.listen import bind_http, host_port
 from headrace_router.membership import follow_controller, static_list
 from headrace_router.policy import policy_by_name
@@ -28,7 +26,9 @@ from headrace_router.services import Services
 from headrace_router.tokenizer_pool import TokenizerPool
 
 HOUSEKEEPING_SECONDS = 0.1
-KEEP_ALIVE_CONNECTION_SECONDS = 75
+JOIN_SECONDS = (
+    3.0  # for a router on shared ports to be ready; later than that it listens all the same, and says why not
+)
 
 log = structlog.get_logger("headrace.router")
 
@@ -42,6 +42,7 @@ class RouterServer:
         self.config = config
         self.http_port = 0
         self.grpc_port = 0
+        self.metrics_port = 0  # of an address of its own; 0 = it has none
         secret = config.secret.get_secret_value()
         cards = CardCache()
         metrics = RouterMetrics()
@@ -65,41 +66,36 @@ class RouterServer:
             preparer=Preparer(fleet, config.limits, pool),
         )
         self._grpc = GrpcServer(self.services)
-        self._http: _QuietServer | None = None
-        self._http_task: asyncio.Task[None] | None = None
+        self._http: HttpDoor | None = None
+        self._vitals: HttpDoor | None = None
+        self._was_ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listens on all ports, then looks for replicas. Raises ListenError."""
+        """Listens on all ports and looks for replicas. Raises ListenError.
+
+        Ports that it shares with other routers come last: they answer, while this one does not know a replica yet.
+        """
         config = self.config
-        sock = bind_http(config.host, config.port)
-        try:
-            self.http_port = int(sock.getsockname()[1])
+        with contextlib.ExitStack() as failed:
+            own = None
+            if config.metrics_port is not None:
+                own = failed.enter_context(bind_http(config.host, config.metrics_port))
+                self.metrics_port = int(own.getsockname()[1])
+            if config.share_port:
+                self.http_port, self.grpc_port = config.port, config.grpc_port or 0
+                self._look_for_replicas()
+                await self._until_ready()
+            public = failed.enter_context(bind_http(config.host, config.port, shared=config.share_port))
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
-        except BaseException:
-            sock.close()
-            raise
-        options = uvicorn.Config(
-            build_app(self.services),
-            http=bounded_protocol(config.limits),
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_CONNECTION_SECONDS,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_seconds)),
-        )
-        self._http = _QuietServer(options)
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]))
-        self.services.fleet.update(static_list(config.members))
-        if config.controller is not None:
-            secret = config.secret.get_secret_value()
-            follow = follow_controller(config.controller, self.info(), secret, self.services.fleet)
-            self._tasks.append(asyncio.create_task(follow))
-        self._tasks.append(asyncio.create_task(self._keep_house()))
+            failed.pop_all()
+        self._http = HttpDoor(build_app(self.services), public, config)
+        self.http_port = self._http.port
+        if own is not None:
+            self._vitals = HttpDoor(build_vital_app(self.services), own, config)
+        if not config.share_port:
+            self._look_for_replicas()
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)
 
     def info(self) -> RouterInfo:
@@ -107,21 +103,21 @@ class RouterServer:
         host = self.config.host
         http = host_port(host, self.http_port)
         grpc = host_port(host, self.grpc_port) if self.grpc_port else ""
+        metrics = host_port(host, self.metrics_port) if self.metrics_port else http
         return RouterInfo(
-            id=self.config.router_id, pid=os.getpid(), node=self.config.node, http=http, grpc=grpc, metrics=http
+            id=self.config.router_id, pid=os.getpid(), node=self.config.node, http=http, grpc=grpc, metrics=metrics
         )
 
     async def stop(self) -> None:
         """Not ready at once, no new connections, requests in flight get their time, then all is closed."""
         self.services.admission.closed = True
         await self._grpc.tell_health()
+        waits = [self._grpc.stop(self.config.shutdown_seconds)]
         if self._http is not None:
-            self._http.should_exit = True
-        grace = self.config.shutdown_seconds
-        waits = [self._grpc.stop(grace)]
-        if self._http_task is not None:
-            waits.append(_ended(self._http_task, grace + 2))
+            waits.append(self._http.stop())
         await asyncio.gather(*waits)
+        if self._vitals is not None:
+            await self._vitals.stop()  # last: it tells how the stop goes on
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,26 +125,26 @@ class RouterServer:
         self.services.pool.close()
         log.info("router has stopped")
 
+    def _look_for_replicas(self) -> None:
+        config = self.config
+        self.services.fleet.update(static_list(config.members))
+        if config.controller is not None:
+            secret = config.secret.get_secret_value()
+            follow = follow_controller(config.controller, self.info(), secret, self.services.fleet)
+            self._tasks.append(asyncio.create_task(follow))
+        self._tasks.append(asyncio.create_task(self._keep_house()))
+
+    async def _until_ready(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_SECONDS):
+                await self._was_ready.wait()
+
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self.services.fleet.sweep()
             if self.config.rebalancing:
                 self.services.fleet.rebalance(time.monotonic())
+            if self.services.ready:
+                self._was_ready.set()
             await self._grpc.tell_health()
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process decides when to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-async def _ended(task: "asyncio.Task[None]", seconds: float) -> None:
-    """Waits for a task to end; ends it when time is up."""
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
-        task.cancel()
-        await asyncio.wait({task})

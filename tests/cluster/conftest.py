@@ -4,12 +4,14 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from headrace_cluster.controller.driver import Progress, RankFacts, StartFailedError
+from headrace_cluster.controller.driver import AdoptedBuild, Inheritance, Progress, RankFacts, StartFailedError
+from headrace_cluster.controller.reconciler import DesiredReplica
 from headrace_cluster.errors import RoleError
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.pools import Role
@@ -46,7 +48,27 @@ class FakeDriver:
         self.role_gate = asyncio.Event()  # closed: replicas take long to hear of a new role
         self.role_gate.set()
         self.deaf: set[ReplicaName] = set()  # those that never hear of one
+        self.inheritance = Inheritance()  # what an earlier controller left
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
+
+    def leave(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
+        """A replica that an earlier controller started."""
+        config = ReplicaConfig(
+            replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
+        )
+        replica = self.replicas[name] = FakeReplica(msgspec.structs.replace(config, role=str(role)))
+        started = replica.start()
+        replica.draining = draining
+        ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
+        self.inheritance.builds.append(AdoptedBuild(name, ranks, started, role, draining))
+        self.inheritance.generations[name.replica_id] = name.generation
+        return replica
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> Inheritance:
+        self.asked_to_adopt = [replica.replica_id for replica in replicas]
+        for build in self.inheritance.builds:
+            self._deaths[build.name] = asyncio.get_running_loop().create_future()
+        return self.inheritance
 
     async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
         self.calls.append(("launch", name))

@@ -67,6 +67,11 @@ class Live:
         found: dict[str, Any] = json.loads(self.headrace("status", "--json").stdout)
         return found
 
+    def controller(self) -> int:
+        """Its process; 0 while there is none."""
+        said = self.headrace("status", "--json")
+        return int(json.loads(said.stdout)["controller"]["pid"]) if said.returncode == 0 else 0
+
     def await_ready(self) -> None:
         _eventually(lambda: "is ready after" in self.said() or self.process.poll() is not None, START_SECONDS)
         assert self.process.poll() is None, self.said()
@@ -168,6 +173,29 @@ def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) 
     assert "was killed" not in second.said()
     assert second.left() == []
     assert list(second.home.glob("*-*")) == []
+
+
+def test_a_killed_controller_comes_back_to_all_ranks(tmp_path: Path) -> None:
+    models = [{"source": "smollm2", "name": "pair", "tp": 2}]
+    live = Live(tmp_path / "home", ray={"dashboard": False}, models=models)
+    try:
+        live.await_ready()
+        before = live.status()
+        for signal_number in (signal.SIGKILL, signal.SIGSTOP):  # one that hangs is as good as dead
+            controller = live.status()["controller"]["pid"]
+            os.kill(controller, signal_number)
+            _eventually(lambda pid=controller: live.controller() not in (0, pid), 40)
+            _eventually(lambda: live.status()["replicas"] == before["replicas"], 10)
+        # The ranks' ends are heard by the new controller, and both ranks of the next build are new.
+        pids = [rank["pid"] for rank in before["replicas"][0]["ranks"]]
+        os.kill(pids[1], signal.SIGKILL)
+        _eventually(lambda: live.status()["replicas"][0]["generation"] == 2, 5)
+        _eventually(lambda: live.status()["replicas"][0]["state"] == "ready", 20)
+        assert f"rank 1 of pair-0 (process {pids[1]}) was killed" in live.said()
+        assert not {rank["pid"] for rank in live.status()["replicas"][0]["ranks"]} & set(pids)
+        assert live.headrace("stop").returncode == 0 and live.left() == []
+    finally:
+        live.close()
 
 
 @pytest.mark.slow

@@ -43,6 +43,9 @@ def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("data", "words"),
     [
+        ({"routers": {"count": 0}}, "routers.count"),
+        ({"routers": {"count": 3, "port": 9001, "metrics_port": 9000}}, "routers.metrics_port + 1 are both 9001"),
+        ({"routers": {"count": 3, "metrics_port": 65534}}, "3 routers need that many"),
         ({"model": []}, "unknown key 'model'"),
         ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce'"),
         ({"models": []}, "models"),

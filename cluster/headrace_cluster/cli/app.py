@@ -78,6 +78,7 @@ def serve(
     secret_file: o.SecretFile = None,
     api_keys_file: o.ApiKeysFile = None,
     allow_no_auth: o.NoAuth = None,
+    routers: o.Routers = None,
     migration_limit: o.MigrationLimit = None,
 ) -> None:
     """Start everything for one model: Ray, controller, replicas, router."""
@@ -247,6 +248,7 @@ def config_show(
     port: o.Port = None,
     grpc_port: o.GrpcPort = None,
     admin_port: o.AdminPort = None,
+    routers: o.Routers = None,
     replicas: o.Replicas = None,
     prefill: o.Prefill = None,
     decode: o.Decode = None,

@@ -8,6 +8,9 @@ import typer
 Host = Annotated[str | None, typer.Option("--host", help="Interface of the HTTP and gRPC API. [default: 127.0.0.1]")]
 Port = Annotated[int | None, typer.Option("--port", help="HTTP port. [default: 8000]")]
 GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="gRPC port. [default: 8001]")]
+Routers = Annotated[
+    int | None, typer.Option("--routers", help="Router processes that share --port and --grpc-port. [default: 1]")
+]
 MigrationLimit = Annotated[
     int | None, typer.Option("--migration-limit", help="Times a stream may move when its replica is lost. [default: 3]")
 ]

@@ -42,7 +42,9 @@ def print_table(admin_port: int) -> None:
             console.print(f"{entry['id']}: {entry['note']}", markup=False)
     for entry in document["routers"]:
         grpc = f", gRPC {entry['grpc']}" if entry["grpc"] else ""
-        console.print(f"router {entry['id']} (process {entry['pid']}): HTTP {entry['http']}{grpc}", markup=False)
+        metrics = f", metrics {entry['metrics']}" if entry["metrics"] != entry["http"] else ""
+        line = f"router {entry['id']} (process {entry['pid']}): HTTP {entry['http']}{grpc}{metrics}"
+        console.print(line, markup=False, soft_wrap=True)
     if client.state is not None and client.state.ray_dashboard:
         token = f" (token: cat {client.state.ray_token_file})" if client.state.ray_token_file else ""
         console.print(f"Ray dashboard {client.state.ray_dashboard}{token}", markup=False, soft_wrap=True)

@@ -34,12 +34,11 @@ class ControllerActor:
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self) -> bytes:
-        """Listens and begins to build replicas; an encoded Opened."""
+        """Listens, adopts what an earlier controller left, and begins to build the rest; an encoded Opened."""
         import ray.util
 
         loopback = "127.0.0.1" if self._args.loopback else None
         host = self._spec.control.host or loopback or str(ray.util.get_node_ip_address())
-        ray_names.end_ranks(self._spec.cluster)  # left by a controller that was killed
         self._membership = Membership()
         try:
             admin = listen(self._spec.admin.host, self._spec.admin.port)
@@ -56,9 +55,10 @@ class ControllerActor:
             environment=self._args.environment,
         )
         self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        await self._supervisor.adopt(self._args.memory)
         self._supervisor.start()
         supervisor = self._supervisor
-        app = admin_app(self._args.admin_key, supervisor.status, self._request_stop, replica_orders(supervisor))
+        app = admin_app(self._args.admin_key, self._status, self._request_stop, replica_orders(supervisor))
         self._admin = admin_server(app)
         self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
         opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
@@ -77,7 +77,8 @@ class ControllerActor:
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
             roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
-            routers=[RouterPlace(r.pid, r.http, r.grpc) for r in self._membership.routers.values()],
+            routers=[RouterPlace(r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
+            memory=self._supervisor.memory(),
             failures={
                 entry["id"]: why
                 for entry in status["replicas"]
@@ -91,6 +92,9 @@ class ControllerActor:
         await self._supervisor.stop()
         self._admin.should_exit = True
         await self._grpc.stop(grace=0.2)
+
+    def _status(self) -> dict[str, Any]:
+        return self._supervisor.status() | {"controller": {"pid": os.getpid()}}
 
     async def _request_stop(self) -> None:
         if not self._stop_requested:

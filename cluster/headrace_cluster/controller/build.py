@@ -24,6 +24,6 @@ class Build:
         """Whether it takes nothing new and has nothing left. Older words of it do not count."""
         health = self.health
         if self.ended or health is None:
-            return True
+            return self.ended or self.started is None  # one that was adopted has not said yet what it holds
         draining = health.state == replica_pb2.REPLICA_STATE_DRAINING
         return draining and not health.load.running and not health.load.waiting

@@ -1,7 +1,7 @@
 """Takes a replica out on demand: what runs there finishes or moves, then it ends and stays down until it is wanted."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_cluster.controller.build import Build
@@ -70,6 +70,14 @@ class Drains:
         """Everything ends: nobody gets more time than the spec gives."""
         latest = self._clock() + self._seconds
         self._until = {name: min(until, latest) for name, until in self._until.items()}
+
+    def left(self) -> dict[ReplicaName, float]:
+        """Seconds until what still runs at a draining build moves."""
+        return {name: max(0.0, until - self._clock()) for name, until in self._until.items()}
+
+    def resume(self, left: Mapping[ReplicaName, float]) -> None:
+        """The other end of `left`, for drains that an earlier controller began."""
+        self._until |= {name: self._clock() + seconds for name, seconds in left.items()}
 
     def note(self, record: Record) -> str:
         """A sentence for status; empty for a replica that nobody wants down."""

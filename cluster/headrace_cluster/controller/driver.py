@@ -1,8 +1,10 @@
 """What the controller asks of whatever runs ranks. Ray is one such thing; tests bring their own."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace_cluster.controller.reconciler import DesiredReplica
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.pools import Role
 from headrace_cluster.rank_config import ProfileOutcome
@@ -43,11 +45,37 @@ class Progress:
     fraction: float
 
 
+@dataclass(frozen=True, slots=True)
+class AdoptedBuild:
+    """A build that is up, though this controller did not start it."""
+
+    name: ReplicaName
+    ranks: list[RankFacts]
+    started: ReplicaStarted
+    role: Role
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """What an earlier controller left."""
+
+    builds: list[AdoptedBuild] = field(default_factory=list)
+    generations: dict[str, int] = field(default_factory=dict)  # the newest that was seen of each replica, up or not
+
+
 class ReplicaDriver(Protocol):
     """Builds, watches and ends replicas by name. All methods may be called while others wait."""
 
     async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
         """Places the ranks and creates their processes. Raises PlacementError, StartFailedError."""
+        ...
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> Inheritance:
+        """Takes over what an earlier controller left: of each replica the newest build that is up and as wanted.
+
+        Everything else of this cluster is ended, by name. Called before anything is launched.
+        """
         ...
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:

@@ -12,14 +12,14 @@ class Membership:
 
     def __init__(self) -> None:
         self._epoch = secrets.token_bytes(16)
-        self._list = pb.MemberList(epoch=self._epoch, version=1)
+        self._list = pb.MemberList(epoch=self._epoch)  # version 0: nothing is known yet, and nobody is told so
         self._changed = asyncio.Condition()
         self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
 
     async def publish(self, members: Iterable[pb.Member], models: Iterable[pb.ModelEntry]) -> None:
         """Sets the list; a new version goes out only if something changed."""
         fresh = pb.MemberList(epoch=self._epoch, version=self._list.version, members=members, models=models)
-        if fresh == self._list:
+        if fresh == self._list and self._list.version:
             return
         fresh.version += 1
         async with self._changed:
@@ -27,8 +27,8 @@ class Membership:
             self._changed.notify_all()
 
     async def watch(self) -> AsyncIterator[pb.MemberList]:
-        """The list now, then each later version; versions that a slow reader missed are skipped."""
-        seen = 0  # versions start at 1
+        """The list as soon as there is one, then each later version; those that a slow reader missed are skipped."""
+        seen = 0
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._list.version != seen)  # noqa: B023

@@ -22,6 +22,7 @@ from headrace_worker.config import Meeting, ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the one that is to blame to say why
 ROLE_SECONDS = 5.0
+WAIT_SECONDS = 20.0  # of one call that waits for a rank's end: the next one follows
 DEATH_SECONDS = 0.5  # after one rank ended, for Ray to say that another was killed
 
 
@@ -138,7 +139,9 @@ class RankGroup:
     async def _rank_died(self, rank: int) -> tuple[bool, str]:
         """Whether it was killed, and the sentence."""
         try:
-            return False, f"{self._called(rank)} ended: {await self.actors[rank].wait.remote()}"
+            while (cause := await self.actors[rank].wait.remote(WAIT_SECONDS)) is None:
+                pass  # it lives
+            return False, f"{self._called(rank)} ended: {cause}"
         except ray.exceptions.RayError:
             return True, f"{self._called(rank)} was killed"
 

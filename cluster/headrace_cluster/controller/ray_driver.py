@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster import naming, ray_names
-from headrace_cluster.controller.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
+from headrace_cluster.controller import ray_estate
+from headrace_cluster.controller.adoption import Wanted
+from headrace_cluster.controller.driver import STOP_SECONDS, Inheritance, Progress, RankFacts, StartFailedError
 from headrace_cluster.controller.rank_group import RankGroup
+from headrace_cluster.controller.reconciler import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.naming import ReplicaName
 from headrace_cluster.pools import Role
 from headrace_cluster.processes import ProcessId
 from headrace_cluster.rank_actor import RankActor
-from headrace_cluster.rank_config import REPLICA_CLASS, ProfileOutcome
+from headrace_cluster.rank_config import REPLICA_CLASS, ProfileOutcome, fingerprint
 from headrace_cluster.spec import ClusterSpec, ModelSpec
 from headrace_worker.config import ReplicaConfig, ReplicaStarted
 
@@ -65,7 +68,7 @@ class RayDriver:
                 "lower --replicas, --prefill, --decode, --tp or --pp, or add nodes"
             )
         threads = model.cpu_threads or self._threads_per_rank(place)
-        config = self._config(name, model, role, threads)
+        config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         actor_class = ray.remote(RankActor)
         group = RankGroup(name, self._spec.cluster)
         self._groups[name] = group
@@ -92,6 +95,16 @@ class RayDriver:
         processes = [ProcessId.of(pid) for pid, node, _ in facts if node == here]
         group.processes = [process for process in processes if process is not None]
         return [RankFacts(rank, pid, node) for rank, (pid, node, _) in enumerate(facts)]
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> Inheritance:
+        """See ReplicaDriver."""
+        wanted = {}
+        for replica in replicas:
+            config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
+            wanted[replica.replica_id] = Wanted(replica.model.ranks, fingerprint(config))
+        inheritance, groups = await ray_estate.adopt(self._spec.cluster, wanted)
+        self._groups |= {group.name: group for group in groups}
+        return inheritance
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
@@ -172,9 +185,9 @@ class RayDriver:
             | self._environment
         )
 
-    def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> bytes:
+    def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> ReplicaConfig:
         source = Path(model.source).expanduser()
-        config = ReplicaConfig(
+        return ReplicaConfig(
             replica_id=name.replica_id,
             generation=name.generation,
             model=model.name,
@@ -203,7 +216,6 @@ class RayDriver:
             secret=self._secret,
             trust_remote_code=model.trust_remote_code,
         )
-        return msgspec.msgpack.encode(config)
 
 
 def _words(resources: Mapping[str, float]) -> str:

@@ -136,6 +136,11 @@ class Reconciler:
         return all(record.state is State.READY for record in wanted if not record.held)
 
     @property
+    def desired(self) -> list[DesiredReplica]:
+        """What is wanted now."""
+        return list(self._desired.values())
+
+    @property
     def idle(self) -> bool:
         """Whether no build of any replica is left."""
         return all(record.down for record in self.records.values())
@@ -150,6 +155,13 @@ class Reconciler:
         record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
         if record.state is State.DRAINED:
             record.state = State.DEAD
+
+    def adopted(self, name: ReplicaName, now: float) -> None:
+        """A build of an earlier controller is up, and goes on as the newest of its replica."""
+        record = self.records[name.replica_id]
+        record.generation, record.ever_ready = name.generation, True
+        record.heard, record.silence = now, self._health.silence_seconds
+        self._enter(record, State.READY, now)
 
     # -- events -----------------------------------------------------------------------------------------------
 

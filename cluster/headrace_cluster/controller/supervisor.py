@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from headrace_cluster.controller.adoption import recall, remember
 from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
 from headrace_cluster.controller.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.memory import ControllerMemory
 from headrace_cluster.controller.reconciler import Launch, Reconciler, Record, State, Stop, desired_replicas
 from headrace_cluster.controller.roles import ROLE_NUMBERS, Roles
 from headrace_cluster.controller.status import profile_document, replica_status, router_status
@@ -25,6 +27,7 @@ from headrace_worker.config import ReplicaStarted
 TICK_SECONDS = 0.2
 BURY_SECONDS = 1.0  # for the ranks that are left of a build that failed: one may be stopped, and hear nothing
 PROGRESS_SECONDS = 0.5
+QUIET_SECONDS = 5.0  # for replicas that were adopted to say how they are, before routers hear from this controller
 
 _STATES = {
     replica_pb2.REPLICA_STATE_STARTING: State.STARTING,
@@ -60,6 +63,7 @@ class Supervisor:
         self._secret = secret
         self._clock = clock
         self._created = int(time.time())
+        self._quiet_until = 0.0
         self._builds: dict[ReplicaName, Build] = {}
         self._background: set[asyncio.Task[None]] = set()
         # The next build of a replica begins after the last one is gone: they want the same memory.
@@ -70,6 +74,20 @@ class Supervisor:
         self.reconciler = Reconciler(desired_replicas(spec), spec.health)
         self.roles = Roles(self.reconciler, driver, self._publish)
         self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
+
+    async def adopt(self, memory: ControllerMemory | None) -> None:
+        """Takes over from an earlier controller of this cluster. Before `start`."""
+        inheritance = await self._driver.adopt(self.reconciler.desired)
+        self.drains.resume(recall(self.reconciler, memory, inheritance, self._clock()))
+        self._created = memory.created if memory is not None else self._created
+        for adopted in inheritance.builds:
+            build = self._builds[adopted.name] = Build(adopted.ranks, adopted.started)
+            self._spawn(adopted.name, self._attend(adopted.name, build))
+        self._quiet_until = self._clock() + QUIET_SECONDS
+
+    def memory(self) -> ControllerMemory:
+        """For the controller after this one."""
+        return remember(self.reconciler, self._created, self.drains.left())
 
     def start(self) -> None:
         """Begins to reconcile."""
@@ -187,6 +205,11 @@ class Supervisor:
             return
         device = build.started.device
         build.ranks = [RankFacts(r.rank, r.pid, r.node, r.device or device) for r in build.ranks]
+        await self._attend(name, build)
+
+    async def _attend(self, name: ReplicaName, build: Build) -> None:
+        """The life of a build that is up, until it ends by itself."""
+        assert build.started is not None
         self._spawn(name, watch_health(build.started.address, self._secret, self._spec.health, self._hear(name, build)))
         cause = await self._driver.died(name)
         build.ended = True
@@ -232,6 +255,9 @@ class Supervisor:
         self._wake.set()
 
     async def _publish(self) -> None:
+        unheard = any(build.started is not None and build.health is None for build in self._builds.values())
+        if unheard and self._clock() < self._quiet_until:
+            return  # routers keep the list of the controller before, rather than learn that nobody is there
         members = []
         for record in self.reconciler.records.values():
             build = self._builds.get(record.name)

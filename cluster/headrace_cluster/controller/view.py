@@ -2,6 +2,7 @@
 
 import msgspec
 
+from headrace_cluster.controller.memory import ControllerMemory
 from headrace_cluster.rank_config import REPLICA_CLASS
 from headrace_worker.config import ReplicaStarted
 
@@ -14,6 +15,7 @@ class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
     admin_key: str
     loopback: bool  # everything is on this machine: bind loopback only
     replica_class: str = REPLICA_CLASS
+    memory: ControllerMemory | None = None  # of the controller before this one
     environment: dict[str, str] = {}
 
 
@@ -41,6 +43,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
     pid: int
     http: str
     grpc: str
+    metrics: str  # where this router alone answers: `http`, unless that is shared
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,4 +57,5 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     started: dict[str, ReplicaStarted]
     roles: dict[str, str]  # by replica id
     routers: list[RouterPlace]
+    memory: ControllerMemory  # for the controller that may have to follow this one
     failures: dict[str, str]  # replicas that are down or unwell, and why

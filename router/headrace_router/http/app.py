@@ -9,7 +9,7 @@ from headrace_router.errors import ApiError, InvalidRequestError, MethodNotAllow
 from headrace_router.http.formats import dumps
 from headrace_router.http.generate_routes import generate_routes
 from headrace_router.http.guard import Guard, error_headers
-from headrace_router.http.info_routes import headrace_version, info_routes
+from headrace_router.http.info_routes import headrace_version, info_routes, vital_routes
 from headrace_router.services import Services
 
 
@@ -25,8 +25,19 @@ def build_app(services: Services) -> ASGIApp:
         redirect_slashes=False,
     )
     app.include_router(generate_routes(services))
+    app.include_router(vital_routes(services))
     app.include_router(info_routes(services, app))
+    return _guarded(app, services)
 
+
+def build_vital_app(services: Services) -> ASGIApp:
+    """Health and metrics alone, behind the same guard: for a router's own address beside a shared port."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.include_router(vital_routes(services))
+    return _guarded(app, services)
+
+
+def _guarded(app: FastAPI, services: Services) -> ASGIApp:
     async def api_error(_request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error

@@ -23,19 +23,9 @@ def headrace_version() -> str:
         return "0"
 
 
-def info_routes(services: Services, app: FastAPI) -> APIRouter:
-    """Everything that is not generation."""
+def vital_routes(services: Services) -> APIRouter:
+    """Health and metrics: what is asked of one router, and not of whichever has the connection."""
     routes = APIRouter()
-
-    @routes.get("/v1/models", tags=["models"], summary="List the models")
-    async def models() -> Response:
-        listed = [entry for model in services.fleet.models() for entry in _entries(model)]
-        return _json({"object": "list", "data": listed})
-
-    @routes.get("/v1/models/{model:path}", tags=["models"], summary="Describe one model")
-    async def model(model: str) -> Response:
-        found = services.fleet.model(model)
-        return _json(next(entry for entry in _entries(found) if entry["id"] == model))
 
     @routes.head("/health/live", include_in_schema=False)
     @routes.get("/health/live", tags=["health"], summary="Whether the process lives")
@@ -54,13 +44,30 @@ def info_routes(services: Services, app: FastAPI) -> APIRouter:
             )
         return _json({"status": "ready"})
 
-    @routes.get("/version", tags=["server"], summary="The version of Headrace")
-    async def version_route() -> Response:
-        return _json({"version": headrace_version()})
-
     @routes.get("/metrics", tags=["server"], summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(services.metrics.text(), media_type=METRICS_TYPE)
+
+    return routes
+
+
+def info_routes(services: Services, app: FastAPI) -> APIRouter:
+    """Models, version and documentation."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models", tags=["models"], summary="List the models")
+    async def models() -> Response:
+        listed = [entry for model in services.fleet.models() for entry in _entries(model)]
+        return _json({"object": "list", "data": listed})
+
+    @routes.get("/v1/models/{model:path}", tags=["models"], summary="Describe one model")
+    async def model(model: str) -> Response:
+        found = services.fleet.model(model)
+        return _json(next(entry for entry in _entries(found) if entry["id"] == model))
+
+    @routes.get("/version", tags=["server"], summary="The version of Headrace")
+    async def version_route() -> Response:
+        return _json({"version": headrace_version()})
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:

@@ -1,0 +1,100 @@
+"""Several routers of one serve: their configs, the ports that they share, and who of them is where."""
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from headrace_cluster.controller.view import RouterPlace
+from headrace_cluster.errors import RouterFailedError
+from headrace_cluster.router_group import RouterGroup
+from headrace_cluster.router_process import RouterProcess
+from headrace_cluster.spec import parse_spec
+from headrace_proto.errors import ListenError
+from headrace_router.config import RouterConfig
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
+    """The configs of the processes that would have been started; their pids count from 1."""
+    configs: list[RouterConfig] = []
+    pids: dict[RouterProcess, int] = {}
+
+    def start(process: RouterProcess) -> None:
+        pids[process] = len(configs) + 1
+        configs.append(process._config)
+
+    monkeypatch.setattr(RouterProcess, "start", start)
+    monkeypatch.setattr(RouterProcess, "pid", property(pids.get))
+    return configs
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., RouterGroup]]:
+    groups: list[RouterGroup] = []
+
+    def made(**routers: Any) -> RouterGroup:
+        groups.append(RouterGroup(parse_spec({"routers": routers}), "127.0.0.1:1", b"s" * 32))
+        return groups[-1]
+
+    yield made
+    for group in groups:
+        group.stop()
+
+
+def _place(pid: int, config: RouterConfig, metrics: int) -> RouterPlace:
+    return RouterPlace(
+        pid, f"127.0.0.1:{config.port}", f"127.0.0.1:{config.grpc_port}", f"127.0.0.1:{metrics or config.port}"
+    )
+
+
+def test_one_router_shares_nothing(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
+    make(port=0, grpc_port=0).start()
+    (config,) = started
+    assert (config.port, config.grpc_port, config.share_port, config.metrics_port) == (0, 0, False, None)
+
+
+def test_several_get_one_port_and_metrics_of_their_own(
+    make: Callable[..., RouterGroup], started: list[RouterConfig]
+) -> None:
+    make(count=3, port=0, grpc_port=0, metrics_port=9001).start()
+    assert len({(config.port, config.grpc_port) for config in started}) == 1
+    assert started[0].port not in (0, started[0].grpc_port) and all(config.share_port for config in started)
+    assert [config.metrics_port for config in started] == [9001, 9002, 9003]
+    assert len({config.router_id for config in started}) == 3
+
+
+def test_the_ports_are_held_while_no_router_lives(
+    make: Callable[..., RouterGroup], started: list[RouterConfig]
+) -> None:
+    group = make(count=2, port=0, grpc_port=0)
+    group.start()
+    for port in (started[0].port, started[0].grpc_port):
+        with socket.socket() as foreign, pytest.raises(OSError, match="in use"):
+            foreign.bind(("127.0.0.1", port or 0))
+    with pytest.raises(ListenError, match=rf"{started[0].port} for HTTP.*--port"):
+        make(count=2, port=started[0].port, grpc_port=0)
+    with pytest.raises(ListenError, match=r"for gRPC.*--grpc-port"):
+        make(count=2, port=0, grpc_port=started[0].grpc_port)
+    group.stop()
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", started[0].port))
+
+
+def test_places_are_known_when_all_are(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
+    group = make(count=2, port=0, grpc_port=0)
+    group.start()
+    stranger = RouterPlace(99, "10.0.0.1:8000", "", "10.0.0.1:8000")  # `headrace router`, somewhere else
+    first, second = (_place(pid, started[0], 9000 + pid) for pid in (1, 2))
+    assert group.places([stranger, second]) == [] and not group.ready([])
+    assert group.places([second, stranger, first]) == [first, second]
+    group.start()  # as if both had died: they come back where they were
+    assert [config.metrics_port for config in started[2:]] == [9001, 9002]
+
+
+def test_an_address_that_is_none_is_said(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
+    group = make(port=0, grpc_port=0)
+    group.start()
+    with pytest.raises(RouterFailedError, match="'nowhere'"):
+        group.places([RouterPlace(1, "nowhere", "", "nowhere")])

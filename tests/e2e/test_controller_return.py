@@ -1,0 +1,161 @@
+"""The controller is killed and comes back while serving goes on. Each test leaves two ready replicas to the next."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from headrace_process import SMALL, Serve
+from metrics_page import Metrics
+from streams import Outcome, run_streams
+
+FIRST, SECOND = "smollm2-0", "smollm2-1"
+TOKENS = 120
+PROMPTS = [[504, 3575, 282, 4649, 314], [504, 808, 314], [1780, 357, 253, 655], [378, 2038, 506]]
+BODIES = [
+    {
+        "model": "smollm2",
+        "prompt": [*PROMPTS[index % 4], 100 + index],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+    }
+    for index in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Two replicas, one router."""
+    flags = (*SMALL, "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
+    made = Serve(tmp_path_factory.mktemp("return") / "home", *flags)
+    try:
+        yield made.await_ready()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(serve: Serve) -> list[str]:
+    """What the requests answer when nobody is killed."""
+    outcomes = run_streams(serve.url, BODIES)
+    assert all(outcome.complete for outcome in outcomes)
+    return [outcome.text for outcome in outcomes]
+
+
+def _status(serve: Serve) -> Any:
+    """As `headrace status --json`; None while there is no controller."""
+    (path,) = serve.home.glob("serve-*.json")
+    state = json.loads(path.read_text())
+    headers = {"Authorization": f"Bearer {state['admin_key']}"}
+    try:
+        return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
+    except httpx.TransportError:
+        return None
+
+
+def _controller(serve: Serve) -> int:
+    status = _status(serve)
+    return int(status["controller"]["pid"]) if status is not None else 0
+
+
+def _replicas(serve: Serve) -> dict[str, tuple[str, int, int]]:
+    """State, generation and process of each; nothing while there is no controller."""
+    status = _status(serve)
+    return {
+        replica["id"]: (replica["state"], replica["generation"], replica["ranks"][0]["pid"] if replica["ranks"] else 0)
+        for replica in (status["replicas"] if status is not None else [])
+    }
+
+
+def _ready(serve: Serve, replica_id: str, generation: int) -> bool:
+    return _replicas(serve).get(replica_id, ())[:2] == ("ready", generation)
+
+
+def _running(serve: Serve, count: int) -> Callable[[], bool]:
+    return lambda: Metrics(serve.url)["headrace_attempts_in_flight"] == count
+
+
+def _streaming(serve: Serve) -> tuple[threading.Thread, list[Outcome]]:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(run_streams(serve.url, BODIES)))
+    thread.start()
+    return thread, outcomes
+
+
+def test_streams_and_replicas_do_not_notice(
+    serve: Serve, undisturbed: list[str], eventually: Callable[..., None]
+) -> None:
+    before, router = _replicas(serve), _status(serve)["routers"]
+    controller = _controller(serve)
+    running, outcomes = _streaming(serve)
+    eventually(_running(serve, len(BODIES)), 20, "that all are running")
+    os.kill(controller, signal.SIGKILL)
+    killed = time.monotonic()
+    late = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
+    assert late.status_code == 200, "a request that comes while there is no controller"
+    running.join(120)
+    assert [outcome.complete for outcome in outcomes] == [True] * len(BODIES)
+    assert [outcome.text for outcome in outcomes] == undisturbed
+    eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller is there")
+    print(f"another controller was seen {time.monotonic() - killed:.1f} s after the kill")
+    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
+    eventually(lambda: _status(serve)["routers"] == router, 10, "that the same router is known")
+    done = serve.run("status", "--json", "--admin-port", str(serve.admin_port))
+    assert done.returncode == 0 and json.loads(done.stdout)["replicas"][0]["state"] == "ready"
+    assert httpx.get(f"{serve.url}/health/ready").status_code == 200
+    assert "the controller's process ended; starting another one now, serving goes on" in serve.said
+    assert "the controller is back" in serve.said
+
+
+def test_what_it_adopted_is_watched(serve: Serve, undisturbed: list[str], eventually: Callable[..., None]) -> None:
+    running, outcomes = _streaming(serve)
+    eventually(_running(serve, len(BODIES)), 20, "that all are running")
+    os.kill(_replicas(serve)[FIRST][2], signal.SIGKILL)
+    eventually(lambda: not _ready(serve, FIRST, 1), 2, "that the loss is seen")
+    eventually(lambda: _ready(serve, FIRST, 2), 60, "that it is rebuilt")
+    running.join(120)
+    assert [outcome.text for outcome in outcomes if outcome.complete] == undisturbed
+    assert _ready(serve, SECOND, 1)
+
+
+def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., None]) -> None:
+    controller, (_, _, other) = _controller(serve), _replicas(serve)[FIRST]
+    victim = _replicas(serve)[SECOND][2]
+    os.kill(victim, signal.SIGKILL)
+    os.kill(controller, signal.SIGKILL)
+    answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
+    assert answer.status_code == 200, "the router knows by itself which replica is gone"
+    eventually(lambda: _ready(serve, SECOND, 2), 60, "that the replica is rebuilt")
+    assert _controller(serve) not in (0, controller)
+    assert _replicas(serve)[FIRST] == ("ready", 2, other)
+    eventually(lambda: httpx.get(f"{serve.url}/health/ready").status_code == 200, 10)
+
+
+def test_what_operators_changed_outlives_it(serve: Serve, eventually: Callable[..., None]) -> None:
+    admin = ("--admin-port", str(serve.admin_port))
+    done = serve.run("drain", SECOND, *admin)
+    assert done.returncode == 0, done.stderr
+    assert serve.run("role", FIRST, "decode", *admin).returncode == 0
+    pid = _replicas(serve)[FIRST][2]
+    controller = _controller(serve)  # at once: the role is younger than what `serve` saw last
+    os.kill(controller, signal.SIGKILL)
+    eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller is there")
+    time.sleep(1)
+    found = {replica["id"]: (replica["state"], replica["role"]) for replica in _status(serve)["replicas"]}
+    assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
+    assert serve.run("undrain", SECOND, *admin).returncode == 0
+    eventually(lambda: _ready(serve, SECOND, 3), 60, "that it is built again")
+    assert _replicas(serve)[FIRST] == ("ready", 2, pid)
+
+
+def test_stop_after_all_that(serve: Serve, eventually: Callable[..., None]) -> None:
+    serve.remember()
+    assert serve.run("stop", "--admin-port", str(serve.admin_port)).returncode == 0
+    eventually(lambda: not serve.left(), 5, "that nothing of it runs")
+    assert "Traceback" not in serve.said and serve.said.rstrip().endswith("headrace: stopped")

@@ -1,0 +1,148 @@
+"""Two routers on one port. Each test leaves the serve as healthy as it found it."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from headrace_process import SMALL, Serve
+from metrics_page import Metrics
+from pinned_stream import PinnedStream, streams_at
+
+EACH = 8
+TOKENS = 96
+PROMPTS = [[504, 3575, 282, 4649, 314], [504, 808, 314], [1780, 357, 253, 655], [378, 2038, 506]]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """One replica, two routers."""
+    made = Serve(tmp_path_factory.mktemp("routers") / "home", *SMALL, "--routers", "2")
+    try:
+        yield made.await_ready()
+    finally:
+        made.close()
+
+
+def _body(index: int) -> dict[str, Any]:
+    prompt = [*PROMPTS[index % len(PROMPTS)], 100 + index]
+    return {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def _status(serve: Serve) -> Any:
+    """As `headrace status --json`, without a process for it."""
+    (path,) = serve.home.glob("serve-*.json")
+    state = json.loads(path.read_text())
+    headers = {"Authorization": f"Bearer {state['admin_key']}"}
+    return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
+
+
+def _running(serve: Serve) -> int:
+    load = _status(serve)["replicas"][0]["load"]
+    return int(load["running"] + load["waiting"])
+
+
+def _run(streams: list[PinnedStream]) -> None:
+    for index, stream in enumerate(streams):
+        stream.body = _body(index)
+        stream.start()
+
+
+def test_each_has_an_address_of_its_own(serve: Serve) -> None:
+    routers = _status(serve)["routers"]
+    assert len(routers) == 2 and len({router["pid"] for router in routers}) == 2
+    assert len({router["http"] for router in routers}) == len({router["grpc"] for router in routers}) == 1
+    own = {router["metrics"] for router in routers}
+    assert len(own | {routers[0]["http"]}) == 3
+    table = serve.run("status", "--admin-port", str(serve.admin_port)).stdout
+    for router in routers:
+        assert f"http://{router['metrics']}/metrics" in serve.said, "the banner lists it"
+        assert f"(process {router['pid']}): HTTP {router['http']}" in table and router["metrics"] in table
+        assert httpx.get(f"http://{router['metrics']}/health/ready", trust_env=False).status_code == 200
+    for _ in range(16):
+        assert httpx.post(f"{serve.url}/v1/completions", json=_body(0) | {"max_tokens": 1}).status_code == 200
+    answered = [Metrics(f"http://{address}")["vllm:request_success_total"] for address in own]
+    assert sum(answered) == 16 and min(answered) > 0
+
+
+def test_one_dies_and_the_others_streams_go_on(serve: Serve, eventually: Callable[..., None]) -> None:
+    routers = _status(serve)["routers"]
+    victim, other = (router["pid"] for router in routers)
+    # What the same requests answer when nobody dies.
+    undisturbed = streams_at(serve.url, [victim, other], EACH)
+    _run(undisturbed[other])
+    for stream in undisturbed[other]:
+        stream.join(60)
+        assert stream.finished, stream.failure
+
+    streams = streams_at(serve.url, [victim, other], EACH)
+    _run(streams[other])
+    _run(streams[victim])
+    everyone = streams[victim] + streams[other]
+    eventually(lambda: all(stream.events > 2 for stream in everyone), 30, "that all are answered")
+    eventually(lambda: _running(serve) == 2 * EACH, 5, "that the replica says so")
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    eventually(lambda: _running(serve) <= EACH, 2, "that what the dead router asked for is freed")
+    freed = time.monotonic() - killed
+    assert not any(stream.finished for stream in streams[other]), "too fast for this test: raise TOKENS"
+    for stream in everyone:
+        stream.join(60)
+    assert [stream.failure != "" and not stream.finished for stream in streams[victim]] == [True] * EACH
+    assert [(stream.failure, stream.finished) for stream in streams[other]] == [("", True)] * EACH
+    assert [stream.text for stream in streams[other]] == [stream.text for stream in undisturbed[other]]
+    print(f"freed {freed:.2f} s after the kill")
+
+    def back() -> bool:
+        found = {router["metrics"]: router["pid"] for router in _status(serve)["routers"]}
+        return found.keys() == {router["metrics"] for router in routers} and victim not in found.values()
+
+    eventually(back, 20, "that it is back at its own address")
+    assert "of 2 ended (killed by signal 9)" in serve.said
+    pids = [router["pid"] for router in _status(serve)["routers"]]
+    again = streams_at(serve.url, pids, 1)
+    assert other in again, "the other is the same process"
+    for pid in pids:
+        _run(again[pid])
+        again[pid][0].join(60)
+        assert again[pid][0].text == undisturbed[other][0].text
+    eventually(lambda: _running(serve) == 0, 2, "that nothing is left")
+    eventually(lambda: Metrics(serve.url).busy == {}, 2, "that nothing is held")
+
+
+def test_no_connection_is_lost_while_one_comes_back(serve: Serve, eventually: Callable[..., None]) -> None:
+    """A router that starts again does not answer "no replica is ready" where its neighbour would have answered."""
+    victim = _status(serve)["routers"][0]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    answers = []
+    while time.monotonic() < deadline:
+        answers.append(httpx.post(f"{serve.url}/v1/completions", json=_body(0) | {"max_tokens": 1}).status_code)
+        if len([r for r in _status(serve)["routers"] if r["pid"] != victim]) == 2 and len(answers) > 60:
+            break
+    assert set(answers) == {200} and len(answers) > 60
+
+
+def test_a_port_of_a_serve_with_several_routers_is_taken(serve: Serve) -> None:
+    port = serve.url.rpartition(":")[2]
+    flags = ("--port", port, "--grpc-port", "0", "--admin-port", "0", "--routers", "2")
+    second = Serve(serve.home.with_name("second"), *flags, ports=False)
+    try:
+        assert second.process.wait(60) == 1
+        assert f"port {port} on 127.0.0.1 is in use" in second.said
+    finally:
+        second.close()
+
+
+def test_all_stop_in_order(serve: Serve, eventually: Callable[..., None]) -> None:
+    serve.remember()
+    ports = {socket.port for socket in serve.listening()}
+    done = serve.run("stop", "--admin-port", str(serve.admin_port))
+    assert (done.returncode, serve.process.wait(1)) == (0, 0), done.stderr
+    eventually(lambda: not serve.left(), 5, "that nothing of it runs")
+    assert len(ports) > 5 and serve.said.rstrip().splitlines()[-1] == "headrace: stopped"
+    assert "Traceback" not in serve.said
