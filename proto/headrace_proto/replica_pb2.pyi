@@ -493,7 +493,7 @@ class TargetHello(_message.Message):
     def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., meeting: _Optional[_Union[PairMeeting, _Mapping]] = ...) -> None: ...
 
 class FetchAsk(_message.Message):
-    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "have_blocks", "cached_only", "priority")
+    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "have_blocks", "cached_only", "priority", "patience_ms")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +501,7 @@ class FetchAsk(_message.Message):
     HAVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     tenant_salt: bytes
     adapter: str
@@ -508,7 +509,8 @@ class FetchAsk(_message.Message):
     have_blocks: int
     cached_only: bool
     priority: int
-    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., have_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    patience_ms: int
+    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., have_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
 
 class SourceFrame(_message.Message):
     __slots__ = ("hello", "granted", "refused", "offer", "commit", "failed")

@@ -58,6 +58,13 @@ def _answers(one: str, serve: Serve) -> float:
     return Metrics(serve.url).value("vllm:num_requests_running", replica=one)
 
 
+def _routed(serve: Serve) -> set[str]:
+    """Replicas to which the router would send new work."""
+    lines = httpx.get(f"{serve.url}/metrics", trust_env=False).text.split("\n")
+    found = [line for line in lines if line.startswith("headrace_replica_ready{") and line.endswith(" 1.0")]
+    return {name for name in ("smollm2-0", "smollm2-1") if any(f'"{name}"' in line for line in found)}
+
+
 def test_prompts_are_computed_by_the_prefill_replica(pools: Serve, plain: PlainModel) -> None:
     """Sixteen at a time, with long prompts: they travel, and the tokens are those of plain transformers."""
     random = Random(1)
@@ -77,7 +84,7 @@ def test_prompts_are_computed_by_the_prefill_replica(pools: Serve, plain: PlainM
     assert after.value("headrace_kv_grants_total", replica="smollm2-2") >= fetches - failed
 
 
-@pytest.mark.parametrize("token", [1, 24, 64, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 64))])
+@pytest.mark.parametrize("token", [1, 40, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 65) if k != 40)])
 def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[..., None]) -> None:
     """A greedy and a seeded stream lose their replica at that token, and go on as if nothing had been."""
     eventually(lambda: _all_ready(pools), 60, "all are ready")
@@ -119,7 +126,7 @@ def test_one_of_two_decode_replicas_is_killed_under_load(
         eventually(lambda: len(done) > count // 4, 300, "a quarter is answered")
         killed["at"] = time.monotonic()
         _kill(pools, "smollm2-1")
-        eventually(lambda: not Metrics(pools.url).value("headrace_replica_ready", replica="smollm2-1"), 2, "out of it")
+        eventually(lambda: "smollm2-1" not in _routed(pools), 2, "it is out of routing")
         killed["out"] = time.monotonic() - killed["at"]
         eventually(lambda: _all_ready(pools), 60, "replaced")
         killed["replaced"] = time.monotonic() - killed["at"]

@@ -40,10 +40,14 @@ async def _app(harness: Any) -> Any:
     from fastapi import FastAPI
 
     from headrace_router.http.generate_routes import generate_routes
-    from headrace_router.http.info_routes import info_routes
+    from headrace_router.http.info_routes import info_routes, vital_routes
 
     services = harness.router.services
-    return [*generate_routes(services).routes, *info_routes(services, FastAPI()).routes]
+    return [
+        route
+        for part in (generate_routes(services), vital_routes(services), info_routes(services, FastAPI()))
+        for route in part.routes
+    ]
 
 
 def test_every_route_needs_a_key_but_health(guarded: Any) -> None:

@@ -26,10 +26,12 @@ def test_a_short_prompt_stays() -> None:
     assert choose_source(Prompt(1000), load(running=50), []) is None
 
 
-def test_who_has_computed_nothing_yet_predicts_nothing() -> None:
-    """Then the pool that was set up for prompts gets them."""
-    assert choose_source(Prompt(500), load(0.0), [Place(load())]) == 0
-    assert choose_source(Prompt(500), load(), [Place(load(0.0))]) == 0
+def test_who_has_computed_nothing_yet_counts_like_the_other() -> None:
+    prompt = Prompt(500)
+    for here, there in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        assert choose_source(prompt, load(here), [Place(load(there))]) is None
+        assert choose_source(prompt, load(here, running=1), [Place(load(there))]) == 0
+        assert choose_source(prompt, load(here, running=1), [Place(load(there), promised_tokens=5000)]) is None
 
 
 def test_it_pays_when_streams_run_or_the_queue_is_shorter() -> None:

@@ -113,7 +113,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Schedules and launches a step, and collects what is due. Raises RunnerBrokenError when the runner is gone."""
         if self.exchange.busy:
-            self.exchange.tick()
+            self.exchange.tick(self.latency.cost.per_prefill_token)
         outputs = self.scheduler.expire()
         scheduled = self.scheduler.schedule()
         orders: list[Order] = []

@@ -4,8 +4,8 @@ here:   the queue's missing tokens, then the prompt; and each stream that runs h
         up to a horizon, since its steps carry the prompt's chunks
 there:  the source's queue, then the prompt, then what the transfer adds; nobody streams there
 
-All from the replicas' own fitted step models. A replica that has computed nothing yet predicts nothing: then the pool
-that was set up for prompts gets them.
+All from the replicas' own fitted step models. One that has computed nothing yet predicts nothing: it counts like the
+other one, or both as a guess.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ HORIZON_SECONDS = 1.0  # of delay to one stream
 TRANSFER_SECONDS = 0.005  # asking, and the last chunk's way
 TRANSFER_SHARE = 0.1  # of the prompt's time: the rest of the bytes goes while it is computed
 LEAST_TOKENS = 64
+GUESS_SECONDS = 0.001  # per token, until any replica has computed some
 
 
 class Source(Protocol):
@@ -42,11 +43,15 @@ def choose_source(prompt: Prompt, target: Load, sources: Sequence[Source]) -> in
     """The index of the source that pays most, or None when the target better computes the prompt itself."""
     if prompt.tokens < LEAST_TOKENS or not sources:
         return None
-    best = min(range(len(sources)), key=lambda index: _there(prompt, sources[index]))
-    rate = target.step_model.per_prefill_token_ms / 1e3
-    if rate <= 0 or sources[best].load.step_model.per_prefill_token_ms <= 0:
-        return best
-    return best if _there(prompt, sources[best]) < _here(prompt, target, rate) else None
+    known = [rate for load in (target, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
+    usual = min(known, default=GUESS_SECONDS)
+    there = [_there(prompt, source, _rate(source.load) or usual) for source in sources]
+    best = there.index(min(there))
+    return best if there[best] < _here(prompt, target, _rate(target) or usual) else None
+
+
+def _rate(load: Load) -> float:
+    return load.step_model.per_prefill_token_ms / 1e3
 
 
 def _here(prompt: Prompt, load: Load, rate: float) -> float:
@@ -54,7 +59,6 @@ def _here(prompt: Prompt, load: Load, rate: float) -> float:
     return (load.waiting_tokens + prompt.tokens) * rate + load.running * delay
 
 
-def _there(prompt: Prompt, source: Source) -> float:
-    rate = source.load.step_model.per_prefill_token_ms / 1e3
+def _there(prompt: Prompt, source: Source, rate: float) -> float:
     queue = max(source.load.waiting_tokens, source.promised_tokens)
     return (queue + prompt.tokens * (1 + TRANSFER_SHARE)) * rate + TRANSFER_SECONDS

@@ -83,6 +83,7 @@ def target_frame(message: ToSource) -> pb.TargetFrame:
                 have_blocks=message.have,
                 cached_only=not message.compute,
                 priority=message.priority,
+                patience_ms=int(message.patience * 1000),
             )
             return pb.TargetFrame(ask=ask)
         case Cancel(fetch):
@@ -101,7 +102,16 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
             ids = list(ask.token_ids)
             if not ids or len(ids) > max_model_len or max(ids) >= vocab_size:
                 raise InvalidTransferError("the tokens are none of this model's")
-            return Ask(ask.fetch, ask.tenant_salt, ask.adapter, ids, ask.have_blocks, not ask.cached_only, ask.priority)
+            return Ask(
+                ask.fetch,
+                ask.tenant_salt,
+                ask.adapter,
+                ids,
+                ask.have_blocks,
+                not ask.cached_only,
+                ask.priority,
+                ask.patience_ms / 1000,
+            )
         case "cancel":
             return Cancel(frame.cancel)
         case "done":

@@ -53,8 +53,12 @@ class Exchange:
         """Whether prompts of other replicas are computed here from now on; those that were granted are."""
         self.granter.willing = willing
 
-    def tick(self) -> None:
-        """At the beginning of a turn: requests whose fetch is over are queued."""
+    def tick(self, seconds_per_token: float = 0.0) -> None:
+        """At the beginning of a turn: requests whose fetch is over are queued.
+
+        `seconds_per_token`: what computing one takes here, as predicted now.
+        """
+        self.granter.seconds_per_token = seconds_per_token
         now = self._clock()
         for request in self.fetcher.tick(now):
             self._scheduler.add(request)
@@ -62,9 +66,11 @@ class Exchange:
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Whether the request waits for a fetch now; else the caller queues it."""
-        return bool(request.source) and self.fetcher.begin(
-            request, request.source, self._clock(), seconds_per_token, compute=not request.cached_only
-        )
+        if not request.source:
+            return False
+        queued = self._scheduler.missing_tokens
+        compute = not request.cached_only
+        return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued, compute=compute)
 
     def take_orders(self, step: int) -> list[Order]:
         """After a step was planned (0: nothing to compute), the orders that go with it."""

@@ -37,7 +37,7 @@ class FetchLimits:
     least_blocks: int = 2  # fewer are computed here
     silence: float = 2.0  # without a word about a fetch until it is given up
     least: float = 2.0  # that a fetch may take at any rate
-    patience: float = 4.0  # times what the blocks would take to compute here, that a fetch may take
+    patience: float = 2.0  # times what the blocks would take here, the queue included, that a fetch may take
     share: float = 0.5  # of what a request's deadline leaves
     renew: float = 0.5  # between two signs of life to a source
     avoid: float = 1.0  # that a source which was lost is not asked
@@ -130,10 +130,13 @@ class Fetcher:
         """Whether a request waits to be queued."""
         return bool(self._ready)
 
-    def begin(self, request: Request, peer: str, now: float, local: float, *, compute: bool = True) -> bool:
+    def begin(
+        self, request: Request, peer: str, now: float, local: float, queued: int = 0, *, compute: bool = True
+    ) -> bool:
         """Starts to fetch for a request; False when it does not pay or cannot be, and the request is to be queued.
 
-        `local`: predicted seconds that a token takes to compute here. Without `compute` only what is cached is sent.
+        `local`: predicted seconds that a token takes to compute here; `queued`: tokens that would come before. Without
+        `compute` only what is cached is sent.
         """
         kv, limits = self._kv, self.limits
         known = self._peers.setdefault(peer, _Peer())
@@ -143,7 +146,7 @@ class Fetcher:
         have = hit.tokens // kv.block_size
         if blocks - have < limits.least_blocks or now < known.avoid_until:
             return False
-        until = now + max(limits.least, limits.patience * local * (blocks - have) * kv.block_size)
+        until = now + max(limits.least, limits.patience * (queued + (blocks - have) * kv.block_size) * local)
         if request.deadline is not None:
             until = min(until, now + limits.share * (request.deadline - now))
         self._number += 1
@@ -160,6 +163,7 @@ class Fetcher:
             have,
             compute,
             request.priority,
+            until - now,
         )
         self.messages.append((peer, ask))
         return True

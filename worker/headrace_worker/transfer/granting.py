@@ -77,6 +77,7 @@ class Granter:
         self.limits = limits or GrantLimits()
         self.counters = GrantCounters()
         self.willing = True  # to compute for others: a matter of the replica's role
+        self.seconds_per_token = 0.0  # as predicted now; 0 = not known yet
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
         self.close_peers: list[str] = []  # to hang up on
@@ -240,6 +241,9 @@ class Granter:
         size = self._kv.block_size
         if not ask.token_ids or len(ask.token_ids) % size or not 0 <= ask.have < len(ask.token_ids) // size:
             return "an ask is for whole blocks, at least one"
+        ahead = self._scheduler.missing_tokens + len(ask.token_ids) - ask.have * size
+        if ask.compute and ask.patience and ahead * self.seconds_per_token > ask.patience:
+            return "the source has too much to do"
         return ""
 
     def _push(self, grant: _Grant, known: _Peer, ready: int, step: int) -> None:

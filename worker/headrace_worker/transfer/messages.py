@@ -17,6 +17,7 @@ class Ask(Struct, frozen=True):
     have: int  # blocks from the first on that the target holds
     compute: bool = True  # else only what is cached is sent, or nothing
     priority: int = 0
+    patience: float = 0.0  # seconds; a source that predicts more refuses; 0 = any time will do
 
 
 class Cancel(Struct, frozen=True):
