@@ -157,7 +157,7 @@ class Fleet:
             if link.ready_source and link is not target and link.card and link.card.revision == card.revision
         ]
         prompt = Prompt(len(work.prompt_token_ids) + work.output_tokens_so_far)
-        chosen = choose_source(prompt, target.load, sources)
+        chosen = choose_source(prompt, target, sources)
         return sources[chosen] if chosen is not None else None
 
     def rebalance(self, now: float) -> None:

@@ -78,7 +78,7 @@ class ReplicaLink:
         self._connected = False
         self._step = -1
         self._heartbeat = 0.0
-        self._unreported: deque[tuple[bytes, int]] = deque()  # attempt id, step seen when it was sent
+        self._unreported: deque[tuple[int, int]] = deque()  # step seen when it was sent, tokens to compute there
         self._submits: list[Submit] = []
         self._cancels: list[bytes] = []
         self._wake = asyncio.Event()
@@ -102,6 +102,11 @@ class ReplicaLink:
     @property
     def unreported(self) -> int:
         return len(self._unreported)
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Tokens to compute that its load cannot contain yet."""
+        return sum(tokens for _, tokens in self._unreported)
 
     @property
     def connected(self) -> bool:
@@ -175,7 +180,9 @@ class ReplicaLink:
         if not self._connected:
             attempt.end(Outcome.LOST)
             return attempt
-        self._unreported.append((attempt.id, self._step))
+        elsewhere = submit.HasField("source")
+        tokens = 0 if elsewhere else len(submit.prompt_token_ids) + len(submit.output_token_ids)
+        self._unreported.append((self._step, tokens))
         self._submits.append(submit)
         self._wake.set()
         return attempt
@@ -304,7 +311,7 @@ class ReplicaLink:
     def _stepped(self, step: int) -> None:
         self._step, self._heartbeat = step, self._clock()
         # Two steps after it was sent, a submit is in the load that the replica reports.
-        while self._unreported and step >= self._unreported[0][1] + 2:
+        while self._unreported and step >= self._unreported[0][0] + 2:
             self._unreported.popleft()
 
     async def _write(self, call: Any) -> None:

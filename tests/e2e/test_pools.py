@@ -18,7 +18,6 @@ from plain_model import PlainModel
 from streams import Outcome, run_streams
 
 LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
-TOKENS = 80
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +42,16 @@ def _replicas(serve: Serve) -> dict[str, dict[str, Any]]:
 
 def _body(random: Random, length: int, **options: Any) -> dict[str, Any]:
     prompt = [random.randrange(20, 40_000) for _ in range(length)]
-    return {"model": "smollm2", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **options}
+    return {"model": "smollm2", "prompt": prompt, "ignore_eos": True, **options}
 
 
 def _all_ready(serve: Serve) -> bool:
     return all(entry["state"] == "ready" for entry in _replicas(serve).values())
 
 
-def _kill(serve: Serve, name: str) -> None:
-    os.kill(_replicas(serve)[name]["ranks"][0]["pid"], signal.SIGKILL)
+def _pids(serve: Serve) -> dict[str, int]:
+    """Asked before the load comes: the command takes seconds beside it."""
+    return {name: entry["ranks"][0]["pid"] for name, entry in _replicas(serve).items()}
 
 
 def _answers(one: str, serve: Serve) -> float:
@@ -89,16 +89,17 @@ def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[...,
     """A greedy and a seeded stream lose their replica at that token, and go on as if nothing had been."""
     eventually(lambda: _all_ready(pools), 60, "all are ready")
     random = Random(token)
-    greedy = _body(random, 20, temperature=0)
-    seeded = _body(random, 20, temperature=1, seed=token, top_p=0.9)
+    greedy = _body(random, 20, temperature=0, max_tokens=120)
+    seeded = _body(random, 20, temperature=1, seed=token, top_p=0.9, max_tokens=120)
     expected = run_streams(pools.url, [greedy, seeded])
     found: list[Outcome] = []
+    pids = _pids(pools)
     streams = threading.Thread(target=lambda: found.extend(run_streams(pools.url, [greedy, seeded])))
     before = Metrics(pools.url)["vllm:generation_tokens_total"]
     streams.start()
     eventually(lambda: Metrics(pools.url)["vllm:generation_tokens_total"] >= before + 2 * token, 30, "the token")
     owner = next(name for name in ("smollm2-0", "smollm2-1") if _answers(name, pools))
-    _kill(pools, owner)
+    os.kill(pids[owner], signal.SIGKILL)
     streams.join(90)
     assert [outcome.complete for outcome in found] == [True, True]
     assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
@@ -113,6 +114,7 @@ def test_one_of_two_decode_replicas_is_killed_under_load(
     random = Random(7)
     bodies = [_body(random, random.randrange(8, 160), max_tokens=16, seed=place) for place in range(count)]
     done: list[int] = []
+    pids = _pids(pools)
 
     def ask(body: dict[str, Any]) -> int:
         answer = httpx.post(f"{pools.url}/v1/completions", json=body, timeout=120, trust_env=False)
@@ -124,8 +126,8 @@ def test_one_of_two_decode_replicas_is_killed_under_load(
 
     def kill() -> None:
         eventually(lambda: len(done) > count // 4, 300, "a quarter is answered")
+        os.kill(pids["smollm2-1"], signal.SIGKILL)
         killed["at"] = time.monotonic()
-        _kill(pools, "smollm2-1")
         eventually(lambda: "smollm2-1" not in _routed(pools), 2, "it is out of routing")
         killed["out"] = time.monotonic() - killed["at"]
         eventually(lambda: _all_ready(pools), 60, "replaced")
@@ -146,10 +148,11 @@ def test_the_prefill_replica_is_killed_under_load(pools: Serve, eventually: Call
     expected = run_streams(pools.url, bodies)
     fresh = [_body(random, 300, temperature=0, max_tokens=24) for _ in range(8)]
     found: list[Outcome] = []
+    pids = _pids(pools)
     streams = threading.Thread(target=lambda: found.extend(run_streams(pools.url, fresh + bodies)))
     streams.start()
     time.sleep(0.4)
-    _kill(pools, "smollm2-2")
+    os.kill(pids["smollm2-2"], signal.SIGKILL)
     streams.join(120)
     assert all(outcome.complete for outcome in found) and len(found) == 16
     assert [outcome.token_ids for outcome in found[8:]] == [outcome.token_ids for outcome in expected]

@@ -14,6 +14,8 @@ class Place:
     load: Load = field(default_factory=Load)
     promised_tokens: int = 0
     replica_id: str = "r"
+    unreported: int = 0
+    unreported_tokens: int = 0
 
 
 def load(rate_ms: float = 1.0, **fields: int) -> Load:
@@ -21,32 +23,35 @@ def load(rate_ms: float = 1.0, **fields: int) -> Load:
 
 
 def test_a_short_prompt_stays() -> None:
-    assert choose_source(Prompt(LEAST_TOKENS - 1), load(running=50), [Place(load())]) is None
-    assert choose_source(Prompt(LEAST_TOKENS), load(running=50), [Place(load())]) == 0
-    assert choose_source(Prompt(1000), load(running=50), []) is None
+    assert choose_source(Prompt(LEAST_TOKENS - 1), Place(load(running=50)), [Place(load())]) is None
+    assert choose_source(Prompt(LEAST_TOKENS), Place(load(running=50)), [Place(load())]) == 0
+    assert choose_source(Prompt(1000), Place(load(running=50)), []) is None
 
 
 def test_who_has_computed_nothing_yet_counts_like_the_other() -> None:
     prompt = Prompt(500)
     for here, there in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
-        assert choose_source(prompt, load(here), [Place(load(there))]) is None
-        assert choose_source(prompt, load(here, running=1), [Place(load(there))]) == 0
-        assert choose_source(prompt, load(here, running=1), [Place(load(there), promised_tokens=5000)]) is None
+        assert choose_source(prompt, Place(load(here)), [Place(load(there))]) is None
+        assert choose_source(prompt, Place(load(here, running=1)), [Place(load(there))]) == 0
+        assert choose_source(prompt, Place(load(here, running=1)), [Place(load(there), promised_tokens=5000)]) is None
 
 
 def test_it_pays_when_streams_run_or_the_queue_is_shorter() -> None:
     prompt = Prompt(500)
-    assert choose_source(prompt, load(), [Place(load())]) is None, "an idle target needs no transfer"
-    assert choose_source(prompt, load(running=1), [Place(load())]) == 0
-    assert choose_source(prompt, load(waiting_tokens=5000), [Place(load())]) == 0
-    assert choose_source(prompt, load(running=1), [Place(load(waiting_tokens=5000))]) is None
-    assert choose_source(prompt, load(running=1), [Place(load(), promised_tokens=5000)]) is None, "on its way there"
-    assert choose_source(prompt, load(running=1), [Place(load(5.0))]) is None, "a slow source"
+    assert choose_source(prompt, Place(load()), [Place(load())]) is None, "an idle target needs no transfer"
+    assert choose_source(prompt, Place(load(running=1)), [Place(load())]) == 0
+    assert choose_source(prompt, Place(load(waiting_tokens=5000)), [Place(load())]) == 0
+    assert choose_source(prompt, Place(load(), unreported=1, unreported_tokens=300), [Place(load())]) == 0, "a burst"
+    assert choose_source(prompt, Place(load(running=1)), [Place(load(waiting_tokens=5000))]) is None
+    assert choose_source(prompt, Place(load(running=1)), [Place(load(), promised_tokens=5000)]) is None, (
+        "on its way there"
+    )
+    assert choose_source(prompt, Place(load(running=1)), [Place(load(5.0))]) is None, "a slow source"
 
 
 def test_the_source_with_the_shortest_queue() -> None:
     sources = [Place(load(waiting_tokens=900)), Place(load(waiting_tokens=100)), Place(load(), promised_tokens=500)]
-    assert choose_source(Prompt(500), load(running=9), sources) == 1
+    assert choose_source(Prompt(500), Place(load(running=9)), sources) == 1
 
 
 def busy(

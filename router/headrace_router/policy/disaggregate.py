@@ -32,6 +32,21 @@ class Source(Protocol):
         """Tokens of prompts that were sent its way and are not known to be computed."""
 
 
+class Target(Protocol):
+    """The replica that will answer."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def unreported(self) -> int:
+        """Attempts sent that its load cannot contain yet."""
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Of those, tokens to be computed there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What is to be computed: tokens, output of earlier attempts included."""
@@ -39,24 +54,25 @@ class Prompt:
     tokens: int
 
 
-def choose_source(prompt: Prompt, target: Load, sources: Sequence[Source]) -> int | None:
+def choose_source(prompt: Prompt, target: Target, sources: Sequence[Source]) -> int | None:
     """The index of the source that pays most, or None when the target better computes the prompt itself."""
     if prompt.tokens < LEAST_TOKENS or not sources:
         return None
-    known = [rate for load in (target, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
+    known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
     usual = min(known, default=GUESS_SECONDS)
     there = [_there(prompt, source, _rate(source.load) or usual) for source in sources]
     best = there.index(min(there))
-    return best if there[best] < _here(prompt, target, _rate(target) or usual) else None
+    return best if there[best] < _here(prompt, target, _rate(target.load) or usual) else None
 
 
 def _rate(load: Load) -> float:
     return load.step_model.per_prefill_token_ms / 1e3
 
 
-def _here(prompt: Prompt, load: Load, rate: float) -> float:
+def _here(prompt: Prompt, target: Target, rate: float) -> float:
     delay = min(prompt.tokens * rate, HORIZON_SECONDS)
-    return (load.waiting_tokens + prompt.tokens) * rate + load.running * delay
+    queue = target.load.waiting_tokens + target.unreported_tokens
+    return (queue + prompt.tokens) * rate + (target.load.running + target.unreported) * delay
 
 
 def _there(prompt: Prompt, source: Source, rate: float) -> float:
