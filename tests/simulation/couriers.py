@@ -43,6 +43,7 @@ class Gate:
 class _Item:
     order: Send | Receive
     gate: Gate | None
+    left: int  # pieces to read or write
 
     @property
     def blocks(self) -> set[int]:
@@ -77,8 +78,19 @@ class SimCarrier:
     def put(self, order: Send | Receive, gate: Gate | None) -> None:
         if not isinstance(order, Receive) or order.blocks:
             self.live[order.fetch] = self.live.get(order.fetch, 0) + 1
-        self.items.append(_Item(order, gate))
+        counts = order.counts if isinstance(order, Receive) else tuple(map(len, order.blocks))
+        pieces = sum(len(layers) for route in self._routes for layers, n in zip(route.layers, counts, strict=True) if n)
+        item = _Item(order, gate, pieces)
+        self.items.append(item)
+        if not pieces:
+            self._courier.carried(order)
         self.wake()
+
+    def _touch(self, item: _Item) -> None:
+        """A piece was read or written."""
+        item.left -= 1
+        if not item.left:
+            self._courier.carried(item.order)
 
     def drop(self, fetch: int) -> None:
         self.live.pop(fetch, None)
@@ -95,7 +107,7 @@ class SimCarrier:
         return {
             block
             for item in self.items
-            if item.order.fetch in self.live and (item.gate is None or item.gate.opened)
+            if item.left and item.order.fetch in self.live and (item.gate is None or item.gate.opened)
             for block in item.blocks
         }
 
@@ -141,12 +153,13 @@ class SimCarrier:
                 yield _WAIT
             item = self.items[0]
             if isinstance(item.order, Send):
-                yield from self._send(item.order, item.gate)
+                yield from self._send(item, item.order)
             else:
-                yield from self._receive(item.order)
+                yield from self._receive(item, item.order)
             yield _MOVED
 
-    def _send(self, order: Send, gate: Gate | None) -> Iterator[bool]:
+    def _send(self, item: _Item, order: Send) -> Iterator[bool]:
+        gate = item.gate
         for route in self._routes:
             heads, peer = range(*route.heads), self.order.peers + route.target
             checksum, whole = 0, True
@@ -160,6 +173,7 @@ class SimCarrier:
                         if whole
                         else [[[0] * self._shadow.block_size for _ in blocks] for _ in heads]
                     )
+                    self._touch(item)
                     checksum = hash((checksum, piece.checksum))
                     self._wire.send(self._me, peer, piece)
                     yield _MOVED
@@ -167,7 +181,7 @@ class SimCarrier:
             yield _MOVED
         self._forget(order)
 
-    def _receive(self, order: Receive) -> Iterator[bool]:
+    def _receive(self, item: _Item, order: Receive) -> Iterator[bool]:
         good = True
         for route in self._routes:
             heads, peer = range(*route.heads), self.order.peers + route.source
@@ -182,6 +196,7 @@ class SimCarrier:
                     if order.fetch in self.live:
                         self._courier.written(order, group)
                         self._shadow.write(layer, heads, order.blocks[group], found.cells)
+                    self._touch(item)
                     yield _MOVED
             while (label := self._wire.receive(peer, self._me)) is None:
                 yield _WAIT
@@ -194,7 +209,6 @@ class SimCarrier:
 
     def _forget(self, order: Send | Receive) -> None:
         self.items.popleft()
-        self._courier.carried(order)
         left = self.live.get(order.fetch, 1) - 1
         if left > 0:
             self.live[order.fetch] = left

@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from collections import Counter
 from random import Random
 
+import structlog
 from cluster import REST_SECONDS, Cluster
 from faults import Faults
 from model import BLOCK, Model
@@ -97,6 +99,7 @@ def main() -> None:
     if options.until is None:
         print(asyncio.run(run_in_loop(options.seed, tracing=True)))
         return
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     total: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     for seed in range(options.seed, options.until):

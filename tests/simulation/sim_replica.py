@@ -53,6 +53,7 @@ class SimReplica:
         self.alive = True
         self.frozen_until = 0.0
         self.stopped = False
+        self._spent = 0.0  # of the turn that goes on
         self.draining = False
         self.cluster = cluster
         self.world: World = cluster.world
@@ -79,7 +80,6 @@ class SimReplica:
         self._commands: deque[Callable[[], Output | None]] = deque()
         self._due: float | None = None
         self._turns = 0
-        self._spent = 0.0
         self._busy_until = 0.0
         self._names = 0
 
