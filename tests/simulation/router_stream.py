@@ -64,6 +64,7 @@ class RouterStream:
         if self.mischief and self._world.chance(0.5):
             self.mischief -= 1
             if self._world.chance(0.5):
+                self._world.at(0.1 * self._world.random.random(), self.break_down)  # TCP loses nothing in silence
                 return
             self._down.put(deltas)
         self._down.put(deltas)

@@ -9,7 +9,7 @@ from model import MAX_MODEL_LEN, VOCABULARY, Model
 from ranks import SimRanks
 from router_stream import RouterStream
 from transfer_stream import TransferStream
-from world import BrokenPromise, World
+from world import BrokenPromise, Fifo, World
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher, derive_key
@@ -80,7 +80,8 @@ class SimReplica:
         self._commands: deque[Callable[[], Output | None]] = deque()
         self._due: float | None = None
         self._turns = 0
-        self._busy_until = 0.0
+        self._busy_until = self._reported_at = 0.0
+        self._notes = [Fifo(self.world, self, self._noted) for _ in self.shards.ranks]
         self._names = 0
 
     def clock(self) -> float:
@@ -179,16 +180,19 @@ class SimReplica:
         outbound = engine.exchange.take_outbound()
         spent, self._spent = self._spent, 0.0
         self._busy_until = self.world.now + spent
-        if outputs:
-            self.world.at(spent, lambda: self._deliver(outputs), self)
-        if outbound:
-            self.world.at(spent + self.world.delay() / 8, lambda: self._send_out(outbound), self)
+        if outputs or outbound:  # reports reach the server in order
+            self._reported_at = max(self._reported_at, self._busy_until + self.world.delay() / 8)
+            self.world.at(self._reported_at - self.world.now, lambda: self._report(outputs, outbound), self)
         engine.take_cache_changes()
         self.cluster.watch(self)
         if engine.has_work:
             self._wake(spent + 0.001)
         elif engine.exchange.busy:
             self._wake(spent + IDLE_TICK)
+
+    def _report(self, outputs: list[Output], outbound: Outbound) -> None:
+        self._deliver(outputs)
+        self._send_out(outbound)
 
     def _spend(self) -> None:
         self._spent += self.shape.step_seconds * (0.5 + self.world.random.random())
@@ -236,7 +240,10 @@ class SimReplica:
     def _reported(self, report: Report) -> None:
         if self.world.tracing:
             self.world.log(f"{self.name} report {report}")
-        self.world.at(self.world.delay() / 4, lambda: self.command(lambda exchange: exchange.reported(report)), self)
+        self._notes[report.rank].put(report)
+
+    def _noted(self, report: object) -> None:
+        self.command(lambda exchange: exchange.reported(cast(Report, report)))
 
     # -- what must hold ----------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Request:
     in_flight: int = 0
     finish: Finish | None = None
     suspect: bool = False  # was part of a step that failed: computed alone until a step succeeds
+    void_until: int = 0  # results of steps up to this one mean nothing: one of them failed
     started: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
