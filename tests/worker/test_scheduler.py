@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.plan import StepPlan
+from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.request import Finish
 
 Make = Callable[..., Any]
@@ -191,6 +191,28 @@ def test_one_request_that_breaks_the_model_fails_alone(make_bench: Make, undistu
         else:
             assert emitted[request.attempt_id] == undisturbed(request.tokens[:6], 8)
     assert bench.kv.pool.used == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_was_launched_on_top_of_a_failed_step_is_never_emitted(
+    make_bench: Make, undisturbed: Undisturbed, depth: int
+) -> None:
+    """The failure is seen when the step is collected; the next ones have drawn from what it left by then."""
+    bench = make_bench(depth=depth)
+    spoilt: set[int] = set()
+
+    def collect(result: StepResult) -> StepResult:
+        if result.step in (4, 11) and result.step not in spoilt:
+            spoilt.update(range(result.step + 1, bench.runner.steps + 1))
+            raise ValueError("kernel failed")
+        return StepResult(result.step, [1] * len(result.tokens), {}, {}) if result.step in spoilt else result
+
+    bench.runner.collect = collect
+    requests = [bench.request(prompt_of(index, 6), max_tokens=12) for index in range(3)]
+    emitted = bench.run(requests)
+    assert spoilt
+    for request in requests:
+        assert emitted[request.attempt_id] == undisturbed(request.tokens[:6], 12)
 
 
 def test_continued_outputs_keep_their_index(make_bench: Make, undisturbed: Undisturbed) -> None:

@@ -51,10 +51,10 @@ class Request:
     table: BlockTable | None = None
     computed: int = 0
     in_flight: int = 0
-    void: int = 0  # tokens in flight that follow one of a step that failed: they mean nothing
     finish: Finish | None = None
     complete: bool = False  # its guide lets nothing follow
     suspect: bool = False  # was part of a step that failed: computed alone until a step succeeds
+    void_until: int = 0  # results of steps up to this one mean nothing: one of them failed
     started: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0

@@ -149,10 +149,7 @@ class Scheduler:
                 continue
             position, index = index, index + 1
             request.in_flight -= 1
-            if request.finish is not None:
-                continue
-            if request.void:
-                request.void -= 1
+            if request.finish is not None or step.plan.step <= request.void_until:
                 continue
             if position in failed:
                 outputs.append(self.end(request, Finish.ERROR, failed[position]))
@@ -169,15 +166,19 @@ class Scheduler:
         return outputs
 
     def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
-        """A step raised. One request alone is at fault; of several each is tried again alone (RELIABILITY R9)."""
+        """A step raised. A request alone in it is at fault; of several each is tried again alone (RELIABILITY R9).
+
+        Steps that were launched on top of it drew from what it left behind: they mean nothing to its requests.
+        """
         for work, request in zip(step.plan.work, step.requests, strict=True):
             if work.sample:
                 request.in_flight -= 1
-            request.void = request.in_flight  # later tokens were computed over one that nobody has
-        alive = [request for request in step.requests if request.finish is None]
-        if len(alive) == 1:
+        number = step.plan.step
+        alive = [request for request in step.requests if request.finish is None and number > request.void_until]
+        if len(step.requests) == len(alive) == 1:
             return [self.end(alive[0], Finish.ERROR, sentence)]
         for request in alive:
+            request.void_until = self._step
             if not request.suspect:
                 request.suspect = True
                 self._suspects += 1

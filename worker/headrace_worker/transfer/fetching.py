@@ -169,7 +169,10 @@ class Fetcher:
         return True
 
     def forget(self, request: Request) -> None:
-        """The request has ended; its fetch, if it has one, ends too."""
+        """The request has ended; its fetch, if it has one, ends too, and it is not queued if that was over."""
+        if request in self._ready:
+            self._ready.remove(request)
+            return
         for fetch in self._fetches.values():
             if fetch.request is request:
                 self._end(fetch, tell=True)

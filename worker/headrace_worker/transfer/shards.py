@@ -5,6 +5,7 @@ that several ranks hold alike). Source and target may be split differently; the 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -56,6 +57,8 @@ def mismatch(source: KvShards, target: KvShards) -> str:
     groups = range(len(source.windows))
     if any(source.layers_of(group) != target.layers_of(group) for group in groups):
         return "the stages group layers of different spans differently: use the same pp on both sides"
+    if not (_holds_all_once(source) and _holds_all_once(target)):
+        return "the ranks of a replica must hold each part of a block, in one stage"
     return ""
 
 
@@ -85,6 +88,19 @@ def _stages(shards: KvShards) -> list[list[int]]:
     for number, rank in enumerate(shards.ranks):
         stages.setdefault(rank.layers, []).append(number)
     return list(stages.values())
+
+
+def _holds_all_once(shards: KvShards) -> bool:
+    """Whether every layer is in one stage, and every stage has all heads: a peer's word is not trusted."""
+    stages = _stages(shards)
+    layers = [layer for holders in stages for group in shards.ranks[holders[0]].layers for layer in group]
+    return len(set(layers)) == len(layers) and all(_is_whole(shards, holders) for holders in stages)
+
+
+def _is_whole(shards: KvShards, holders: list[int]) -> bool:
+    spans = sorted(shards.ranks[rank].heads for rank in holders)
+    joined = all(before[1] >= after[0] for before, after in pairwise(spans))
+    return joined and (spans[0][0], max(stop for _, stop in spans)) == (0, shards.num_heads)
 
 
 def _common(held: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

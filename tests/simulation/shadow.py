@@ -1,0 +1,73 @@
+"""What one rank has in its cache: for each slot, which prefix it was computed from."""
+
+from dataclasses import dataclass, field
+
+from world import BrokenPromise
+
+from headrace_worker.transfer.shards import RankShard
+
+Cell = list[int]  # per slot of a block: the tag of the tokens up to there, or NOTHING
+NOTHING = -1
+SPOILT = -2
+
+
+@dataclass(slots=True)
+class Task:
+    """One row's work of a step, as it was when the step was planned."""
+
+    start: int
+    stop: int
+    tags: list[int]  # of positions up to `stop`
+    tables: list[dict[int, int]]  # per cache group: block by index
+    spoilt: bool = False  # the step fails: what it writes means nothing
+
+
+@dataclass(slots=True)
+class RankShadow:
+    """Notices whoever reads what was not written for him. `cells[layer, head][block]`."""
+
+    number: int
+    shard: RankShard
+    windows: tuple[int, ...]
+    block_size: int
+    cells: dict[tuple[int, int], dict[int, Cell]] = field(default_factory=dict)
+    parts: list[list[tuple[int, int]]] = field(default_factory=list)  # per cache group
+
+    def __post_init__(self) -> None:
+        heads = range(*self.shard.heads)
+        self.parts = [[(layer, head) for layer in layers for head in heads] for layers in self.shard.layers]
+        self.cells = {part: {} for parts in self.parts for part in parts}
+
+    def compute(self, task: Task) -> set[int]:
+        """Reads what the task's first query sees, writes its positions; the blocks that were written."""
+        size, written = self.block_size, set()
+        for window, parts, table in zip(self.windows, self.parts, task.tables, strict=True):
+            first = max(0, task.start - window + 1) if window else 0
+            for index in range(first // size, -(-task.start // size)) if not task.spoilt else ():
+                low, high = max(first, index * size), min(task.start, (index + 1) * size)
+                block, wanted = table[index], task.tags[low:high]
+                for part in parts:
+                    cell = self.cells[part].get(block)
+                    if cell is None or cell[low - index * size : high - index * size] != wanted:
+                        raise BrokenPromise(f"rank {self.number} reads foreign KV in block {block}, {part}")
+            for index in range(task.start // size, -(-task.stop // size)):
+                low, high = max(task.start, index * size), min(task.stop, (index + 1) * size)
+                block = table[index]
+                if block == 0:
+                    raise BrokenPromise("a plan writes into the null block")
+                written.add(block)
+                for part in parts:
+                    cell = self.cells[part].setdefault(block, [NOTHING] * size)
+                    tags = [SPOILT] * (high - low) if task.spoilt else task.tags[low:high]
+                    cell[low - index * size : high - index * size] = tags
+        return written
+
+    def read(self, layer: int, heads: range, blocks: tuple[int, ...]) -> list[list[Cell]]:
+        """A piece: per head, per block."""
+        empty = [NOTHING] * self.block_size
+        return [[list(self.cells[layer, head].get(block, empty)) for block in blocks] for head in heads]
+
+    def write(self, layer: int, heads: range, blocks: tuple[int, ...], piece: list[list[Cell]]) -> None:
+        for head, cells in zip(heads, piece, strict=True):
+            for block, cell in zip(blocks, cells, strict=True):
+                self.cells[layer, head][block] = list(cell)

@@ -1,0 +1,158 @@
+"""Routes between replicas that are split differently: each rank of the target gets all that it holds, once."""
+
+from collections import Counter
+from itertools import product
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.model.kv_shards import kv_shards
+from headrace_worker.transfer.shards import KvShards, RankShard, mismatch, plan_routes, wanted_blocks
+
+SPLITS = list(product(range(1, 5), range(1, 4)))  # (tp, pp)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _shards(tp: int, pp: int, *, layers: int = 6, kv: int = 4, kinds: tuple[str, ...] = ()) -> KvShards:
+    """As the replica of such a model describes itself. Heads beside the KV heads do not matter here."""
+    config = SimpleNamespace(
+        num_hidden_layers=layers,
+        num_attention_heads=4 * kv,
+        num_key_value_heads=kv,
+        hidden_size=32 * kv,
+        head_dim=8,
+        sliding_window=8 if kinds else None,
+        layer_types=[kinds[index % len(kinds)] for index in range(layers)] if kinds else None,
+    )
+    return kv_shards(config, "float32", 16, tp, pp)
+
+
+def _fits(tp: int, kv: int) -> bool:
+    return kv >= tp or tp % kv == 0
+
+
+def _assert_complete(source: KvShards, target: KvShards) -> None:
+    routes = plan_routes(source, target)
+    arrived: Counter[tuple[int, int, int, int]] = Counter()
+    for route in routes:
+        sender = source.ranks[route.source]
+        assert sender.heads[0] <= route.heads[0] < route.heads[1] <= sender.heads[1]
+        for group, layers in enumerate(route.layers):
+            assert set(layers) <= set(sender.layers[group])
+            for layer, head in product(layers, range(*route.heads)):
+                arrived[route.target, group, layer, head] += 1
+    held = Counter(
+        (number, group, layer, head)
+        for number, rank in enumerate(target.ranks)
+        for group, layers in enumerate(rank.layers)
+        for layer, head in product(layers, range(*rank.heads))
+    )
+    assert arrived == held
+    # One stream of pieces between two ranks: their order is agreed only when a pair of ranks has one route for each
+    # span of heads and each set of layers.
+    assert len({(route.source, route.target, route.layers, route.heads) for route in routes}) == len(routes)
+
+
+@pytest.mark.parametrize("kv", [1, 2, 3, 4, 6, 8])
+def test_every_head_of_every_layer_arrives_once_whatever_the_splits(kv: int) -> None:
+    splits = [(tp, pp) for tp, pp in SPLITS if _fits(tp, kv)]
+    assert len(splits) >= 9
+    for source, target in product(splits, splits):
+        _assert_complete(_shards(*source, kv=kv), _shards(*target, kv=kv))
+
+
+def test_layers_that_do_not_divide_among_the_stages() -> None:
+    for source, target in product(SPLITS, SPLITS):
+        _assert_complete(_shards(*source, layers=5), _shards(*target, layers=5))
+
+
+@pytest.mark.parametrize("kinds", [(SLIDING, FULL), (SLIDING, SLIDING, FULL), (SLIDING,)])
+def test_windows_match_or_are_refused_with_a_reason(kinds: tuple[str, ...]) -> None:
+    """With several stages a model's layers may fall into other groups: then blocks are not the same thing."""
+    matched = 0
+    for source, target in product(SPLITS, SPLITS):
+        left, right = (_shards(*split, kinds=kinds) for split in (source, target))
+        if mismatch(left, right):
+            assert source[1] != target[1], "the same stages hold the same groups"
+            with pytest.raises(ValueError, match=r"do not match|differently"):
+                plan_routes(left, right)
+        else:
+            matched += 1
+            _assert_complete(left, right)
+    assert matched >= len(SPLITS) ** 2 // 3
+
+
+def test_equal_holders_share_the_targets() -> None:
+    """tp 4 on one KV head: all four hold it, and each serves one of four targets."""
+    one = _shards(4, 1, kv=1)
+    assert sorted(route.source for route in plan_routes(one, one)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"block_size": 8}, "tokens"),
+        ({"head_dim": 16}, "size"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"windows": (8,)}, "spans"),
+        ({"windows": (0, 0)}, "spans"),
+    ],
+)
+def test_other_layouts_are_refused(change: dict[str, object], word: str) -> None:
+    mine = _shards(1, 1)
+    fields = {name: getattr(mine, name) for name in mine.__struct_fields__}
+    other = msgspec.convert({**fields, **change}, KvShards, from_attributes=True)
+    for pair in ((mine, other), (other, mine)):
+        assert word in mismatch(*pair)
+        with pytest.raises(ValueError, match=word):
+            plan_routes(*pair)
+
+
+def test_other_heads_and_layers_are_refused() -> None:
+    assert mismatch(_shards(1, 1, kv=4), _shards(1, 1, kv=2))
+    assert mismatch(_shards(1, 1, layers=6), _shards(1, 1, layers=4))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [RankShard(((0, 1),), (0, 1)), RankShard(((0, 1),), (2, 4))],  # nobody holds head 1
+        [RankShard(((0, 1),), (1, 4))],  # nor head 0
+        [RankShard(((0,),), (0, 4)), RankShard(((1,),), (0, 2))],  # a stage with half of the heads
+        [RankShard(((0, 1),), (0, 4)), RankShard(((1,),), (0, 4))],  # layer 1 in two stages
+        [RankShard(((0, 1, 1),), (0, 4))],  # layer 1 twice
+    ],
+)
+def test_a_peer_that_does_not_hold_all_once_is_refused(ranks: list[RankShard]) -> None:
+    """What a peer says of itself is not trusted: no route may be missing, none may write what another one writes."""
+    sound = KvShards(16, 8, "float32", (0,), (RankShard(((0, 1),), (0, 4)),))
+    broken = KvShards(16, 8, "float32", (0,), tuple(ranks))
+    for pair in ((sound, broken), (broken, sound)):
+        assert "each part" in mismatch(*pair)
+        with pytest.raises(ValueError, match="each part"):
+            plan_routes(*pair)
+
+
+@pytest.mark.parametrize("windows", [(0,), (8, 0), (5,), (16, 7), (1, 0)])
+def test_wanted_blocks_are_what_the_next_query_sees(windows: tuple[int, ...]) -> None:
+    """Once they are there beside those held, the cache finds the whole prefix; with one fewer it does not."""
+    size = 4
+    layout = CacheLayout(size, tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows)), 4)
+    scope = ModelScope("m", "r", "float32", "float32")
+    for have, blocks in [(held, count) for count in range(1, 8) for held in range(count)]:
+        spans = wanted_blocks(windows, size, have, blocks)
+        assert all(have <= start <= stop == blocks for start, stop in spans)
+        for left_out in [None, *((group, start) for group, (start, stop) in enumerate(spans) if start < stop)]:
+            kv = KVManager(layout, 64, BlockHasher(derive_key(b"k")), scope)
+            chain = kv.start_chain(b"", "")
+            kv.extend_chain(chain, list(range(size * blocks)), blocks)
+            for group, (start, stop) in enumerate(spans):
+                for index in [*range(have), *range(start, stop)]:
+                    if (group, index) != left_out:
+                        kv.publish_blocks(chain, group, index, kv.pool.allocate(1))
+            found = kv.lookup(chain, size * blocks).tokens
+            assert found == size * blocks if left_out is None else found < size * blocks
