@@ -1,4 +1,7 @@
-"""One seed: a cluster, its clients and its faults, from the first event to the last. `python schedule.py SEED` traces it."""
+"""One seed: a cluster, its clients and its faults, from the first event to the last.
+
+`python tests/simulation/schedule.py SEED` prints what happens; `… FIRST --until STOP` runs many.
+"""
 
 import argparse
 import asyncio
@@ -8,12 +11,13 @@ from collections import Counter
 from random import Random
 
 import structlog
-from cluster import REST_SECONDS, Cluster
 from faults import Faults
 from model import BLOCK, Model
 from sim_replica import Shape
 from sim_router import Phase, Wish
 from world import BrokenPromise, World
+
+from cluster import REST_SECONDS, Cluster
 
 SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))
 WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))

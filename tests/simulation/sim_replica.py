@@ -25,8 +25,9 @@ from headrace_worker.transfer.orders import ClosePair, Drop, OpenPair, Receive, 
 from headrace_worker.transfer.shards import KvShards
 
 if TYPE_CHECKING:
-    from cluster import Cluster
     from wires import PairWire
+
+    from cluster import Cluster
 
 IDLE_TICK = 0.25
 KEY = derive_key(b"simulation")

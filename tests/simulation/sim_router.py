@@ -166,10 +166,10 @@ class SimRequest:
         if finish == pb.FINISH_LENGTH and len(self.tokens) != len(self._expected):
             raise BrokenPromise(f"request {self.wish.number} ends after {len(self.tokens)} tokens")
         if finish != pb.FINISH_NONE:
-            self._end(pb.FinishReason.Name(finish) if hasattr(pb, "FinishReason") else str(finish))
-        if self.tokens and self.wish.leaves is Phase.FIRST_TOKEN:
-            self.leave("left")
-        elif len(self.tokens) > 2 and self.wish.leaves is Phase.DECODE:
+            self._end(pb.FinishReason.Name(finish))
+        if (self.tokens and self.wish.leaves is Phase.FIRST_TOKEN) or (
+            len(self.tokens) > 2 and self.wish.leaves is Phase.DECODE
+        ):
             self.leave("left")
 
     def _end(self, outcome: str) -> None:
