@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
+from sim_cluster import Cluster
 from sim_replica import SimReplica
 from sim_router import Wish
 from transfer_stream import TransferStream
 from wires import PairWire
-
-from cluster import Cluster
 
 HORIZON = 1.5  # seconds in which faults begin
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from couriers import Gate, SimCourier
-from model import BLOCK, Model, draw, follow
 from shadow import RankShadow, Task
+from sim_model import BLOCK, Model, draw, follow
 from wires import PairWire
 from world import BrokenPromise, Owner, World
 
@@ -62,6 +62,8 @@ class SimRanks:
         spend: Callable[[], None],
     ) -> None:
         self.explode = 0  # steps that will fail
+        self.computed_in: dict[tuple[int, int, int], int] = {}  # chunks that were sent, and the step of their blocks
+        self.collected: set[int] = {0}  # steps that are known to have worked; 0: nothing to compute
         self.exposures: dict[tuple[int, int, int], Exposure] = {}  # by pair, fetch, chunk
         self._world = world
         self._owner = owner
@@ -78,6 +80,11 @@ class SimRanks:
     def launch(self, plan: StepPlan) -> _Launched:
         self._expose(plan.orders)
         launched = self._resolve(plan)
+        fresh = {block for task in launched.tasks for block in task.written(BLOCK)}
+        for order in plan.orders:
+            if isinstance(order, Send):
+                late = any(block in fresh for row in order.blocks for block in row)
+                self.computed_in[order.pair, order.fetch, order.chunk] = plan.step if late else 0
         for rank, pending in enumerate(self._pending):
             pending.append(launched)
             if rank:
@@ -95,6 +102,7 @@ class SimRanks:
                     self._follow(rank, 1)
         if handle.explodes:
             raise StepExploded
+        self.collected.add(handle.plan.step)
         return handle.result
 
     # -- inside -----------------------------------------------------------------------------------------------

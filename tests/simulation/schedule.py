@@ -12,12 +12,11 @@ from random import Random
 
 import structlog
 from faults import Faults
-from model import BLOCK, Model
+from sim_cluster import REST_SECONDS, Cluster
+from sim_model import BLOCK, Model
 from sim_replica import Shape
 from sim_router import Phase, Wish
 from world import BrokenPromise, World
-
-from cluster import REST_SECONDS, Cluster
 
 SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))
 WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))

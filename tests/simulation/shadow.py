@@ -21,6 +21,10 @@ class Task:
     tables: list[dict[int, int]]  # per cache group: block by index
     spoilt: bool = False  # the step fails: what it writes means nothing
 
+    def written(self, size: int) -> list[int]:
+        """Blocks of any group that the task writes into."""
+        return [table[index] for table in self.tables for index in range(self.start // size, -(-self.stop // size))]
+
 
 @dataclass(slots=True)
 class RankShadow:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from model import MAX_MODEL_LEN, VOCABULARY, Model
+from promises import Promises
 from ranks import SimRanks
 from router_stream import RouterStream
+from sim_model import MAX_MODEL_LEN, VOCABULARY, Model
 from transfer_stream import TransferStream
 from world import BrokenPromise, Fifo, World
 
@@ -21,13 +22,12 @@ from headrace_worker.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.server.convert import to_request
 from headrace_worker.server.pairs import PairDesk
 from headrace_worker.transfer.exchange import Exchange, Outbound
-from headrace_worker.transfer.orders import ClosePair, Drop, OpenPair, Receive, Report
+from headrace_worker.transfer.orders import OpenPair, Report
 from headrace_worker.transfer.shards import KvShards
 
 if TYPE_CHECKING:
+    from sim_cluster import Cluster
     from wires import PairWire
-
-    from cluster import Cluster
 
 IDLE_TICK = 0.25
 KEY = derive_key(b"simulation")
@@ -74,6 +74,7 @@ class SimReplica:
         self.desk = PairDesk(
             lambda: self.identity, self.shards, cast(EngineLoop, None), "127.0.0.1", lambda number, host: None
         )
+        self.promises = Promises(self)
         self.sources: dict[str, TransferStream] = {}
         self.targets: dict[str, TransferStream] = {}
         self.orphans: dict[tuple[str, int], float] = {}  # grants without a fetch, and since when
@@ -178,15 +179,18 @@ class SimReplica:
             output = self._commands.popleft()()
             if output is not None:
                 outputs.append(output)
-            self.check()
+            self.promises.always()
         if engine.has_work or engine.exchange.busy:
+            began = self.world.now
             outputs += engine.step()
-            self.check()
+            self.promises.always()
+            self.promises.leases(began)
         for output in outputs:
             self._look_at(output)
         outbound = engine.exchange.take_outbound()
         spent, self._spent = self._spent, 0.0
         self._busy_until = self.world.now + spent
+        self.promises.commits(outbound)
         if outputs or outbound:  # reports reach the server in order
             self._reported_at = max(self._reported_at, self._busy_until + self.world.delay() / 8)
             self.world.at(self._reported_at - self.world.now, lambda: self._report(outputs, outbound), self)
@@ -251,57 +255,3 @@ class SimReplica:
 
     def _noted(self, report: object) -> None:
         self.command(lambda exchange: exchange.reported(cast(Report, report)))
-
-    # -- what must hold ----------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """After every command and every step. Raises."""
-        exchange, pool = self.engine.exchange, self.kv.pool
-        self.scheduler.check(exchange.held())
-        for exposure in self.ranks.exposures.values():
-            order = exposure.order
-            if isinstance(order, Receive):
-                loose = exposure.blocks - set(exchange.fetcher.held()) - pool._quarantined
-                if loose:
-                    raise BrokenPromise(f"blocks {loose} may still be received, but are neither held nor quarantined")
-            else:
-                self._check_send(order.pair, order.fetch, exposure.blocks)
-
-    def _check_send(self, pair: int, fetch: int, blocks: set[int]) -> None:
-        """What may still be read is held by its grant, or its couriers are told to leave it before anything else."""
-        granter = self.engine.exchange.granter
-        told = ClosePair(pair) in granter.orders or Drop(pair, fetch) in granter.orders
-        peers = [peer for peer, known in granter._peers.items() if known.pair == pair]
-        grant = granter._grants.get((peers[0], fetch)) if peers else None
-        if told:
-            return
-        if grant is None:
-            raise BrokenPromise(f"blocks {blocks} of fetch {fetch} may still be sent, but nothing holds them")
-        request = grant.request
-        if request is not None and (request.finish is not None or request.table is not grant.table):
-            return  # given up: the next plan says so
-        table = grant.table
-        if table is None or not blocks <= set(table.held()):
-            raise BrokenPromise(f"blocks {blocks} of fetch {fetch} may still be sent, but its grant does not hold them")
-
-    def check_idle(self) -> None:
-        """When nothing is left to do. Raises."""
-        exchange, pool = self.engine.exchange, self.kv.pool
-        left = {
-            "used blocks": pool.used,
-            "quarantined blocks": pool.quarantined,
-            "fetches": len(exchange.fetcher),
-            "grants": len(exchange.granter),
-            "orders": len(exchange.fetcher.orders) + len(exchange.granter.orders),
-            "requests": len(self.engine._requests),
-            "queued": len(self.scheduler.waiting),
-            "running": len(self.scheduler.running),
-            "exposed chunks": len(self.ranks.exposures),
-        }
-        known = {peer.pair for peer in exchange.fetcher._peers.values()}
-        known |= {peer.pair for peer in exchange.granter._peers.values()}
-        for courier in self.ranks.couriers:
-            left["pairs of nobody"] = len(set(courier.carriers) - known)
-            left["live fetches of couriers"] = sum(len(carrier.live) for carrier in courier.carriers.values())
-        if any(left.values()):
-            raise BrokenPromise(f"{self.name} keeps { ({name: count for name, count in left.items() if count}) }")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from model import answer
 from router_stream import RouterStream
+from sim_model import answer
 from world import BrokenPromise
 
 from headrace_proto import replica_pb2 as pb
@@ -15,7 +15,7 @@ from headrace_router.errors import ApiError
 from headrace_router.journey import Journey, Loss
 
 if TYPE_CHECKING:
-    from cluster import Cluster
+    from sim_cluster import Cluster
 
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 0.7  # from a client's leaving until nothing is left of his request

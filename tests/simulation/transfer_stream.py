@@ -3,7 +3,7 @@
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from model import MAX_MODEL_LEN, VOCABULARY
+from sim_model import MAX_MODEL_LEN, VOCABULARY
 from world import Fifo
 
 from headrace_worker.config import Meeting

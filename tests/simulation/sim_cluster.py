@@ -1,7 +1,7 @@
 """Replicas, routers and what is between them."""
 
-from model import Model
 from router_stream import RouterStream
+from sim_model import Model
 from sim_replica import Shape, SimReplica
 from sim_router import Phase, SimRequest, SimRouter, Wish
 from transfer_stream import TransferStream
@@ -169,4 +169,4 @@ class Cluster:
             raise BrokenPromise("a client was never served")
         for replica in self.replicas:
             if not replica.stopped:
-                replica.check_idle()
+                replica.promises.idle()
