@@ -8,5 +8,6 @@ KEPT: dict[int, str] = {
     75: "a request cancelled between the end of its fetch and its queueing was queued all the same, for ever",
     108: "as 50, with a target that stood still",
     263: "a token drawn on top of a failed step was emitted",
+    4867: "a request whose deadline had passed asked with a negative patience, which no frame can carry",
     353: "a suspect prompt of another replica left its suspicion behind, and the next step ended the loop",
 }

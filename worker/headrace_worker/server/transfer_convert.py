@@ -83,7 +83,7 @@ def target_frame(message: ToSource) -> pb.TargetFrame:
                 have_blocks=message.have,
                 cached_only=not message.compute,
                 priority=message.priority,
-                patience_ms=int(message.patience * 1000),
+                patience_ms=max(1, int(message.patience * 1000)) if message.patience else 0,
             )
             return pb.TargetFrame(ask=ask)
         case Cancel(fetch):

@@ -149,6 +149,8 @@ class Fetcher:
         until = now + max(limits.least, limits.patience * (queued + (blocks - have) * kv.block_size) * local)
         if request.deadline is not None:
             until = min(until, now + limits.share * (request.deadline - now))
+            if until <= now:
+                return False  # it came too late, and ends in the queue
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
         self._fetches[self._number] = _Fetch(
