@@ -62,6 +62,7 @@ class SimRanks:
         spend: Callable[[], None],
     ) -> None:
         self.explode = 0  # steps that will fail
+        self._movers: dict[int, set[int]] = {}  # ranks with a route, by pair
         self.computed_in: dict[tuple[int, int, int], int] = {}  # chunks that were sent, and the step of their blocks
         self.collected: set[int] = {0}  # steps that are known to have worked; 0: nothing to compute
         self.exposures: dict[tuple[int, int, int], Exposure] = {}  # by pair, fetch, chunk
@@ -167,8 +168,10 @@ class SimRanks:
         """Notes what couriers are told to touch, from now until they are done or told not to."""
         for order in orders:
             match order:
+                case OpenPair(pair, routes=routes, sends=sends):
+                    self._movers[pair] = {route.source if sends else route.target for route in routes}
                 case Send() | Receive() if any(order.blocks):
-                    ranks = set(range(len(self.couriers)))
+                    ranks = set(self._movers[order.pair])
                     self.exposures[order.pair, order.fetch, order.chunk] = Exposure(order, ranks)
                 case Drop(pair, fetch):
                     self._hide(lambda key, pair=pair, fetch=fetch: key[:2] == (pair, fetch))
