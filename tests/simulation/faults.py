@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cluster import Cluster
+from sim_cluster import Cluster
 from sim_replica import SimReplica
 
 HORIZON = 1.5  # seconds in which faults begin

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from couriers import Gate, SimCourier
 from model import BLOCK, Model, draw, follow
@@ -13,7 +13,6 @@ from world import BrokenPromise, Owner, World
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Report, Send
 from headrace_worker.transfer.shards import KvShards
-
 
 SPOILT_TOKEN = 1  # never drawn by the model
 

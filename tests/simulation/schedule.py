@@ -1,4 +1,4 @@
-"""One seed: a cluster, its clients and its faults, from the first event to the last. `python schedule.py SEED` traces it."""
+"""One seed: a cluster, its clients and its faults, from first to last event. `python schedule.py SEED` traces it."""
 
 import argparse
 import asyncio
@@ -8,9 +8,9 @@ from collections import Counter
 from random import Random
 
 import structlog
-from cluster import REST_SECONDS, Cluster
 from faults import Faults
 from model import BLOCK, Model
+from sim_cluster import REST_SECONDS, Cluster
 from sim_replica import Shape
 from sim_router import Phase, Wish
 from world import BrokenPromise, World

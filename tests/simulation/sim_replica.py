@@ -25,7 +25,7 @@ from headrace_worker.transfer.orders import ClosePair, Drop, OpenPair, Receive, 
 from headrace_worker.transfer.shards import KvShards
 
 if TYPE_CHECKING:
-    from cluster import Cluster
+    from sim_cluster import Cluster
     from wires import PairWire
 
 IDLE_TICK = 0.25

@@ -15,7 +15,7 @@ from headrace_router.errors import ApiError
 from headrace_router.journey import Journey, Loss
 
 if TYPE_CHECKING:
-    from cluster import Cluster
+    from sim_cluster import Cluster
 
 LOOK_SECONDS = 0.1
 
@@ -158,9 +158,9 @@ class SimRequest:
             raise BrokenPromise(f"request {self.wish.number} ends after {len(self.tokens)} tokens")
         if finish != pb.FINISH_NONE:
             self._end(pb.FinishReason.Name(finish) if hasattr(pb, "FinishReason") else str(finish))
-        if self.tokens and self.wish.leaves is Phase.FIRST_TOKEN:
-            self.leave("left")
-        elif len(self.tokens) > 2 and self.wish.leaves is Phase.DECODE:
+        if (self.tokens and self.wish.leaves is Phase.FIRST_TOKEN) or (
+            len(self.tokens) > 2 and self.wish.leaves is Phase.DECODE
+        ):
             self.leave("left")
 
     def _end(self, outcome: str) -> None:
