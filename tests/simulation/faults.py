@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 from sim_cluster import Cluster
 from sim_replica import SimReplica
+from sim_router import Wish
+from transfer_stream import TransferStream
+from wires import PairWire
 
 HORIZON = 1.5  # seconds in which faults begin
 
@@ -28,6 +31,9 @@ class Faults:
             self.corrupt,
             self.truncate,
             self.explode,
+            self.explode,
+            self.pressure,
+            self.pressure,
             self.flip_role,
             self.drain,
             self.break_router_stream,
@@ -67,8 +73,21 @@ class Faults:
         if replica.frozen_until > self._world.now and stream is not None and stream.replica is replica:
             stream.break_down()
 
+    def pressure(self) -> None:
+        """Long answers, all at once, where prompts are computed for others."""
+        sources = [replica for replica in self._cluster.replicas if len(replica.engine.exchange.granter)]
+        replica = self._world.random.choice(sources) if sources else self._victim()
+        if replica is None:
+            return
+        self._log(f"{replica.name} gets much to do")
+        now, random = self._world.now, self._world.random
+        for _ in range(4):
+            prompt = [random.randrange(10, 900) for _ in range(random.randrange(4, 20))]
+            self._cluster.hurry(Wish(self._cluster.next_number(), now, prompt, 20, b"", -1, None, None, replica.name))
+
     def explode(self) -> None:
-        replica = self._victim()
+        alone = [r for r in self._cluster.replicas if r.shape.tp * r.shape.pp == 1 and len(r.engine.exchange.granter)]
+        replica = self._world.random.choice(alone) if alone else self._victim()
         if replica is not None:
             replica.ranks.explode += self._world.random.randrange(1, 3)
             self._log(f"a step of {replica.name} will fail")
@@ -183,11 +202,11 @@ class Faults:
         choice = busy if busy and self._world.chance(0.7) else there
         return self._world.random.choice(choice) if choice else None
 
-    def _stream(self) -> "object | None":
+    def _stream(self) -> TransferStream | None:
         streams = [stream for stream in self._cluster.streams if not stream.over]
         return self._world.random.choice(streams) if streams else None
 
-    def _wires(self) -> list["object"]:
+    def _wires(self) -> list[PairWire]:
         return [wire for wire in self._cluster.wires.values() if not wire.broken]
 
     def _log(self, sentence: str) -> None:

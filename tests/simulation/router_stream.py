@@ -23,6 +23,7 @@ class RouterStream:
         self.mischief = 0  # frames that will be lost or come twice
         self.open = True  # as the router sees it
         self._replica_open = True
+        self._held = False
         self._world = world = router.world
         self._up = Fifo(world, replica, self._replica_hears)
         self._down = Fifo(world, None, self._router_hears)
@@ -49,7 +50,13 @@ class RouterStream:
             self._flushing = True
             self._world.at(self._world.delay(), self._flush, self.replica)
 
+    @property
+    def undisturbed(self) -> bool:
+        """Whether what was said has got through."""
+        return self.open and self._replica_open and not self._held and not self.replica.troubled
+
     def hold(self, until: float) -> None:
+        self._held = True
         self._up.held_until = self._down.held_until = until
 
     def break_down(self) -> None:

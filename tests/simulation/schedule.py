@@ -72,16 +72,17 @@ def _wishes(random: Random) -> list[Wish]:
     for number in range(random.randrange(6, 11)):
         stem = random.choice(stems)[: random.choice((0, 8, 17, 24))]
         prompt = stem + [random.randrange(10, 900) for _ in range(random.randrange(1, 4 * BLOCK))]
+        leaves = random.choice(list(Phase)) if random.random() < 0.25 else None
         wishes.append(
             Wish(
                 number=number,
                 arrival=random.random(),
                 prompt=prompt,
-                max_tokens=random.randrange(1, 9),
+                max_tokens=LONGEST - len(prompt) if leaves else random.randrange(1, 9),
                 salt=random.choice((b"", b"", b"tenant")),
                 priority=random.choice((0, 0, 1)),
                 deadline=random.choice((0.05, 0.3, 1.0)) if random.random() < 0.1 else None,
-                leaves=random.choice(list(Phase)) if random.random() < 0.2 else None,
+                leaves=leaves,
             )
         )
     return wishes

@@ -10,6 +10,7 @@ from world import BrokenPromise, World
 
 from headrace_worker.transfer.orders import OpenPair
 
+ORPHAN_SECONDS = 1.5
 REST_SECONDS = 30.0  # after the last answer, and the last fault, until all is free
 
 
@@ -116,11 +117,29 @@ class Cluster:
         for wish in wishes:
             self.world.at(wish.arrival, lambda wish=wish: arrive(wish))
 
+    def hurry(self, wish: Wish) -> None:
+        """One more, now."""
+        self.router.arrive(wish)
+
     def watch(self, replica: SimReplica) -> None:
-        """After a replica's turn: clients who leave in a phase that only the replica sees."""
+        """After a replica's turn: clients who leave in a phase that only the replica sees; grants of nobody."""
+        self._check_grants(replica)
         for request in self.router.requests:
             if request.at == replica.name and not request.outcome and request.wish.leaves is not None:
                 self._watch(replica, request, request.wish.leaves)
+
+    def _check_grants(self, source: SimReplica) -> None:
+        """A grant that its target knows nothing of ends soon, long before its lease."""
+        orphans: dict[tuple[str, int], float] = {}
+        for peer, fetch in source.engine.exchange.granter._grants:
+            stream = source.targets.get(peer)
+            if stream is None or stream.disturbed or stream.target.troubled or source.troubled:
+                continue
+            if fetch not in stream.target.engine.exchange.fetcher._fetches:
+                since = orphans[peer, fetch] = source.orphans.get((peer, fetch), self.world.now)
+                if self.world.now - since > ORPHAN_SECONDS:
+                    raise BrokenPromise(f"{source.name} holds a grant for fetch {fetch} of {peer}, which is over")
+        source.orphans = orphans
 
     def _watch(self, replica: SimReplica, request: SimRequest, phase: Phase) -> None:
         attempt = request.attempt

@@ -75,6 +75,7 @@ class SimReplica:
         )
         self.sources: dict[str, TransferStream] = {}
         self.targets: dict[str, TransferStream] = {}
+        self.orphans: dict[tuple[str, int], float] = {}  # grants without a fetch, and since when
         self._owners: dict[bytes, RouterStream] = {}
         self._ended: set[bytes] = set()
         self._commands: deque[Callable[[], Output | None]] = deque()
@@ -83,6 +84,11 @@ class SimReplica:
         self._busy_until = self._reported_at = 0.0
         self._notes = [Fifo(self.world, self, self._noted) for _ in self.shards.ranks]
         self._names = 0
+
+    @property
+    def troubled(self) -> bool:
+        """Whether it is dead, or stood still in the last second."""
+        return not self.alive or self.stopped or self.frozen_until > self.world.now - 1.0
 
     def clock(self) -> float:
         return self.world.now + self._spent

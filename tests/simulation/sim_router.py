@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sim_cluster import Cluster
 
 LOOK_SECONDS = 0.1
+GONE_SECONDS = 0.7  # from a client's leaving until nothing is left of his request
 
 
 class Phase(Enum):
@@ -45,6 +46,7 @@ class Wish:
     priority: int
     deadline: float | None
     leaves: Phase | None
+    place: str = ""  # the replica that is to have it, if it is ready
 
 
 class SimRequest:
@@ -72,7 +74,7 @@ class SimRequest:
         if self.outcome:
             return
         begun = bool(self.tokens)
-        stream = self._router.choose(self._journey.excluded)
+        stream = self._router.choose(self._journey.excluded, self.wish.place)
         if stream is None:
             try:
                 self._journey.nowhere(begun, self._world.now)
@@ -98,7 +100,7 @@ class SimRequest:
             left = self.wish.arrival + self.wish.deadline - self._world.now
             submit.deadline_ms = max(1, int(left * 1000))
         holder = self._left if self._left and self._left != self.at and self._router.is_connected(self._left) else ""
-        source = holder or self._router.choose_source(self.at)
+        source = holder or ("" if self.wish.place else self._router.choose_source(self.at))
         if source:
             submit.source.CopyFrom(pb.Source(replica_id=source, address=source, cached_only=bool(holder)))
         if self._world.tracing:
@@ -109,9 +111,16 @@ class SimRequest:
         """Nobody waits any more."""
         if self.outcome:
             return
-        if self.attempt is not None:
-            self.attempt.cancel()
+        attempt, stream = self.attempt, self._stream
+        if attempt is not None and stream is not None:
+            self._world.at(GONE_SECONDS, lambda: self._look_back(attempt.id, stream))
+            attempt.cancel()
         self._end(outcome)
+
+    def _look_back(self, attempt_id: bytes, stream: RouterStream) -> None:
+        """Whoever left is forgotten by now, unless the word of it could not get through."""
+        if stream.undisturbed and attempt_id in stream.replica.engine._requests:
+            raise BrokenPromise(f"{stream.replica.name} still serves request {self.wish.number}, whose client has left")
 
     def heard(self, delta: pb.Delta) -> None:
         if self.attempt is not None:
@@ -203,13 +212,14 @@ class SimRouter:
         """Whether anybody waits for an answer, or will."""
         return self.cluster.wishes_to_come > 0 or any(not request.outcome for request in self.requests)
 
-    def choose(self, excluded: list[str]) -> RouterStream | None:
+    def choose(self, excluded: list[str], wanted: str) -> RouterStream | None:
         ready = [
             stream
             for name, stream in self.streams.items()
             if name not in excluded and not stream.replica.draining and self.cluster.decodes(name)
         ]
-        return self.world.random.choice(ready) if ready else None
+        first = [stream for stream in ready if stream.replica.name == wanted]
+        return self.world.random.choice(first or ready) if ready else None
 
     def choose_source(self, target: str) -> str:
         """Any other replica by its address, whether or not it is there; now and then the target itself."""

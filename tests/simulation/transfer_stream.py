@@ -33,6 +33,7 @@ class TransferStream:
         self.address = address
         self.source: SimReplica | None = None
         self.name = ""  # as the source calls its target
+        self.disturbed = False  # something was held up or lost on it
         self.mischief = 0  # messages that will be lost, doubled or swapped
         self._world = world = target.world
         self._place = _Place(target.cluster.next_number())
@@ -81,6 +82,7 @@ class TransferStream:
 
     def hold(self, until: float) -> None:
         """Nothing gets through until then."""
+        self.disturbed = True
         self._down.held_until = until
         if self._up is not None:
             self._up.held_until = until
@@ -167,6 +169,7 @@ class TransferStream:
         world = self._world
         if self.mischief and world.chance(0.5):
             self.mischief -= 1
+            self.disturbed = True
             kind = world.random.randrange(3)
             if world.tracing:
                 world.log(f"broken peer: {('loses', 'doubles', 'swaps')[kind]} {message}")

@@ -109,6 +109,7 @@ class Scheduler:
         """Ends a running request but leaves its blocks to the caller, who releases the table."""
         table, request.table = request.table, None
         self._leave(request)
+        self._clear_suspicion(request)
         request.finish = Finish.STOP
         return table
 

@@ -199,11 +199,15 @@ class Fetcher:
         if fetch is not None and fetch.peer != peer:
             self._violate(peer, now)
             return
+        if fetch is None and not isinstance(message, Refused | Failed):
+            # Given up meanwhile. The source need not know: it may have been asked on a stream that came after the one
+            # whose loss ended the fetch here.
+            self.messages.append((peer, Cancel(message.fetch)))
         if isinstance(message, Offer):
             self._offered(peer, fetch, message, now)
             return
         if fetch is None:
-            return  # it was given up meanwhile
+            return
         fetch.heard = now
         match message:
             case Granted(blocks=blocks):
