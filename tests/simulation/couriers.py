@@ -200,7 +200,7 @@ class SimCarrier:
                     yield _MOVED
             while (label := self._wire.receive(peer, self._me)) is None:
                 yield _WAIT
-            if not isinstance(label, Label):
+            if not isinstance(label, Label) or (label.fetch, label.chunk) != (order.fetch, order.chunk):
                 raise WireLost
             good = good and label == Label(order.fetch, order.chunk, True, checksum)
             yield _MOVED

@@ -10,6 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from headrace_proto.errors import HeadraceError
 from headrace_worker.model.attention import LayerCache
 from headrace_worker.parallel.group import Receiving, Sending
 from headrace_worker.parallel.meeting import MeetingHost
@@ -19,6 +20,10 @@ from headrace_worker.transfer.shards import KvShards, Route
 from headrace_worker.transfer.wire import Wire
 
 log = structlog.get_logger(__name__)
+
+
+class OutOfStepError(HeadraceError):
+    """The two ends of a pair do not agree on which chunk is next."""
 
 
 class LayerGate(Protocol):
@@ -147,8 +152,12 @@ class Carrier:
                 tally = self._receive_pieces(wire, order, route)
                 raw = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
                 wire.take(wire.expect(raw, route.source))
-                expected = Trailer(order.fetch, order.chunk, True, tally.num_bytes, tally.checksum)
-                good = good and Trailer.decode(raw) == expected
+                trailer = Trailer.decode(raw)
+                if (trailer.fetch, trailer.chunk) != (order.fetch, order.chunk):
+                    raise OutOfStepError(
+                        "the peer sent another chunk than the one that is due: update both replicas to one release"
+                    )
+                good = good and trailer == Trailer(order.fetch, order.chunk, True, tally.num_bytes, tally.checksum)
                 num_bytes += tally.num_bytes
         except Exception:
             self._done(order, num_bytes, good=False)

@@ -75,7 +75,8 @@ class Exchange:
     def take_orders(self, step: int) -> list[Order]:
         """After a step was planned (0: nothing to compute), the orders that go with it."""
         self.granter.planned(step)
-        orders = self.fetcher.orders + self.granter.orders
+        # A grant's blocks are free when it is dropped, and may be what a fetch has reserved since: its Drop goes first.
+        orders = self.granter.orders + self.fetcher.orders
         self.fetcher.orders, self.granter.orders = [], []
         return orders
 

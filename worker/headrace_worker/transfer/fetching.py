@@ -303,7 +303,8 @@ class Fetcher:
             ]
             counts = tuple(max(0, stop - start) for start, stop in spans)
             right = (offer.chunk, offer.first) == (len(fetch.chunks), fetch.offered)
-            if not right or counts != offer.counts or offer.stop > fetch.blocks or fetch.reserved is None:
+            right = right and offer.first < offer.stop <= fetch.blocks
+            if not right or counts != offer.counts or fetch.reserved is None:
                 self._violate(peer, now)
                 return
             blocks = tuple(
