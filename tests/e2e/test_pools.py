@@ -65,22 +65,33 @@ def _routed(serve: Serve) -> set[str]:
     return {name for name in ("smollm2-0", "smollm2-1") if any(f'"{name}"' in line for line in found)}
 
 
-def test_prompts_are_computed_by_the_prefill_replica(pools: Serve, plain: PlainModel) -> None:
-    """Sixteen at a time, with long prompts: they travel, and the tokens are those of plain transformers."""
+def test_prompts_are_computed_by_the_prefill_replica(
+    pools: Serve, plain: PlainModel, eventually: Callable[..., None]
+) -> None:
+    """Long prompts beside a stream on each decode replica: they travel. Then a burst, with whatever pays."""
     random = Random(1)
-    bodies = [_body(random, random.randrange(100, 400), temperature=0, logprobs=1, max_tokens=12) for _ in range(16)]
+    beside: list[Outcome] = []
+    long = [_body(random, 12, temperature=0, max_tokens=250) for _ in range(2)]
+    streams = threading.Thread(target=lambda: beside.extend(run_streams(pools.url, long)))
+    start = Metrics(pools.url)["vllm:generation_tokens_total"]
+    streams.start()
+    eventually(lambda: Metrics(pools.url)["vllm:generation_tokens_total"] > start + 8, 30, "the streams run")
     before = Metrics(pools.url)
-    outcomes = run_streams(pools.url, bodies)
-    assert all(outcome.complete for outcome in outcomes)
+    bodies = [_body(random, 300, temperature=0, logprobs=1, max_tokens=4) for _ in range(4)]
+    outcomes = [run_streams(pools.url, [body])[0] for body in bodies]
+    after = Metrics(pools.url)
+    fetches = after["headrace_kv_fetches_total"] - before["headrace_kv_fetches_total"]
+    failed = after["headrace_kv_fetches_failed_total"] - before["headrace_kv_fetches_failed_total"]
+    burst = [_body(random, random.randrange(100, 400), temperature=0, logprobs=1, max_tokens=8) for _ in range(12)]
+    bodies, outcomes = bodies + burst, outcomes + run_streams(pools.url, burst)
+    streams.join(90)
+    assert all(outcome.complete for outcome in [*beside, *outcomes])
     ties = sum(
         plain.ties(body["prompt"], outcome.token_ids, outcome.logprobs)
         for body, outcome in zip(bodies, outcomes, strict=True)
     )
-    after = Metrics(pools.url)
-    fetches = after["headrace_kv_fetches_total"] - before["headrace_kv_fetches_total"]
-    failed = after["headrace_kv_fetches_failed_total"] - before["headrace_kv_fetches_failed_total"]
-    print(f"{fetches:.0f} of 16 prompts fetched, {failed:.0f} given up, {ties} ties")
-    assert ties <= 2 and fetches >= 8 and failed <= fetches / 2
+    print(f"{fetches:.0f} of 4 prompts fetched, {failed:.0f} given up, {ties} ties")
+    assert ties <= 2 and fetches >= 3 and failed <= 1
     assert after.value("headrace_kv_grants_total", replica="smollm2-2") >= fetches - failed
 
 

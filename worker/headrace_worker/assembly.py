@@ -126,6 +126,8 @@ def assemble(
     engine = Engine(
         Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
     )
+    for prefill, decoding, kv_tokens, seconds in warm.steps:  # so that routers can predict from the first request on
+        engine.latency.observe(prefill, decoding, kv_tokens, seconds)
     return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks, [*notes, loop_note(depth, config)])
 
 

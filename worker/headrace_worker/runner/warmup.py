@@ -28,6 +28,7 @@ class WarmupResult:
     prefill_tokens_per_s: float
     decode_step_s: float  # one sequence
     max_num_batched_tokens: int
+    steps: tuple[tuple[int, int, int, float], ...] = ()  # prefill tokens, decoding rows, KV tokens, seconds
 
 
 class WarmRunner(Protocol):
@@ -75,7 +76,9 @@ def warm_up(runner: WarmRunner, report: Report = lambda phase, fraction: None) -
     else:
         room = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
         budget = max(_SMALLEST, min(_LARGEST, room // block_size * block_size))
-    return WarmupResult(tokens / prefill[-1], fixed, budget)
+    steps = [(0, 1, tokens + 1 + n, seconds) for n, seconds in enumerate(decode)]
+    steps.append((tokens, 0, tokens, prefill[-1]))
+    return WarmupResult(tokens / prefill[-1], fixed, budget, tuple(steps))
 
 
 def _blocks(group: int, entries: int) -> list[int]:
