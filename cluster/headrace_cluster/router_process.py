@@ -31,6 +31,8 @@ def router_config(spec: ClusterSpec, controller: str, secret: bytes) -> RouterCo
         limits=spec.limits,
         policy=routers.policy,
         migration_limit=routers.migration_limit,
+        disaggregation=routers.disaggregation,
+        rebalancing=routers.rebalancing,
         keep_alive_seconds=routers.keep_alive_seconds,
         shutdown_seconds=routers.shutdown_seconds,
         log_level=routers.log_level,

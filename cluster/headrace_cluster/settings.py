@@ -46,7 +46,7 @@ OPTIONS = (
     Option("port", ("routers", "port")),
     Option("grpc_port", ("routers", "grpc_port")),
     Option("routers", ("routers", "count")),
-    Option("migration_limit", ("routers", "migration_limit")),
+    *(Option(name, ("routers", name)) for name in ("migration_limit", "disaggregation", "rebalancing")),
     Option("admin_port", ("admin", "port")),
     Option("control_host", ("control", "host")),
     Option("control_port", ("control", "port")),

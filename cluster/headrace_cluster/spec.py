@@ -148,6 +148,12 @@ class RoutersSpec(_Section):
     )
     policy: Literal["least-load", "round-robin"] = "least-load"
     migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
+    disaggregation: Literal["auto", "always", "off"] = Field(
+        default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
+    )
+    rebalancing: bool = Field(
+        default=True, description="move streams from replicas short of memory or time to others with room"
+    )
     keep_alive_seconds: float = Field(default=15, gt=0, description="of silence on a stream before a comment is sent")
     shutdown_seconds: float = Field(default=5, ge=0, description="for requests in flight after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = "warning"

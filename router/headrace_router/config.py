@@ -39,8 +39,8 @@ class RouterConfig(BaseModel):
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
     policy: Literal["least-load", "round-robin"] = "least-load"
-    disaggregation: Literal["auto", "off"] = Field(
-        default="auto", description="have prefill replicas compute prompts where that is predicted to pay"
+    disaggregation: Literal["auto", "always", "off"] = Field(
+        default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
     )
     rebalancing: bool = Field(
         default=True, description="move streams from replicas short of memory or time to others with room"

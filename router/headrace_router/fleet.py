@@ -11,7 +11,7 @@ from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTIN
 from headrace_router.errors import ModelNotFoundError, NoReplicaError
 from headrace_router.model_card import ModelCard
 from headrace_router.policy import Policy, Work
-from headrace_router.policy.disaggregate import Prompt, choose_source
+from headrace_router.policy.disaggregate import Mode, Prompt, choose_source
 from headrace_router.policy.rebalance import Rebalancer
 from headrace_router.replica_link import ReplicaLink
 
@@ -35,11 +35,11 @@ class Fleet:
     """Keeps one link per member. All methods run on the event loop."""
 
     def __init__(
-        self, make_link: Callable[[Member], ReplicaLink], policy: Policy, started: int, *, disaggregate: bool = True
+        self, make_link: Callable[[Member], ReplicaLink], policy: Policy, started: int, *, disaggregation: Mode = "auto"
     ) -> None:
         self._make_link = make_link
         self._policy = policy
-        self._disaggregate = disaggregate
+        self._disaggregation: Mode = disaggregation
         self._rebalancer = Rebalancer()
         self._started = started  # unix seconds
         self._links: dict[tuple[str, str, int], ReplicaLink] = {}
@@ -149,15 +149,13 @@ class Fleet:
 
     def source(self, target: ReplicaLink, card: ModelCard, work: Work) -> ReplicaLink | None:
         """The prefill replica that should compute a prompt for the target, or None when the target should."""
-        if not self._disaggregate:
-            return None
         sources = [
             link
             for link in self._of_model(card.model)
             if link.ready_source and link is not target and link.card and link.card.revision == card.revision
         ]
         prompt = Prompt(len(work.prompt_token_ids) + work.output_tokens_so_far)
-        chosen = choose_source(prompt, target, sources)
+        chosen = choose_source(prompt, target, sources, self._disaggregation)
         return sources[chosen] if chosen is not None else None
 
     def rebalance(self, now: float) -> None:

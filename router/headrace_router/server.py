@@ -52,8 +52,8 @@ class RouterServer:
                 member, router_id=config.router_id, secret=secret, cards=cards, stall_seconds=config.stall_seconds
             )
 
-        disaggregate = config.disaggregation == "auto"
-        fleet = Fleet(make_link, policy_by_name(config.policy), int(time.time()), disaggregate=disaggregate)
+        policy = policy_by_name(config.policy)
+        fleet = Fleet(make_link, policy, int(time.time()), disaggregation=config.disaggregation)
         metrics.watch(fleet)
         pool = TokenizerPool(config.limits)
         self.services = Services(

@@ -102,3 +102,39 @@ def test_what_goes_wrong_meanwhile(
     done = _run(scripted({f"/{command}": [order], "/status": states}), command, "m-1")
     assert (done.returncode, done.stdout) == (1, "")
     assert words in done.stderr.splitlines()[-1]
+
+
+def test_a_rollout_takes_one_after_the_other(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
+    """Prompt computers first; those that an operator has drained stay so."""
+    states = {"a": ("ready", 1, "decode"), "b": ("ready", 1, "prefill"), "c": ("drained", 3, "decode")}
+
+    def status(**changes: tuple[str, int]) -> tuple[int, dict[str, Any]]:
+        load = {"running": 0, "waiting": 0}
+        shown = [(name, *(changes.get(name) or known[:2]), known[2]) for name, known in states.items()]
+        entries = [
+            {"id": name, "state": state, "generation": generation, "role": role, "load": load, "note": ""}
+            for name, state, generation, role in shown
+        ]
+        return 200, {"replicas": entries, "routers": []}
+
+    looks = [status(), status(b=("drained", 1)), status(b=("ready", 2))]
+    looks += [status(b=("ready", 2), a=("drained", 1)), status(b=("ready", 2), a=("ready", 2))]
+    order = (200, {"generation": 1, "seconds": 1})
+    admin = scripted({"/status": looks, "/drain": [order], "/undrain": [order]})
+    done = _run(admin, "rollout", "--seconds", "1")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [(path, body["replica"]) for path, body in admin.asked if path != "/status"] == [
+        ("/drain", "b"),
+        ("/undrain", "b"),
+        ("/drain", "a"),
+        ("/undrain", "a"),
+    ]
+    assert done.stderr.splitlines()[-1] == "headrace: 2 replicas were built again"
+
+
+def test_a_rollout_stops_at_a_refusal(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
+    admin = scripted({"/status": [_status("ready")], "/drain": [_refusal("m-1 is the only one; use --force")]})
+    done = _run(admin, "rollout", "m-1")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace: m-1 is the only one; use --force")
+    unknown = _run(admin, "rollout", "m-7")
+    assert (unknown.returncode, unknown.stderr) == (1, "headrace: there is no replica 'm-7'; there are: m-0, m-1\n")

@@ -53,6 +53,8 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
         "profile": "/somewhere",
         "allow_no_auth": "true",
         "cluster": "other",
+        "disaggregation": "always",
+        "rebalancing": "off",
         "model": "a/b",
         "served_model_name": "name",
     }

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,3 +94,27 @@ def run_streams(
             return await asyncio.gather(*(one(session, index, body) for index, body in enumerate(bodies)))
 
     return asyncio.run(run())
+
+
+@contextmanager
+def steady_streams(url: str, bodies: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, Outcome]]]:
+    """Each body is asked for again as soon as it is answered, until the block ends; then what became of all.
+
+    So there is load for as long as something takes, however fast the machine is.
+    """
+    outcomes: list[tuple[int, Outcome]] = []
+    over = threading.Event()
+
+    def ask(index: int) -> None:
+        while not over.is_set():
+            outcomes.append((index, run_streams(url, [bodies[index]])[0]))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield outcomes
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(120)

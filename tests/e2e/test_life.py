@@ -76,7 +76,7 @@ def test_stop_finishes_what_runs_and_leaves_nothing(pair: tuple[Serve, Serve], e
     done = first.run("stop", "--admin-port", str(first.admin_port))  # SIGTERM, and a wait for the end
     assert (done.returncode, done.stdout, first.process.wait(1)) == (0, "", 0), done.stderr
     eventually(lambda: not first.left(), 5, "that nothing of it runs")
-    assert not [port for port in ports if _listens(port)]
+    eventually(lambda: not [port for port in ports if _listens(port)], 5, "that its ports are free")
     running.join(10)
     assert outcomes and outcomes[0].complete and len(outcomes[0].token_ids) == 24
     assert first.said.rstrip().splitlines()[-1] == "headrace: stopped"
@@ -125,7 +125,7 @@ def test_kill_9_leaves_nothing(pair: tuple[Serve, Serve], eventually: Callable[.
     second.process.kill()
     second.process.wait()
     eventually(lambda: not second.left(), 10, "that nothing of it runs")
-    assert not [port for port in ports if _listens(port)]
+    eventually(lambda: not [port for port in ports if _listens(port)], 5, "that its ports are free")
     eventually(lambda: not list(second.home.glob("*-*")), 2, "that its keys are gone")
 
 

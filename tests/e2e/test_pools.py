@@ -22,8 +22,9 @@ LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """smollm2-0 and smollm2-1 answer, smollm2-2 computes prompts."""
-    serve = Serve(tmp_path_factory.mktemp("pools") / "home", *LEAN, "--prefill", "1", "--decode", "2")
+    """smollm2-0 and smollm2-1 answer, smollm2-2 computes prompts, whether it pays or not."""
+    sizes = ("--prefill", "1", "--decode", "2", "--disaggregation", "always")
+    serve = Serve(tmp_path_factory.mktemp("pools") / "home", *LEAN, *sizes)
     try:
         yield serve.await_ready()
     finally:
@@ -68,7 +69,7 @@ def _routed(serve: Serve) -> set[str]:
 def test_prompts_are_computed_by_the_prefill_replica(
     pools: Serve, plain: PlainModel, eventually: Callable[..., None]
 ) -> None:
-    """Long prompts beside a stream on each decode replica: they travel. Then a burst, with whatever pays."""
+    """Long prompts beside a stream on each decode replica, one by one; then a burst."""
     random = Random(1)
     beside: list[Outcome] = []
     long = [_body(random, 12, temperature=0, max_tokens=250) for _ in range(2)]

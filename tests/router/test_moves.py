@@ -49,6 +49,15 @@ def test_it_pays_when_streams_run_or_the_queue_is_shorter() -> None:
     assert choose_source(prompt, Place(load(running=1)), [Place(load(5.0))]) is None, "a slow source"
 
 
+def test_what_an_operator_decides() -> None:
+    prompt, idle, slow = Prompt(500), Place(load()), Place(load(5.0))
+    assert choose_source(prompt, idle, [slow], "always") == 0
+    assert choose_source(prompt, idle, [slow, Place(load())], "always") == 1
+    assert choose_source(Prompt(LEAST_TOKENS - 1), idle, [slow], "always") is None
+    assert choose_source(prompt, idle, [], "always") is None
+    assert choose_source(prompt, Place(load(running=50)), [Place(load())], "off") is None
+
+
 def test_the_source_with_the_shortest_queue() -> None:
     sources = [Place(load(waiting_tokens=900)), Place(load(waiting_tokens=100)), Place(load(), promised_tokens=500)]
     assert choose_source(Prompt(500), Place(load(running=9)), sources) == 1

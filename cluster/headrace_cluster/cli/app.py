@@ -80,6 +80,8 @@ def serve(
     allow_no_auth: o.NoAuth = None,
     routers: o.Routers = None,
     migration_limit: o.MigrationLimit = None,
+    disaggregation: o.Disaggregation = None,
+    rebalancing: o.Rebalancing = None,
 ) -> None:
     """Start everything for one model: Ray, controller, replicas, router."""
     arguments = locals().copy()
@@ -121,6 +123,8 @@ def router(
     api_keys_file: o.ApiKeysFile = None,
     allow_no_auth: o.NoAuth = None,
     migration_limit: o.MigrationLimit = None,
+    disaggregation: o.Disaggregation = None,
+    rebalancing: o.Rebalancing = None,
     config_stdin: Annotated[bool, typer.Option("--config-stdin", hidden=True)] = False,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
@@ -210,6 +214,23 @@ def undrain(replica: o.Replica, json_: o.AsJson = False, admin_port: o.AdminPort
     from headrace_cluster.cli.drain import undrain_replica
 
     undrain_replica(o.client_setting("admin_port", admin_port, 8002), replica, as_json=json_)
+
+
+@app.command()
+def rollout(
+    replicas: Annotated[
+        list[str] | None, typer.Argument(metavar="[REPLICA]...", help="As `status` names them. [default: all]")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if nobody is left to answer meanwhile.")] = False,
+    admin_port: o.AdminPort = None,
+) -> None:
+    """Build replicas again, one after the other: their requests finish or move, and nobody's fails."""
+    from headrace_cluster.cli.rollout import roll_out
+
+    roll_out(o.client_setting("admin_port", admin_port, 8002), replicas or [], seconds, force=force)
 
 
 @app.command()

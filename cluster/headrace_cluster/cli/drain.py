@@ -19,7 +19,17 @@ def drain_replica(
     admin_port: int, replica: str, seconds: float | None, *, force: bool = False, as_json: bool = False
 ) -> None:
     """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the refusal."""
-    client = AdminClient(admin_port)
+    entry = await_drained(AdminClient(admin_port), replica, seconds, force=force)
+    _tell(entry, f"{replica} is drained; bring it back with: headrace undrain {replica}", as_json=as_json)
+
+
+def undrain_replica(admin_port: int, replica: str, *, as_json: bool = False) -> None:
+    """Returns once the replica is ready again. Raises NotRunningError, ServerError."""
+    _tell(await_ready(AdminClient(admin_port), replica), f"{replica} is ready", as_json=as_json)
+
+
+def await_drained(client: AdminClient, replica: str, seconds: float | None, *, force: bool = False) -> Entry:
+    """Orders a drain, and its entry of the status when it is done. Raises ServerError."""
     body = {"replica": replica, "seconds": seconds, "force": force}
     order = client.call("POST", "/drain", {name: value for name, value in body.items() if value is not None})
 
@@ -28,13 +38,11 @@ def drain_replica(
             raise ServerError(f"{replica} was brought back while it was drained; see `headrace status`")
         return bool(entry["state"] == "drained")
 
-    entry = _watch(client, replica, done, _in_flight, order["seconds"] + STOP_SECONDS)
-    _tell(entry, f"{replica} is drained; bring it back with: headrace undrain {replica}", as_json=as_json)
+    return _watch(client, replica, done, _in_flight, order["seconds"] + STOP_SECONDS)
 
 
-def undrain_replica(admin_port: int, replica: str, *, as_json: bool = False) -> None:
-    """Returns once the replica is ready again. Raises NotRunningError, ServerError."""
-    client = AdminClient(admin_port)
+def await_ready(client: AdminClient, replica: str) -> Entry:
+    """Has a drained replica built again, and its entry of the status when it is ready. Raises ServerError."""
     order = client.call("POST", "/undrain", {"replica": replica})
 
     def done(entry: Entry) -> bool:
@@ -44,8 +52,7 @@ def undrain_replica(admin_port: int, replica: str, *, as_json: bool = False) -> 
             raise ServerError(f"{replica} is {entry['state']}{why}")
         return bool(again and entry["state"] == "ready")
 
-    entry = _watch(client, replica, done, lambda entry: f"{entry['state']}: {entry['note']}", START_SECONDS)
-    _tell(entry, f"{replica} is ready", as_json=as_json)
+    return _watch(client, replica, done, lambda entry: f"{entry['state']}: {entry['note']}", START_SECONDS)
 
 
 def _watch(

@@ -14,6 +14,13 @@ Routers = Annotated[
 MigrationLimit = Annotated[
     int | None, typer.Option("--migration-limit", help="Times a stream may move when its replica is lost. [default: 3]")
 ]
+Disaggregation = Annotated[
+    str | None,
+    typer.Option("--disaggregation", help="Prompts to prefill replicas: auto (where it pays), always or off."),
+]
+Rebalancing = Annotated[
+    str | None, typer.Option("--rebalancing", help="on or off: streams leave replicas that are short. [default: on]")
+]
 AdminPort = Annotated[int | None, typer.Option("--admin-port", help="Port of the admin API. [default: 8002]")]
 Config = Annotated[Path | None, typer.Option("--config", "-f", help="A cluster spec in YAML.")]
 Model = Annotated[

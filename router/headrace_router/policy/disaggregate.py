@@ -10,7 +10,7 @@ other one, or both as a guess.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headrace_proto.replica_pb2 import Load
 
@@ -19,6 +19,8 @@ TRANSFER_SECONDS = 0.005  # asking, and the last chunk's way
 TRANSFER_SHARE = 0.1  # of the prompt's time: the rest of the bytes goes while it is computed
 LEAST_TOKENS = 64
 GUESS_SECONDS = 0.001  # per token, until any replica has computed some
+
+Mode = Literal["auto", "always", "off"]
 
 
 class Source(Protocol):
@@ -54,14 +56,19 @@ class Prompt:
     tokens: int
 
 
-def choose_source(prompt: Prompt, target: Target, sources: Sequence[Source]) -> int | None:
-    """The index of the source that pays most, or None when the target better computes the prompt itself."""
-    if prompt.tokens < LEAST_TOKENS or not sources:
+def choose_source(prompt: Prompt, target: Target, sources: Sequence[Source], mode: Mode = "auto") -> int | None:
+    """The index of the source that pays most, or None when the target better computes the prompt itself.
+
+    `always` asks only which source; short prompts stay where they are even so.
+    """
+    if mode == "off" or prompt.tokens < LEAST_TOKENS or not sources:
         return None
     known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
     usual = min(known, default=GUESS_SECONDS)
     there = [_there(prompt, source, _rate(source.load) or usual) for source in sources]
     best = there.index(min(there))
+    if mode == "always":
+        return best
     return best if there[best] < _here(prompt, target, _rate(target.load) or usual) else None
 
 
