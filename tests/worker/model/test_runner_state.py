@@ -15,9 +15,24 @@ from headrace_worker.runner import Runner, size_kv, warm_up
 from headrace_worker.runner.batch import gather
 from headrace_worker.runner.pools import bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
+from headrace_worker.transfer.orders import Drop
 
 CPU = torch.device("cpu")
 GREEDY = RowSampling(temperature=0.0)
+
+
+class FakeCourier:
+    """Counts the steps that it was given orders with, and those it heard the end of."""
+
+    def __init__(self) -> None:
+        self.taken = self.ended = 0
+
+    def take(self, orders: Any, works: bool) -> Callable[[int, Any], None]:
+        self.taken += 1
+        return lambda layer, values: None
+
+    def end_step(self, pools: Any) -> None:
+        self.ended += 1
 
 
 def make_layout(windows: tuple[int, ...] = (0,), layers: int = 2, block_size: int = 4) -> CacheLayout:
@@ -154,3 +169,16 @@ def test_too_little_memory_names_both_numbers_and_the_way_out() -> None:
         size_kv(layout, free=1 << 30, **options)
     with pytest.raises(MemoryTooSmallError, match=r"take 2\.00 GiB, but 1\.00 GiB"):
         size_kv(layout, free=1 << 30, kv_cache_memory=2 << 30, **options)
+
+
+def test_a_step_that_cannot_be_laid_out_lets_its_carriers_go(load_tiny: Callable[[str], LoadedModel]) -> None:
+    runner = Runner(load_tiny("llama"), num_blocks=8, max_rows=2, max_len=16)
+    runner.courier = courier = FakeCourier()  # type: ignore[assignment]
+    orders = [Drop(1, 1)]
+    tables = [TableUpdate(0, 0, 0, [1])]
+    with pytest.raises(IndexError):
+        runner.prepare(StepPlan(0, [], [RowInit(9, 0, [5], 1, GREEDY)], [], [Work(0, 0, 1, True)], orders=orders))
+    assert (courier.taken, courier.ended) == (1, 1)
+    good = StepPlan(1, [], [RowInit(0, 0, [5], 1, GREEDY)], tables, [Work(0, 0, 1, True)], orders=orders)
+    runner.collect(runner.launch(good))
+    assert (courier.taken, courier.ended) == (2, 2)

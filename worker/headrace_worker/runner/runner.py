@@ -131,6 +131,13 @@ class Runner:
         """
         if self.courier is not None and plan.orders:
             self._written = self.courier.take(plan.orders, works=bool(plan.work))
+        try:
+            return self._lay_out(plan)
+        except BaseException:
+            self._release_written()  # this step writes no layer: nobody may wait for one
+            raise
+
+    def _lay_out(self, plan: StepPlan) -> Batch | None:
         for row in plan.frees:
             self.rows.free(row)
             self.sampler.free(row)
@@ -156,9 +163,12 @@ class Runner:
                 return self._graphs.run(batch)
             return self._compute(batch, hidden_in)
         finally:
-            if self._written is not None and self.courier is not None:
-                self._written = None
-                self.courier.end_step(self.pools)
+            self._release_written()
+
+    def _release_written(self) -> None:
+        if self._written is not None and self.courier is not None:
+            self._written = None
+            self.courier.end_step(self.pools)
 
     def _compute(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
