@@ -99,7 +99,7 @@ def test_prompts_are_computed_by_the_prefill_replica(
 @pytest.mark.parametrize("token", [1, 40, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 65) if k != 40)])
 def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[..., None]) -> None:
     """A greedy and a seeded stream lose their replica at that token, and go on as if nothing had been."""
-    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    eventually(lambda: _all_ready(pools), 150, "all are ready")  # one that dies often is built again later
     random = Random(token)
     greedy = _body(random, 20, temperature=0, max_tokens=120)
     seeded = _body(random, 20, temperature=1, seed=token, top_p=0.9, max_tokens=120)
@@ -122,7 +122,7 @@ def test_one_of_two_decode_replicas_is_killed_under_load(
     count: int, pools: Serve, eventually: Callable[..., None]
 ) -> None:
     """Eight clients: none of them sees an error; it is out of routing at once, and replaced."""
-    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    eventually(lambda: _all_ready(pools), 150, "all are ready")  # one that dies often is built again later
     random = Random(7)
     bodies = [_body(random, random.randrange(8, 160), max_tokens=16, seed=place) for place in range(count)]
     done: list[int] = []
@@ -154,7 +154,7 @@ def test_one_of_two_decode_replicas_is_killed_under_load(
 
 
 def test_the_prefill_replica_is_killed_under_load(pools: Serve, eventually: Callable[..., None]) -> None:
-    eventually(lambda: _all_ready(pools), 60, "all are ready")
+    eventually(lambda: _all_ready(pools), 150, "all are ready")  # one that dies often is built again later
     random = Random(9)
     bodies = [_body(random, 300, temperature=0, max_tokens=24) for _ in range(8)]
     expected = run_streams(pools.url, bodies)
