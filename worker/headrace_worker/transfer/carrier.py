@@ -1,9 +1,11 @@
 """Carries one pair's chunks on a thread of its own, in the order in which they were put."""
 
+import contextlib
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -32,6 +34,15 @@ class LayerGate(Protocol):
     def wait(self, layer: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A chunk to carry, and on a GPU the end of all that was launched before it: until then its blocks are in use."""
+
+    order: Send | Receive
+    gate: LayerGate | None
+    launched: torch.cuda.Event | None
+
+
 class Carrier:
     """One rank's end of a pair. A failure of the pair ends the carrier, and is reported; chunks left are not good."""
 
@@ -52,7 +63,8 @@ class Carrier:
         self._first_head = shards.ranks[rank].heads[0]
         mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
         self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
-        self._queue: queue.SimpleQueue[tuple[Send | Receive, LayerGate | None] | None] = queue.SimpleQueue()
+        self._device = next((cache.pool.device for cache in caches.values()), torch.device("cpu"))
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while blocks are read or written
         self._live: dict[int, int] = {}  # fetch -> chunks that are put and not carried
         self._closed = False
@@ -68,7 +80,7 @@ class Carrier:
         if not isinstance(order, Receive) or order.blocks:
             with self._lock:
                 self._live[order.fetch] = self._live.get(order.fetch, 0) + 1
-        self._queue.put((order, gate))
+        self._queue.put(_Task(order, gate, _launched(self._device)))
 
     def drop(self, fetch: int) -> None:
         """When this returns, no block of the fetch is read or written any more."""
@@ -85,18 +97,23 @@ class Carrier:
             self._wire.close()
 
     def _run(self) -> None:
+        with _own_stream(self._device):
+            self._carry_all()
+
+    def _carry_all(self) -> None:
         try:
             wire = Wire(self._order, self._rank, self._host, self._opened)
             with self._lock:
                 self._wire = wire
                 closed = self._closed
             try:
-                while not closed and (item := self._queue.get()) is not None:
-                    order, gate = item
-                    if isinstance(order, Send):
-                        self._send(wire, order, gate)
+                while not closed and (task := self._queue.get()) is not None:
+                    if task.launched is not None:  # pragma: no cover - needs a GPU
+                        torch.cuda.current_stream(self._device).wait_event(task.launched)
+                    if isinstance(task.order, Send):
+                        self._send(wire, task.order, task.gate)
                     else:
-                        self._receive(wire, order)
+                        self._receive(wire, task.order)
             finally:
                 wire.close()
         except Exception as error:
@@ -109,11 +126,11 @@ class Carrier:
         """Chunks that nobody will receive."""
         while True:
             try:
-                item = self._queue.get_nowait()
+                task = self._queue.get_nowait()
             except queue.Empty:
                 return
-            if item is not None and isinstance(item[0], Receive):
-                self._done(item[0], 0, good=False)
+            if task is not None and isinstance(task.order, Receive):
+                self._done(task.order, 0, good=False)
 
     def _send(self, wire: Wire, order: Send, gate: LayerGate | None) -> None:
         for route in self._routes:
@@ -203,3 +220,20 @@ class Carrier:
 
     def _local(self, route: Route) -> tuple[int, int]:
         return route.heads[0] - self._first_head, route.heads[1] - self._first_head
+
+
+def _launched(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU
+    event.record(torch.cuda.current_stream(device))  # pragma: no cover
+    return event  # pragma: no cover
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On a GPU copies must not queue behind the step that runs: what they read is marked layer by layer, and what they
+    write nobody reads before it is reported.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # pragma: no cover

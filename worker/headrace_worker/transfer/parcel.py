@@ -66,7 +66,12 @@ def read_blocks(pool: Tensor, blocks: Sequence[int], heads: tuple[int, int]) -> 
     """Copies blocks out of a pool [2, B, K, P, D]: a piece in host memory. `heads` counts from the pool's first."""
     index = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
     found = pool[:, :, heads[0] : heads[1]].index_select(1, index)
-    return found.cpu() if found.is_cuda else found
+    if not found.is_cuda:
+        return found
+    piece = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)  # pragma: no cover - needs a GPU
+    piece.copy_(found, non_blocking=True)
+    torch.cuda.current_stream(pool.device).synchronize()
+    return piece
 
 
 def write_blocks(pool: Tensor, blocks: Sequence[int], heads: tuple[int, int], piece: Tensor) -> None:
