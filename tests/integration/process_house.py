@@ -11,7 +11,7 @@ from typing import Any
 from house import SECRET, House
 
 from headrace_proto.control_pb2 import Member, MemberList
-from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity, Role
+from headrace_proto.replica_pb2 import REPLICA_STATE_READY, Load, ReplicaIdentity, Role
 from headrace_worker.config import ReplicaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker" / "parallel"))
@@ -77,6 +77,18 @@ class ProcessHouse(House):
         assert len(found) == 1, found
         return found[0]
 
+    def load(self, name: str) -> Load:
+        """What a replica last said."""
+        assert self._router is not None
+        (link,) = [link for link in self._router.services.fleet.links if link.replica_id == name]
+        return link.load
+
+    def number(self, name: str) -> int:
+        """A gauge of the router itself."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.split("\n")
+        return int(sum(float(line.split()[-1]) for line in lines if line.partition("{")[0].partition(" ")[0] == name))
+
     def count(self, name: str, replica: str = "") -> int:
         """A counter of the router's /metrics, over all labels or of one replica."""
         with self.client() as client:
@@ -98,6 +110,12 @@ class ProcessHouse(House):
 
     def kill(self, name: str) -> None:
         os.kill(self.groups[name].pids[0], signal.SIGKILL)
+
+    def pause(self, name: str) -> None:
+        os.kill(self.groups[name].pids[0], signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        os.kill(self.groups[name].pids[0], signal.SIGCONT)
 
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[dict[str, Any]]:
         """The choices of a streamed completion, one by one."""

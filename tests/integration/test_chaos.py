@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
+from crowd import Crowd
 
 from headrace_proto.replica_pb2 import ROLE_DECODE, ROLE_PREFILL
 
@@ -97,26 +97,75 @@ def test_a_replica_stands_still_for_a_while(victim: str, seconds: int, process_h
     house.eventually(lambda: house.idle, 5)
 
 
+class Left:
+    """Fifty clients at a time who hang up; whatever their requests held is free within 2 s."""
+
+    COUNT = 50
+
+    def __init__(self, house: Any) -> None:
+        self._house = house
+        self._blocks = house.free_blocks()
+        with house.client() as client:
+            self._url = str(client.base_url)
+
+    def crowd(self, length: int, seed: int) -> Crowd:
+        random = Random(seed)
+        prompts = [[random.randrange(10, 300) for _ in range(length)] for _ in range(self.COUNT)]
+        return Crowd(self._url, [{"model": "tiny", "prompt": prompt, "max_tokens": 700} for prompt in prompts])
+
+    def all_leave(self, crowd: Crowd) -> None:
+        crowd.leave()
+        until = time.monotonic() + 2
+        while not self._nothing_left:
+            loads = {name: str(self._house.load(name)) for name in self._blocks}
+            assert time.monotonic() < until, f"{loads} of {self._blocks}"
+            time.sleep(0.02)
+
+    @property
+    def _nothing_left(self) -> bool:
+        if not self._house.idle or self._house.free_blocks() != self._blocks:
+            return False
+        return self._house.number("headrace_requests_in_flight") == 0
+
+
 def test_clients_that_leave_free_everything(process_house: Any) -> None:
-    """Fifty streams are left at a random moment: queued, fetching, computing, after some tokens."""
+    """Fifty each: queued and answered; prompts under way; on a source that says nothing; after a loss; at random."""
     house = process_house
-    pools(house)
-    random = Random(5)
+    house.open(await_ready=False, disaggregation="always")
+    house.launch("a", ROLE_DECODE, max_num_seqs=12)
+    house.launch("p", ROLE_PREFILL)
+    house.settle()
+    house.eventually(lambda: all(house.free_blocks().values()), 5)
+    left = Left(house)
 
-    def leave(place: int) -> None:
-        body = {"model": "tiny", "prompt": prompts(1, seed=place)[0] * 4, "max_tokens": 500, "stream": True, "n": 2}
-        try:
-            with house.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
-                until = time.monotonic() + random.random() * 0.3
-                for _ in answer.iter_raw():
-                    if time.monotonic() > until:
-                        return
-        except httpx.HTTPError:
-            return
+    crowd = left.crowd(20, seed=1)
+    house.eventually(lambda: crowd.tokens > 100 and house.load("a").waiting > 0)
+    left.all_leave(crowd)
 
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        list(clients.map(leave, range(50)))
-    house.eventually(lambda: house.idle, 2.5)
+    crowd = left.crowd(900, seed=2)
+    house.eventually(lambda: house.load("p").running)
+    left.all_leave(crowd)
+
+    house.pause("p")
+    crowd = left.crowd(900, seed=3)
+    house.eventually(lambda: house.number("headrace_attempts_in_flight") > Left.COUNT // 2)
+    crowd.leave()
+    house.resume("p")
+    left.all_leave(crowd)
+
+    crowd = left.crowd(20, seed=4)
+    house.eventually(lambda: crowd.tokens > 100)
+    house.kill("a")  # streams wait for another one
+    house.eventually(lambda: not house.ready)
+    crowd.leave()
+    house.launch("a", ROLE_DECODE, max_num_seqs=12)
+    house.settle()
+    left.all_leave(crowd)
+
+    for seed in range(5, 10):
+        crowd = left.crowd(300, seed)
+        time.sleep(Random(seed).random() * 0.6)
+        left.all_leave(crowd)
     assert len(answers(house, prompts(8, seed=6))) == 8
 
 
