@@ -11,6 +11,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.engine import Engine, StepRunner
 from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.model.device import use_device
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.parallel.context import SINGLE
@@ -66,6 +67,8 @@ def assemble_part(
     team: Team | None = None,
 ) -> RankPart:
     """Loads (unless a loaded model is given) and sizes, as large as all ranks can. Raises a HeadraceError."""
+    if team is not None:
+        use_device(team.device)
     model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
     max_model_len = _max_model_len(config, model)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recorders import CallingRecorder, FaultyRecorder
 from test_guided_ranks import expected, outcome, workload
 from test_process_requests import on_one_rank, same, split_replica, wishes
 from test_shard_oracle import prompts
 
+from headrace_worker.model.device import use_device
 from headrace_worker.offline import Completion
+from headrace_worker.parallel import stage
 from headrace_worker.parallel.errors import RankLostError
 from headrace_worker.parallel.recording import RecordingFailedError, TogetherRecorder
 from headrace_worker.parallel.watch import Watch
+from headrace_worker.runner.runner import Runner
 
 __all__ = ["expected", "on_one_rank", "split_replica"]
 
@@ -155,6 +159,29 @@ def test_a_rank_killed_while_it_records(at: str, rank: int, rank_group: Callable
     assert f"rank {rank} (process {victim})" in group.nursery.ended(other, 10)
     group.nursery.heard(other, "gone", 6)
     assert group.nursery.when(other, "gone") - began <= SECONDS
+
+
+def test_every_thread_that_computes_says_on_which_gpu(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread starts with the first GPU of its process, which is another rank's."""
+    said, computed = set(), set()
+    forward = Runner.forward
+    monkeypatch.setattr(stage, "use_device", lambda device: said.add(threading.get_ident()))
+    monkeypatch.setattr(Runner, "forward", lambda *args: computed.add(threading.get_ident()) or forward(*args))
+    with process_replica(save_tiny("llama"), 2, 1, async_scheduling="on") as replica:
+        said.clear()  # of the start, which is on this thread
+        computed.clear()
+        replica.run(prompts(3), 4)
+    assert computed and computed <= said and threading.get_ident() not in computed
+
+
+def test_the_current_gpu_is_set_for_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda:1"):
+        use_device(torch.device(name))
+    assert current == [torch.device("cuda:1")]
 
 
 class Answers:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.guide import Mask
+from headrace_worker.model.device import use_device
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.parallel.group import Sending
 from headrace_worker.parallel.messages import Drawn, Step
@@ -77,6 +78,7 @@ class StageRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> StageResult:
         """Raises whatever the model raises: then the ranks are out of step, and the replica must end."""
+        use_device(self.runner.device)  # whatever thread this is: of the engine, a follower's, or that of the start
         for drawn in step.drawn:
             self._take(drawn)
         batch = self.runner.prepare(step.plan)
@@ -105,6 +107,7 @@ class StageRunner:
         Raises RecordingFailedError on all ranks, when it fails on one; they go on in step, without recordings.
         Raises RankLostError.
         """
+        use_device(self.runner.device)
         together = TogetherRecorder(recorder, self._rounds, self._team.watch)
         return self.runner.record(together, max_tokens, done)
 
@@ -112,6 +115,7 @@ class StageRunner:
     def draw(self, masks: Mapping[int, Mask]) -> StageResult:
         """The rest of the last step that was guided, on the rank that draws. Raises as `run`."""
         assert self._undrawn is not None
+        use_device(self.runner.device)
         (batch, logits), self._undrawn = self._undrawn, None
         return self._draw(batch, logits, masks)
 

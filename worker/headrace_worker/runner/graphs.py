@@ -50,12 +50,13 @@ class CudaRecorder:  # pragma: no cover - needs a GPU
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def rehearse(self, step: Callable[[], None]) -> None:
         """Compiles kernels and sets libraries up, NCCL's connections for this size included: none can be recorded."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             step()
@@ -67,7 +68,7 @@ class CudaRecorder:  # pragma: no cover - needs a GPU
         # by the garbage collector, or set up by a library) would spoil the recording; only this thread's are its own.
         # The outer context: where a recording fails, `torch.cuda.graph` leaves its stream the current one.
         with (
-            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             step()
