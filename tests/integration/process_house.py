@@ -14,6 +14,7 @@ from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, Load, ReplicaIdentity, Role
 from headrace_worker.config import ReplicaConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker" / "parallel"))
 from process_ranks import Nursery, RankGroup
 

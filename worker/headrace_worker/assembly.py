@@ -11,6 +11,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.engine import Engine, StepRunner
 from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.model.device import use_device
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.parallel.context import SINGLE
@@ -19,12 +20,13 @@ from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledRunner
+from headrace_worker.runner.graphs import Recorder
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.sizing import KvSize, free_memory, size_kv
 from headrace_worker.runner.warmup import warm_up
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.step_thread import StepThread
-from headrace_worker.stepping import choose_depth, loop_note, record_steps
+from headrace_worker.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.transfer.courier import Courier
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -65,6 +67,8 @@ def assemble_part(
     team: Team | None = None,
 ) -> RankPart:
     """Loads (unless a loaded model is given) and sizes, as large as all ranks can. Raises a HeadraceError."""
+    if team is not None:
+        use_device(team.device)
     model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
     max_model_len = _max_model_len(config, model)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
@@ -96,8 +100,12 @@ def assemble(
     model: LoadedModel | None = None,
     team: Team | None = None,
     profiler: StepProfiler | None = None,
+    recorder: Recorder | None = None,
 ) -> Assembly:
-    """A whole engine, or rank 0's part of one with the team's other ranks behind it. Raises a HeadraceError."""
+    """A whole engine, or rank 0's part of one with the team's other ranks behind it. Raises a HeadraceError.
+
+    `recorder`: what records steps for replay, instead of what the device has for it.
+    """
     part = assemble_part(config, report, model, team)
     model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
     ranks = None
@@ -106,7 +114,7 @@ def assemble(
         ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report)
-    notes = record_steps(config, runner, report) if ranks is None else []
+    notes = record_steps(config, stepper, recorder or choose_recorder(config, model.device), report)
     limits = SchedulerLimits(
         part.max_num_seqs,
         config.max_num_batched_tokens or warm.max_num_batched_tokens,

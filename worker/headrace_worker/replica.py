@@ -24,12 +24,14 @@ from headrace_worker.parallel.team import Team
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
 from headrace_worker.profiling.stepping import ProfiledStage
 from headrace_worker.role import role_number
+from headrace_worker.runner.graphs import Recorder
 from headrace_worker.runner.sizing import KvSize
 from headrace_worker.server.describe import describe as describe_replica
 from headrace_worker.server.description import Description
 from headrace_worker.server.pairs import PairDesk
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.stepping import choose_recorder
 from headrace_worker.transfer.courier import Courier
 from headrace_worker.transfer.reports import listen, to_loop, to_rank_0
 
@@ -50,10 +52,18 @@ class Replica:
     Of several ranks, rank 0 opens the meeting and has the engine and the server; the others follow it.
     """
 
-    def __init__(self, config: ReplicaConfig, rank: int = 0, report: Report = lambda stage, fraction: None) -> None:
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        rank: int = 0,
+        report: Report = lambda stage, fraction: None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`recorder`: what records steps for replay, on all ranks alike; None means what the device has for it."""
         self._config = config
         self._rank = rank
         self._report = report
+        self._recorder = recorder
         self._boot_id = os.urandom(16)
         self._opened: MeetingHost | None = None
         self._team: Team | None = None
@@ -95,7 +105,8 @@ class Replica:
         self._courier = part.runner.courier
         if self._courier is not None:
             self._courier.report = to_rank_0(team.watch)
-        self._follower = Follower(self._stage(part, team), team)
+        recorder = self._recorder or choose_recorder(self._config, team.device)
+        self._follower = Follower(self._stage(part, team), team, recorder)
         self._follower.start()
         gc.collect()
         gc.freeze()
@@ -114,7 +125,7 @@ class Replica:
     def _serve(self) -> ReplicaStarted:
         began = time.monotonic()
         config = self._config
-        assembly = assemble(config, self._report, team=self._team, profiler=self._profiler)
+        assembly = assemble(config, self._report, team=self._team, profiler=self._profiler, recorder=self._recorder)
         self._ranks = assembly.ranks
         model, size, limits = assembly.model, assembly.size, assembly.limits
         # What was loaded stays for good: a full collection would walk all of it in the middle of a step.

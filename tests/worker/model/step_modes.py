@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from recorders import CallingRecorder
 
 from headrace_worker.config import ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
@@ -29,11 +30,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def replay_by_calling(step: Callable[[], None]) -> Callable[[], None]:
-    step()
-    return step
-
-
 @pytest.fixture(scope="module")
 def engine_in(
     tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
@@ -46,7 +42,7 @@ def engine_in(
         sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128, "kv_cache_memory": 4 << 20}
         engine = OfflineEngine(replica(folder, **sizes | chosen | options))
         if record:
-            decode, mixed = engine.assembly.runner.record(replay_by_calling, 64)
+            decode, mixed = engine.assembly.runner.record(CallingRecorder(), 64)
             assert decode[-1] == 12 and mixed == [16, 32, 64]
         return engine
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from recorders import make_recorder
 
 from headrace_worker.assembly import assemble
 from headrace_worker.config import Meeting, ReplicaConfig
@@ -106,14 +107,28 @@ class RankGroup:
     config: ReplicaConfig
     pids: list[int] = field(default_factory=list)  # by rank
 
-    def start(self, holds: Mapping[int, str] = {}, absent: Collection[int] = (), **options: Any) -> None:
-        """`holds`: ranks that stay in a stage of their start; `absent`: ranks that never come; `options`: of rank 0."""
-        first = self.nursery.start(self.config, 0, None, hold=holds.get(0), **options)
+    def start(
+        self,
+        holds: Mapping[int, str] = {},
+        absent: Collection[int] = (),
+        record: Mapping[int, Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        """`holds`: ranks that stay in a stage of their start; `absent`: ranks that never come; `options`: of rank 0.
+
+        `record`: steps are recorded, and what goes wrong with it on which rank.
+        """
+
+        def recorder(rank: int) -> Mapping[str, Any] | None:
+            return None if record is None else record.get(rank, {})
+
+        first = self.nursery.start(self.config, 0, None, hold=holds.get(0), record=recorder(0), **options)
         meeting = msgspec.msgpack.decode(bytes.fromhex(self.nursery.heard(first, "meeting", 20)), type=Meeting)
         self.pids = [first]
         for rank in range(1, self.config.tp * self.config.pp):
             if rank not in absent:
-                fault = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
+                fault: dict[str, Any] = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
+                fault["record"] = recorder(rank)
                 self.pids.append(self.nursery.start(self.config, rank, meeting, hold=holds.get(rank), **fault))
 
     def ready(self) -> None:
@@ -143,16 +158,21 @@ class ProcessReplica:
 
     config: ReplicaConfig
     nursery: Nursery
+    record: Mapping[int, Mapping[str, Any]] | None = None  # as of a `RankGroup`
     offline: OfflineEngine = field(init=False)
     pids: list[int] = field(default_factory=list)  # of ranks 1, 2, …
 
     def __post_init__(self) -> None:
         opened = MeetingHost("127.0.0.1")
         ranks = self.config.tp * self.config.pp
-        self.pids = [self.nursery.start(self.config, rank, opened.meeting) for rank in range(1, ranks)]
+        faults = [self.record.get(rank, {}) if self.record is not None else None for rank in range(ranks)]
+        self.pids = [
+            self.nursery.start(self.config, rank, opened.meeting, record=faults[rank]) for rank in range(1, ranks)
+        ]
+        self.recorder = make_recorder(faults[0]) if faults[0] is not None else None
         self.team = Team(self.config, 0, opened.meeting, opened)
         try:
-            assembly = assemble(self.config, team=self.team)
+            assembly = assemble(self.config, team=self.team, recorder=self.recorder)
             self.team.settle()
         except Exception as error:
             self.team.watch.fail(str(error))
@@ -183,6 +203,11 @@ class ProcessReplica:
             assert self.nursery.ended(pid, 10) == "stopped"
         self.team.close()
 
+    def replays(self) -> list[list[int]]:
+        """Of every rank, once it has ended: how often it replayed each recorded step."""
+        assert self.recorder is not None
+        return [self.recorder.replays, *(self.nursery.heard(pid, "replays", 10) for pid in self.pids)]
+
 
 @pytest.fixture(scope="session")
 def nursery(families: dict[str, dict[str, Any]]) -> Iterator[Nursery]:
@@ -198,14 +223,16 @@ def process_replica(
     """A context: a replica of tp × pp processes, which must end in order."""
 
     @contextlib.contextmanager
-    def make(source: object, tp: int, pp: int, **options: Any) -> Iterator[ProcessReplica]:
+    def make(
+        source: object, tp: int, pp: int, record: Mapping[int, Mapping[str, Any]] | None = None, **options: Any
+    ) -> Iterator[ProcessReplica]:
         fields: dict[str, Any] = {
             "kv_cache_memory": 8 << 20,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 48,
             "max_model_len": 128,
         }
-        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **fields | options), nursery)
+        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **fields | options), nursery, record)
         yield replica
         replica.close()
 

@@ -3,7 +3,8 @@ is a fork of this process.
 
 Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "meeting": hex, or null
 for a rank 0 that opens one}, and perhaps "hold": the stage of its start in which it stays, "busy": true for a rank 0
-that gives itself endless requests, "fault": the number of a step that shall raise. Prints JSON lines that begin with
+that gives itself endless requests, "fault": the number of a step that shall raise, "record": options of a recorder (see
+recorders.py) to replay steps with. Prints JSON lines that begin with
 the process id: when it is born, has opened a meeting, comes to a stage, is ready, has ended (with how), is gone.
 Ranks are killed when stdin closes.
 """
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,9 @@ from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.plan import RowSampling
 from headrace_worker.replica import Replica
 from headrace_worker.request import Request
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the folder above
+from recorders import make_recorder
 
 SAYS = os.dup(1)  # what is logged goes elsewhere
 os.dup2(2, 1)
@@ -48,7 +53,10 @@ def be_rank(order: dict[str, Any]) -> str:
         if stage == order.get("hold"):
             time.sleep(1000)
 
-    replica = Replica(config, order["rank"], report)
+    recorder = None
+    if order.get("record") is not None:
+        recorder = make_recorder(order["record"], lambda: say(stage="recording goes wrong"))
+    replica = Replica(config, order["rank"], report, recorder)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     if order.get("fault"):
         raise_in_step(order["fault"])
@@ -59,6 +67,7 @@ def be_rank(order: dict[str, Any]) -> str:
         else:
             meeting = msgspec.msgpack.decode(bytes.fromhex(order["meeting"]), type=Meeting)
         started = replica.start(meeting)
+        say(notes=started.notes)
         say(weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes, address=started.address)
         say(kv_blocks=started.kv_blocks)
         if order.get("busy"):
@@ -68,6 +77,8 @@ def be_rank(order: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         replica.stop()
+        if recorder is not None:
+            say(replays=recorder.replays)
     return "stopped"
 
 

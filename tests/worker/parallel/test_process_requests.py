@@ -70,9 +70,9 @@ def on_one_rank(
 def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[..., Any]) -> Callable[[int, int], Any]:
     """A replica whose pool is tight."""
 
-    def make(tp: int, pp: int) -> Any:
+    def make(tp: int, pp: int, **options: Any) -> Any:
         share = WHOLE_BLOCK // tp * (2 if pp == 2 else 3) // 3  # the first of two stages has two of three layers
-        return process_replica(save_tiny("llama"), tp, pp, kv_cache_memory=BLOCKS * share)
+        return process_replica(save_tiny("llama"), tp, pp, kv_cache_memory=BLOCKS * share, **options)
 
     return make
 

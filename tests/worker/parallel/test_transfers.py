@@ -38,10 +38,16 @@ def quiet(*lines: Any, seconds: float = 5.0) -> None:
 def pair(rank_group: Callable[..., Any], router_side: Any) -> Callable[..., Any]:
     """A source and a target that are ready, and a line to each."""
 
-    def make(source: tuple[int, int], target: tuple[int, int], model: Path | None = None, **options: Any) -> Any:
+    def make(
+        source: tuple[int, int],
+        target: tuple[int, int],
+        model: Path | None = None,
+        record: dict[int, Any] | None = None,
+        **options: Any,
+    ) -> Any:
         groups = [rank_group(*source, model, replica_id="p", **options), rank_group(*target, model, replica_id="d")]
         for group in groups:
-            group.start()
+            group.start(record=record)
         for group in groups:
             group.ready()
         return groups, [router_side.line(group.address) for group in groups]
@@ -78,6 +84,27 @@ def test_tokens_through_prefill_and_decode(
     assert all(one.cached_tokens >= (len(prompt) - 1) // 4 * 4 - 4 for one, prompt in zip(done, mixed, strict=True))
     counters = from_target.load.counters
     assert counters.fetches >= 24 and counters.fetches_failed == 0 and counters.fetched_bytes > 0
+    quiet(from_source, from_target)
+
+
+@pytest.mark.parametrize(("source", "target"), [((1, 1), (1, 1)), ((2, 1), (2, 1))])
+def test_blocks_of_steps_that_are_replayed(
+    source: tuple[int, int],
+    target: tuple[int, int],
+    pair: Callable[..., Any],
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    """Of a replay no layer says that it is written, only the step's end does."""
+    folder = save_tiny("llama")
+    groups, (from_source, from_target) = pair(source, target, folder, record={})
+    for group in groups:
+        assert any("decode steps" in note for note in group.nursery.heard(group.pids[0], "notes", 1))
+    mixed = prompts(16, seed=11)
+    sent = [from_target.submit(prompt, 8, groups[0].address) for prompt in mixed]
+    check_oracle(folder, mixed, [one.wait() for one in sent])
+    counters = from_target.load.counters
+    assert counters.fetches >= 12 and counters.fetches_failed == 0
     quiet(from_source, from_target)
 
 

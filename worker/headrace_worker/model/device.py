@@ -21,6 +21,14 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def use_device(device: torch.device) -> None:
+    """Make it this thread's current device. A thread starts with the first GPU that its process sees, and kernels and
+    streams that are not told otherwise are of the current one: every thread that computes on another must say so.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def choose_dtype(wanted: str, device: torch.device, deterministic: bool = False) -> torch.dtype:
     """auto = bfloat16 on a GPU and on a CPU with a bfloat16 matrix unit (AMX); float32 elsewhere.
 

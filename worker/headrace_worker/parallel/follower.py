@@ -1,15 +1,18 @@
 """What every rank but rank 0 does: take a command, do it, take the next."""
 
+import contextlib
 import threading
 
 import structlog
 
 from headrace_worker.parallel.channel import Channel
 from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.messages import Answer, Clear, Draw, Step, Stop
+from headrace_worker.parallel.messages import Answer, Clear, Draw, Record, Step, Stop
+from headrace_worker.parallel.recording import RecordingFailedError
 from headrace_worker.parallel.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.runner.graphs import Recorder
 
 log = structlog.get_logger(__name__)
 
@@ -17,11 +20,13 @@ log = structlog.get_logger(__name__)
 class Follower:
     """Carries out rank 0's commands on a thread of its own, until told to stop or a rank is lost."""
 
-    def __init__(self, stage: StageRunner, team: Team) -> None:
+    def __init__(self, stage: StageRunner, team: Team, recorder: Recorder | None = None) -> None:
+        """`recorder`: for when rank 0 has steps recorded, which has one just where the others do."""
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._stage = stage
         self._team = team
+        self._recorder = recorder
         self._channel = Channel(team.host, team.topology.pp - 1)
         self._undrawn: StepPlan | None = None  # a guided plan whose masks are to come
         self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
@@ -62,6 +67,10 @@ class Follower:
                 self._draw(command)
             case Clear(blocks, rows):
                 self._stage.runner.clear(blocks, rows)
+            case Record(max_tokens):
+                assert self._recorder is not None
+                with contextlib.suppress(RecordingFailedError):  # of which rank 0 knows as well, and says so
+                    self._stage.record(self._recorder, max_tokens)
             case Stop():
                 return False
         return True

@@ -46,11 +46,17 @@ class Clear(Struct, frozen=True, tag="clear"):
     rows: int
 
 
+class Record(Struct, frozen=True, tag="record"):
+    """Record steps up to so many tokens."""
+
+    max_tokens: int
+
+
 class Stop(Struct, frozen=True, tag="stop"):
     """The replica ends in order."""
 
 
-Command = Step | Draw | Clear | Stop
+Command = Step | Draw | Clear | Record | Stop
 
 
 class Answer(Struct, frozen=True):

@@ -13,10 +13,12 @@ from headrace_worker.guide import Mask
 from headrace_worker.layout import CacheLayout
 from headrace_worker.parallel.channel import Channel
 from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.messages import Answer, Clear, Draw, Drawn, Step, Stop
+from headrace_worker.parallel.messages import Answer, Clear, Draw, Drawn, Record, Step, Stop
+from headrace_worker.parallel.recording import RecordingFailedError
 from headrace_worker.parallel.stage import StageResult, StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.runner.graphs import Recorder
 from headrace_worker.runner.runner import Runner
 
 Found = TypeVar("Found")
@@ -85,6 +87,15 @@ class MultiRankRunner:
         """Make the first blocks and rows as new, on all ranks."""
         self._guarded(lambda: self._clear(blocks, rows))
 
+    def record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+    ) -> tuple[list[int], list[int]]:
+        """Record steps on all ranks; the sizes. Of a replica of one stage.
+
+        Raises RecordingFailedError when a rank cannot: then all run as before. Raises RunnerBrokenError.
+        """
+        return self._guarded(lambda: self._record(recorder, max_tokens, done))
+
     def stop(self) -> None:
         """Let the other ranks end in order; nothing is launched after this."""
         with contextlib.suppress(RankLostError):  # who is gone need not be told
@@ -103,12 +114,20 @@ class MultiRankRunner:
         self._channel.command(Clear(blocks, rows))
         self._stage.runner.clear(blocks, rows)
 
+    def _record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None]
+    ) -> tuple[list[int], list[int]]:
+        self._channel.command(Record(max_tokens))
+        return self._stage.record(recorder, max_tokens, done)
+
     def _guarded(self, call: Callable[[], Found]) -> Found:
         try:
             self._team.watch.check()
             return call()
         except RankLostError as error:
             raise RunnerBrokenError(str(error)) from error
+        except RecordingFailedError:  # on all ranks
+            raise
         except Exception as error:
             raise self._broken(f"{type(error).__name__} in a step") from error
 

@@ -6,13 +6,15 @@
 
 Of a guided step the rank that draws keeps the logits until `draw` brings the masks; others wait for its tokens.
 
+What is recorded of a step for replay is the forward alone: drawing and the exchange of tokens stay outside.
+
 With one stage the drawn tokens go to the other ranks at once, from device to device, so that a later step may be
 launched before anybody reads them. With several, rank 0 must have them before it plans their row again, and so they
 travel with its next commands.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,11 +23,14 @@ import torch
 from torch import Tensor
 
 from headrace_worker.guide import Mask
+from headrace_worker.model.device import use_device
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.parallel.group import Sending
 from headrace_worker.parallel.messages import Drawn, Step
+from headrace_worker.parallel.recording import TogetherRecorder
 from headrace_worker.parallel.team import Team
 from headrace_worker.runner.batch import Batch
+from headrace_worker.runner.graphs import Recorder
 from headrace_worker.runner.runner import Runner
 from headrace_worker.sampler import NO_MASKS, SampleOutput
 
@@ -62,6 +67,7 @@ class StageRunner:
     def __init__(self, runner: Runner, team: Team, hidden_size: int, dtype: torch.dtype) -> None:
         self.runner = runner
         self._team = team
+        self._rounds = team.rounds("record")  # not `agree`: a follower's other thread is in there, until all are warm
         self._topology = team.topology
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -72,6 +78,7 @@ class StageRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> StageResult:
         """Raises whatever the model raises: then the ranks are out of step, and the replica must end."""
+        use_device(self.runner.device)  # whatever thread this is: of the engine, a follower's, or that of the start
         for drawn in step.drawn:
             self._take(drawn)
         batch = self.runner.prepare(step.plan)
@@ -92,10 +99,23 @@ class StageRunner:
             return StageResult()
         return self._draw(batch, out, NO_MASKS)
 
+    def record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+    ) -> tuple[list[int], list[int]]:
+        """Record steps, on all ranks of a replica of one stage; the sizes, which are the same on all.
+
+        Raises RecordingFailedError on all ranks, when it fails on one; they go on in step, without recordings.
+        Raises RankLostError.
+        """
+        use_device(self.runner.device)
+        together = TogetherRecorder(recorder, self._rounds, self._team.watch)
+        return self.runner.record(together, max_tokens, done)
+
     @torch.inference_mode()
     def draw(self, masks: Mapping[int, Mask]) -> StageResult:
         """The rest of the last step that was guided, on the rank that draws. Raises as `run`."""
         assert self._undrawn is not None
+        use_device(self.runner.device)
         (batch, logits), self._undrawn = self._undrawn, None
         return self._draw(batch, logits, masks)
 

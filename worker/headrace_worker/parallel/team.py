@@ -16,6 +16,7 @@ from headrace_worker.parallel.communicators import DeviceCommunicator, OrderedCo
 from headrace_worker.parallel.context import Alone, Communicator, ParallelContext
 from headrace_worker.parallel.group import device_group, host_group
 from headrace_worker.parallel.meeting import MeetingHost, meet
+from headrace_worker.parallel.rounds import Rounds
 from headrace_worker.parallel.topology import Topology
 from headrace_worker.parallel.watch import Watch
 
@@ -34,7 +35,6 @@ class Team:
         self.notes: list[str] = []
         self.watch = Watch(rank)
         self._opened = opened  # the store lives in it
-        self._agreed = 0
         self.watch.start()
         try:
             self.watch.guard(lambda: self._join(config, meeting))
@@ -46,6 +46,7 @@ class Team:
     def _join(self, config: ReplicaConfig, meeting: Meeting) -> None:
         topology, watch = self.topology, self.watch
         self.board = meet(meeting, topology.rank, topology.size, watch, self._opened)
+        self._rounds = self.rounds("agree")
         self.device = _bind(choose_device(config.device), topology.rank)
         self.host = host_group(self.board.store, "host", config.host, topology.rank, topology.size, watch)
         self.pipe = self.host
@@ -58,9 +59,11 @@ class Team:
 
         Waits for all, but not for the lost: raises RankLostError.
         """
-        self._agreed += 1
-        self.board.post(f"agree-{self._agreed}-{self.topology.rank}", str(value))
-        return [int(self.board.read(f"agree-{self._agreed}-{rank}")) for rank in range(self.topology.size)]
+        return [int(answer) for answer in self._rounds.say(str(value))]
+
+    def rounds(self, name: str) -> Rounds:
+        """A series of questions beside `agree`, for another thread; all ranks begin it once."""
+        return Rounds(self.board, name, self.topology.rank, self.topology.size)
 
     def local_ranks(self) -> int:
         """How many ranks share this one's memory, itself included."""

@@ -31,26 +31,46 @@ Forward = Callable[[Batch], Tensor | None]
 
 
 class Recorder(Protocol):
-    """Runs a step, and returns what runs it again on the same buffers."""
+    """Makes a step replayable. Each step is rehearsed, then recorded."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]: ...
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Run the step as it is: sums between ranks take place."""
+        ...
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What runs the step again on the same buffers. Raises when it cannot be recorded; nothing is computed."""
+        ...
 
 
 class CudaRecorder:  # pragma: no cover - needs a GPU
-    """Records CUDA graphs, all of which share one pool of memory."""
+    """Records CUDA graphs, all of which share one pool of memory.
+
+    NCCL's sums and gathers are recorded too: torch keeps those that run under a capture from its watchdog thread, and
+    lets that thread ask for earlier ones meanwhile (torch 2.7 and 2.9; at least 2.11 is required here).
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        current = torch.cuda.current_stream()
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Compiles kernels and sets libraries up, NCCL's connections for this size included: none can be recorded."""
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            step()  # compiles kernels and sets libraries up, which cannot be recorded
+            step()
         current.wait_stream(self._stream)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # "thread_local": by default a call of any thread that could wait for the device (memory that is pinned, freed
+        # by the garbage collector, or set up by a library) would spoil the recording; only this thread's are its own.
+        # The outer context: where a recording fails, `torch.cuda.graph` leaves its stream the current one.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             step()
         return graph.replay
 
@@ -153,7 +173,8 @@ class StepGraphs:
             assert found is not None  # every sequence of a padded batch seems to draw
             logits.copy_(found)
 
-        return RecordedStep(packed, batch, sequences, logits, self._recorder(step))
+        self._recorder.rehearse(step)
+        return RecordedStep(packed, batch, sequences, logits, self._recorder.record(step))
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -114,9 +114,10 @@ class Runner:
     def record(
         self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
-        """Record steps up to so many tokens, for a model that is whole on this rank; the sizes recorded.
+        """Record steps up to so many tokens, for layers that are all on this rank or its stage; the sizes recorded.
 
-        Raises what the model raises when it cannot be recorded; it then runs as before.
+        All tensor-parallel ranks of a stage call it together. Raises what the recorder or the model raises when it
+        cannot be recorded; it then runs as before, and nothing that was recorded is kept.
         """
         graphs = StepGraphs(self.layout, self.rows, self._compute, self._vocab_size, recorder)
         graphs.record(decode_sizes(self.max_rows), mixed_sizes(max_tokens), done)
@@ -161,7 +162,7 @@ class Runner:
         try:
             if batch.recorded is not None and self._graphs is not None:
                 return self._graphs.run(batch)
-            return self._compute(batch, hidden_in)
+            return self._compute(batch, hidden_in, self._written)
         finally:
             self._release_written()
 
@@ -170,9 +171,12 @@ class Runner:
             self._written = None
             self.courier.end_step(self.pools)
 
-    def _compute(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
+    def _compute(
+        self, batch: Batch, hidden_in: Tensor | None = None, written: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor | None:
+        """`written` hears of each layer's keys and values; of a replay nobody does before its end."""
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        context = StepContext(self._caches, batch.metas, self._deterministic, hidden_in, written=self._written)
+        context = StepContext(self._caches, batch.metas, self._deterministic, hidden_in, written=written)
         with step_context(context):
             return self._model(ids, batch.positions, batch.sample_index)
 
