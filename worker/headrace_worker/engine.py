@@ -15,7 +15,7 @@ from headrace_worker.request import Finish, Output, Request
 from headrace_worker.scheduled_step import ScheduledStep
 from headrace_worker.scheduler import GUIDE_FAILED, Scheduler, SchedulerCounters
 from headrace_worker.transfer.exchange import Exchange
-from headrace_worker.transfer.fetching import FetchCounters
+from headrace_worker.transfer.fetch import FetchCounters
 from headrace_worker.transfer.orders import Order
 
 log = structlog.get_logger(__name__)

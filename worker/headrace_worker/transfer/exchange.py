@@ -6,7 +6,8 @@ from msgspec import Struct
 
 from headrace_worker.request import Request
 from headrace_worker.scheduler import Scheduler
-from headrace_worker.transfer.fetching import Fetcher, FetchLimits
+from headrace_worker.transfer.fetch import FetchLimits
+from headrace_worker.transfer.fetching import Fetcher
 from headrace_worker.transfer.granting import Granter, GrantLimits
 from headrace_worker.transfer.messages import FromSource, ToSource
 from headrace_worker.transfer.orders import OpenPair, Order, PairFailed, Report

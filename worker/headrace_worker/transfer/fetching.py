@@ -9,10 +9,11 @@ there. Blocks that a rank may still write are quarantined until the order that f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from headrace_worker.kv.manager import BlockTable, KVManager
+from headrace_worker.kv.manager import KVManager
 from headrace_worker.request import Request
+from headrace_worker.transfer.fetch import Chunk, Fetch, FetchCounters, FetchLimits
 from headrace_worker.transfer.messages import (
     Ask,
     Cancel,
@@ -27,74 +28,7 @@ from headrace_worker.transfer.messages import (
     ToSource,
 )
 from headrace_worker.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, Report
-from headrace_worker.transfer.shards import Span, wanted_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Times in seconds, on this replica's clock."""
-
-    least_blocks: int = 2  # fewer are computed here
-    silence: float = 2.0  # without a word about a fetch until it is given up
-    least: float = 2.0  # that a fetch may take at any rate
-    patience: float = 2.0  # times what the blocks would take here, the queue included, that a fetch may take
-    share: float = 0.5  # of what a request's deadline leaves
-    renew: float = 0.5  # between two signs of life to a source
-    avoid: float = 1.0  # that a source which was lost is not asked
-    watermark: float = 0.05  # share of the pool that reservations leave to those who run
-
-
-@dataclass(slots=True)
-class FetchCounters:
-    """Monotonic."""
-
-    started: int = 0
-    done: int = 0
-    failed: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0  # of those that were done
-
-
-@dataclass(slots=True)
-class _Chunk:
-    first: int
-    stop: int
-    missing: set[int]  # ranks that have not received it
-    committed: bool = False
-
-    @property
-    def usable(self) -> bool:
-        return self.committed and not self.missing
-
-
-@dataclass(slots=True)
-class _Fetch:
-    number: int
-    peer: str
-    request: Request
-    blocks: int
-    have: int  # blocks that were here already
-    held: BlockTable
-    wanted: list[Span]  # per cache group
-    until: float
-    began: float
-    heard: float
-    reserved: list[list[int]] | None = None  # per cache group: one for each wanted index
-    chunks: list[_Chunk] = field(default_factory=list)
-
-    @property
-    def offered(self) -> int:
-        return self.chunks[-1].stop if self.chunks else self.have
-
-    @property
-    def usable(self) -> int:
-        """Blocks from the first on that can be used."""
-        stop = self.have
-        for chunk in self.chunks:
-            if not chunk.usable:
-                break
-            stop = chunk.stop
-        return stop
+from headrace_worker.transfer.shards import wanted_blocks
 
 
 @dataclass(slots=True)
@@ -116,7 +50,7 @@ class Fetcher:
         self.close_peers: list[str] = []  # to hang up on
         self._kv = kv
         self._ranks = ranks
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._peers: dict[str, _Peer] = {}
         self._ready: list[Request] = []
         self._quarantined: dict[int, list[int]] = {}  # by fetch
@@ -153,7 +87,7 @@ class Fetcher:
                 return False  # it came too late, and ends in the queue
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
-        self._fetches[self._number] = _Fetch(
+        self._fetches[self._number] = Fetch(
             self._number, peer, request, blocks, have, kv.adopt(hit), wanted, until, began=now, heard=now
         )
         self.counters.started += 1
@@ -275,7 +209,7 @@ class Fetcher:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _granted(self, fetch: _Fetch, blocks: int) -> None:
+    def _granted(self, fetch: Fetch, blocks: int) -> None:
         if fetch.reserved is not None:
             return
         if blocks < fetch.blocks:
@@ -288,7 +222,7 @@ class Fetcher:
             return
         fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
 
-    def _offered(self, peer: str, fetch: _Fetch | None, offer: Offer, now: float) -> None:
+    def _offered(self, peer: str, fetch: Fetch | None, offer: Offer, now: float) -> None:
         """Both ends count on each chunk that was offered: even one that nobody wants is received."""
         pair = self._peers[peer].pair if peer in self._peers else None
         if pair is None:
@@ -313,10 +247,10 @@ class Fetcher:
                 tuple(row[start - wanted[0] : stop - wanted[0]]) if stop > start else ()
                 for row, (start, stop), wanted in zip(fetch.reserved, spans, fetch.wanted, strict=True)
             )
-            fetch.chunks.append(_Chunk(offer.first, offer.stop, set(range(self._ranks))))
+            fetch.chunks.append(Chunk(offer.first, offer.stop, set(range(self._ranks))))
         self.orders.append(Receive(pair, offer.fetch, offer.chunk, offer.counts, blocks))
 
-    def _settle(self, fetch: _Fetch, now: float) -> None:
+    def _settle(self, fetch: Fetch, now: float) -> None:
         if fetch.usable == fetch.blocks:
             self.counters.done += 1
             self.counters.seconds += now - fetch.began
@@ -324,12 +258,12 @@ class Fetcher:
             self._end(fetch, tell=False)
             self._ready.append(fetch.request)
 
-    def _fail(self, fetch: _Fetch, *, tell: bool) -> None:
+    def _fail(self, fetch: Fetch, *, tell: bool) -> None:
         self.counters.failed += 1
         self._end(fetch, tell=tell)
         self._ready.append(fetch.request)
 
-    def _end(self, fetch: _Fetch, *, tell: bool) -> None:
+    def _end(self, fetch: Fetch, *, tell: bool) -> None:
         """Keeps what is usable, gives the rest back, once no rank can write it any more."""
         del self._fetches[fetch.number]
         if tell:
