@@ -37,6 +37,7 @@ PURE = {
         "transfer/shards.py",
         "transfer/orders.py",
         "transfer/messages.py",
+        "transfer/fetch.py",
         "transfer/fetching.py",
         "transfer/granting.py",
         "transfer/exchange.py",
