@@ -129,6 +129,7 @@ def serves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Liv
         live.close()
 
 
+@pytest.mark.slow  # tests/e2e/test_refusals.py starts several that cannot
 def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(serves: tuple[Live, Live, Live]) -> None:
     refused = serves[2]
     assert refused.process.wait(START_SECONDS) == 1
@@ -175,6 +176,7 @@ def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) 
     assert list(second.home.glob("*-*")) == []
 
 
+@pytest.mark.slow  # tests/e2e/test_controller_return.py kills one under load
 def test_a_killed_controller_comes_back_to_all_ranks(tmp_path: Path) -> None:
     models = [{"source": "smollm2", "name": "pair", "tp": 2}]
     live = Live(tmp_path / "home", ray={"dashboard": False}, models=models)

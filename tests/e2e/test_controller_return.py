@@ -118,7 +118,7 @@ def test_what_it_adopted_is_watched(serve: Serve, undisturbed: list[str], eventu
     eventually(_running(serve, len(BODIES)), 20, "that all are running")
     os.kill(_replicas(serve)[FIRST][2], signal.SIGKILL)
     eventually(lambda: not _ready(serve, FIRST, 1), 2, "that the loss is seen")
-    eventually(lambda: _ready(serve, FIRST, 2), 60, "that it is rebuilt")
+    eventually(lambda: _ready(serve, FIRST, 2), 120, "that it is rebuilt")
     running.join(120)
     assert [outcome.text for outcome in outcomes if outcome.complete] == undisturbed
     assert _ready(serve, SECOND, 1)
@@ -131,7 +131,7 @@ def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., 
     os.kill(controller, signal.SIGKILL)
     answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
     assert answer.status_code == 200, "the router knows by itself which replica is gone"
-    eventually(lambda: _ready(serve, SECOND, 2), 60, "that the replica is rebuilt")
+    eventually(lambda: _ready(serve, SECOND, 2), 120, "that the replica is rebuilt")
     assert _controller(serve) not in (0, controller)
     assert _replicas(serve)[FIRST] == ("ready", 2, other)
     eventually(lambda: httpx.get(f"{serve.url}/health/ready").status_code == 200, 10)
@@ -150,7 +150,7 @@ def test_what_operators_changed_outlives_it(serve: Serve, eventually: Callable[.
     found = {replica["id"]: (replica["state"], replica["role"]) for replica in _status(serve)["replicas"]}
     assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
     assert serve.run("undrain", SECOND, *admin).returncode == 0
-    eventually(lambda: _ready(serve, SECOND, 3), 60, "that it is built again")
+    eventually(lambda: _ready(serve, SECOND, 3), 120, "that it is built again")
     assert _replicas(serve)[FIRST] == ("ready", 2, pid)
 
 

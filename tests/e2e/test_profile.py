@@ -97,6 +97,7 @@ def test_without_a_folder_it_is_refused(server: Serve) -> None:
     assert done.stderr == "headrace: this replica has no folder for profiles: serve with --profile DIR\n"
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_refused(start: Callable[..., Serve]) -> None:
     serve = start(*SMALL, "--profile", "/proc/profiles")
     assert serve.process.wait(120) == 1

@@ -84,8 +84,8 @@ def test_too_little_memory(start: Callable[..., Serve]) -> None:
     ("flags", "words"),
     [
         (("--tp", "7"), ("tp 7", "KV heads", "--tp 3")),
-        (("--pp", "31"), ("pp 31", "30 layers", "--pp 30")),
-        (("--tp", "2", "--ep"), ("no routed experts", "without --ep")),
+        pytest.param(("--pp", "31"), ("pp 31", "30 layers", "--pp 30"), marks=pytest.mark.slow),
+        pytest.param(("--tp", "2", "--ep"), ("no routed experts", "without --ep"), marks=pytest.mark.slow),
     ],
 )
 def test_a_split_that_the_model_does_not_allow(
