@@ -144,11 +144,11 @@ def main() -> None:
         if pid == 0:
             try:
                 os.close(0)
+                say(born=True)  # by itself, so that nothing of what it says comes before
                 say(ended=be_rank(order))
             finally:
                 os._exit(0)
         children.append(pid)
-        say(pid=pid, born=True)
     for pid in children:
         try:
             os.kill(pid, signal.SIGKILL)
