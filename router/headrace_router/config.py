@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 
 from headrace_router.auth import AuthConfig
 from headrace_router.limits import Limits
+from headrace_router.policy.disaggregate import Mode
 
 
 class StaticMember(BaseModel):
@@ -39,7 +40,7 @@ class RouterConfig(BaseModel):
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
     policy: Literal["least-load", "round-robin"] = "least-load"
-    disaggregation: Literal["auto", "always", "off"] = Field(
+    disaggregation: Mode = Field(
         default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
     )
     rebalancing: bool = Field(
