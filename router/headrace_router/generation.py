@@ -119,8 +119,8 @@ class Generation:
             self._fail(InternalError("The server failed on this request; its log tells more."))
         finally:
             self._running -= 1
-            self._news.set()
-            if not self._running:
+            if not self._running:  # one choice's end among others is no news: its last update was
+                self._news.set()
                 self._ended.set()
 
     async def _attempts(self, choice: Choice) -> None:

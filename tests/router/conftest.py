@@ -78,6 +78,7 @@ class FakeReplica(ReplicaServicer):
     token_seconds: float = 0.0
     tokens_per_delta: int = 1
     first_seconds: float = 0.0
+    stagger_seconds: float = 0.0  # each attempt waits that much longer than the one before
     refuse: bool = False
     gives_up: bool = False  # as a replica does that is stopping
     die_after: int | None = None  # tokens of an attempt after which the process dies
@@ -175,7 +176,7 @@ class FakeReplica(ReplicaServicer):
         if self.gives_up:
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
             return
-        await asyncio.sleep(self.first_seconds)
+        await asyncio.sleep(self.first_seconds + self.stagger_seconds * self.submits.index(submit))
         token_ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False).ids, EOS]
         finish = FINISH_STOP
         if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:

@@ -257,6 +257,11 @@ def test_silence_is_filled_with_comments(harness: Any, make_replica: Any) -> Non
     assert text.count(": keep-alive\n\n") >= 3 and text.endswith("data: [DONE]\n\n")
 
 
+def test_the_end_of_one_choice_is_no_silence(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(stagger_seconds=0.3)])
+    assert "keep-alive" not in _post(harness, stream=True, max_tokens=3, n=2).text
+
+
 def test_a_deadline_ends_the_request_and_frees_it(harness: Any, make_replica: Any, eventually: Any) -> None:
     replica = make_replica(first_seconds=20)
     harness.start([replica], limits={"request_seconds": 0.3})
