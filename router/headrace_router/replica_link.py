@@ -16,7 +16,6 @@ from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_READY,
     ROLE_PREFILL,
-    Cancel,
     DescribeRequest,
     Load,
     ModelFacts,
@@ -32,9 +31,9 @@ from headrace_proto.secret import secret_metadata
 from headrace_router.attempt import Attempt, OnTokens, Outcome
 from headrace_router.card_cache import CardCache
 from headrace_router.model_card import ModelCard, ModelFactsError
+from headrace_router.outbox import Outbox
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_FRAME_TOKENS = 256 << 10  # prompt tokens in one RouterFrame: about 1 MiB
 CONNECT_SECONDS = 5.0
 DESCRIBE_SECONDS = 60.0
 FIRST_BACKOFF = 0.05
@@ -79,9 +78,7 @@ class ReplicaLink:
         self._step = -1
         self._heartbeat = 0.0
         self._unreported: deque[tuple[int, int]] = deque()  # step seen when it was sent, tokens to compute there
-        self._submits: list[Submit] = []
-        self._cancels: list[bytes] = []
-        self._wake = asyncio.Event()
+        self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
         self._retired = False
         self._listed_role: Role = member.identity.role
@@ -158,7 +155,6 @@ class ReplicaLink:
     def retire(self) -> None:
         """No longer a member: nothing new goes there, what runs may finish."""
         self._retired = True
-        self._wake.set()
 
     @property
     def retired_and_idle(self) -> bool:
@@ -174,17 +170,16 @@ class ReplicaLink:
     def submit(self, submit: Submit, on_tokens: OnTokens) -> Attempt:
         """Starts an attempt; its id is drawn here (RELIABILITY R12). The submit leaves with the next frame."""
         submit.attempt_id = secrets.token_bytes(16)
-        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, self._cancel)
+        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, self._outbox.cancel)
         self.attempts[attempt.id] = attempt
-        attempt.outcome.add_done_callback(lambda _: self._forget(attempt.id))
+        attempt.outcome.add_done_callback(lambda _: self.attempts.pop(attempt.id, None))
         if not self._connected:
             attempt.end(Outcome.LOST)
             return attempt
         elsewhere = submit.HasField("source")
         tokens = 0 if elsewhere else len(submit.prompt_token_ids) + len(submit.output_token_ids)
         self._unreported.append((self._step, tokens))
-        self._submits.append(submit)
-        self._wake.set()
+        self._outbox.submit(submit)
         return attempt
 
     def newest_started(self) -> Attempt | None:
@@ -197,17 +192,6 @@ class ReplicaLink:
             attempt.end(Outcome.LOST)
 
     # The stream
-
-    def _forget(self, attempt_id: bytes) -> None:
-        self.attempts.pop(attempt_id, None)
-
-    def _cancel(self, attempt_id: bytes) -> None:
-        """Sends a cancel; or, when its submit is still here, neither: within a frame, cancels come first."""
-        kept = [submit for submit in self._submits if submit.attempt_id != attempt_id]
-        if len(kept) == len(self._submits):
-            self._cancels.append(attempt_id)
-            self._wake.set()
-        self._submits = kept
 
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF
@@ -236,12 +220,9 @@ class ReplicaLink:
 
     def _disconnected(self) -> None:
         self._connected = False
-        self._submits.clear()
-        self._cancels.clear()
         self._unreported.clear()
-        for attempt in list(self.attempts.values()):
-            attempt.end(Outcome.LOST)
-        self._cancels.clear()
+        self.give_up()
+        self._outbox.clear()
 
     async def _serve(self) -> None:
         options = [
@@ -316,19 +297,4 @@ class ReplicaLink:
 
     async def _write(self, call: Any) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._submits or self._cancels:
-                await call.write(self._next_frame())
-
-    def _next_frame(self) -> RouterFrame:
-        """All that waits to be sent, up to about 1 MiB of prompts."""
-        tokens = count = 0
-        for submit in self._submits:
-            tokens += len(submit.prompt_token_ids) + len(submit.output_token_ids)
-            count += 1
-            if tokens >= MAX_FRAME_TOKENS:
-                break
-        submits, self._submits = self._submits[:count], self._submits[count:]
-        cancels, self._cancels = self._cancels, []
-        return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])
+            await call.write(await self._outbox.next_frame())

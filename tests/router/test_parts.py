@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 
-from headrace_proto.replica_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Counters, Delta, Load, Sampling
+from headrace_proto.replica_pb2 import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    Counters,
+    Delta,
+    Load,
+    Sampling,
+    Submit,
+)
 from headrace_router import strict_json
 from headrace_router.attempt import Attempt, Outcome
 from headrace_router.auth import OPEN_TENANT
 from headrace_router.choice import Choice
 from headrace_router.errors import InvalidRequestError
 from headrace_router.model_card import LoadedTokenizer, ModelCard
+from headrace_router.outbox import Outbox
 from headrace_router.policy import LeastLoad, RoundRobin, Work
 from headrace_router.replica_counters import ReplicaCounters
 from headrace_router.request import ChoicePlan, GenerationRequest, Prompt
@@ -130,22 +140,20 @@ def test_the_ending_token_is_counted_without_text(card: ModelCard) -> None:
 
 
 def test_a_cancel_never_overtakes_its_submit() -> None:
-    from headrace_proto.control_pb2 import Member
-    from headrace_proto.replica_pb2 import Submit
-    from headrace_router.card_cache import CardCache
-    from headrace_router.replica_link import ReplicaLink
-
     async def play() -> None:
-        link = ReplicaLink(
-            Member(address="127.0.0.1:1"), router_id="r", secret=b"s", cards=CardCache(), stall_seconds=30
-        )
-        link._connected = True
-        early, late = (link.submit(Submit(), lambda *_: None) for _ in range(2))
-        early.cancel()
-        first = link._next_frame()
-        late.cancel()
-        second = link._next_frame()
-        assert [submit.attempt_id for submit in first.submits] == [late.id] and not first.cancels
-        assert [cancel.attempt_id for cancel in second.cancels] == [late.id] and not second.submits
+        outbox = Outbox()
+        outbox.submit(Submit(attempt_id=b"early"))
+        outbox.submit(Submit(attempt_id=b"late"))
+        outbox.cancel(b"early")
+        first = await outbox.next_frame()
+        outbox.cancel(b"late")
+        second = await outbox.next_frame()
+        assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
+        assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
+        waiting = asyncio.create_task(outbox.next_frame())
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "nothing is nothing to send"
+        outbox.submit(Submit(attempt_id=b"third"))
+        assert len((await waiting).submits) == 1
 
     asyncio.run(play())

@@ -13,7 +13,8 @@ from headrace_worker.latency import StepCost, StepLatency
 from headrace_worker.plan import StepPlan, StepResult
 from headrace_worker.request import Finish, Output, Request
 from headrace_worker.scheduled_step import ScheduledStep
-from headrace_worker.scheduler import GUIDE_FAILED, Scheduler, SchedulerCounters
+from headrace_worker.scheduler import GUIDE_FAILED, Scheduler
+from headrace_worker.scheduler_counters import SchedulerCounters
 from headrace_worker.transfer.exchange import Exchange
 from headrace_worker.transfer.fetch import FetchCounters
 from headrace_worker.transfer.orders import Order

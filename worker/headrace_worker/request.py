@@ -72,6 +72,16 @@ class Request:
         """Positions to compute before the next token can be drawn."""
         return len(self.tokens) + self.in_flight - self.computed
 
+    def guide_takes(self, token: int) -> bool:
+        """Has the guide take in the token that was drawn, unless it ends the request anyway; False when it fails."""
+        try:
+            if self.guide is not None and token not in self.stop_ids:
+                self.guide.advance(token)
+                self.complete = self.guide.finished
+        except Exception:
+            return False
+        return True
+
 
 class Output(Struct, gc=False):
     """What a step brought to one attempt. A Struct, as one is made per token."""

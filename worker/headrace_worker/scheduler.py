@@ -9,14 +9,14 @@ A plan may be made while earlier steps still run: sampled tokens that nobody has
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
-from headrace_worker.guide import TokenGuide
+from headrace_worker.deadlines import Deadlines
 from headrace_worker.kv.manager import BlockTable, KVManager
-from headrace_worker.plan import RowInit, StepResult, TableUpdate
-from headrace_worker.queue import WaitingQueue
+from headrace_worker.plan import StepResult, TableUpdate
 from headrace_worker.request import Finish, Output, Request
+from headrace_worker.roster import Roster
 from headrace_worker.scheduled_step import ScheduledStep, StepDraft
+from headrace_worker.scheduler_counters import SchedulerCounters
 
 GUIDE_FAILED = "what constrains this output failed on it; ask without the constraint, or with a simpler one"
 
@@ -36,35 +36,19 @@ class SchedulerLimits:
     batches: int = 1
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Monotonic counts for metrics."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-
-
 class Scheduler:
     """Continuous batching over one pool of blocks. Not thread-safe: the step loop owns it."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVManager, clock: Callable[[], float]) -> None:
         self.limits = limits
         self.kv = kv
-        self.waiting = WaitingQueue()
-        self.running: list[Request] = []
         self.counters = SchedulerCounters()
         self._clock = clock
-        self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._generations = [0] * limits.max_num_seqs
-        self._freed_rows: list[int] = []
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._roster = Roster(limits.max_num_seqs, kv)
+        self.waiting = self._roster.waiting
+        self.running = self._roster.running
+        self._deadlines = Deadlines()
         self._step = 0
-        self._arrivals = 0
-        self._suspects = 0
-        self._guided = 0  # rows whose request has a guide
 
     @property
     def has_work(self) -> bool:
@@ -81,20 +65,16 @@ class Scheduler:
         return len(self.waiting) >= self.limits.max_waiting
 
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked its lengths and `is_full`."""
         self.waiting.push(request)
-        if request.deadline is not None:
-            self._arrivals += 1
-            heappush(self._deadlines, (request.deadline, self._arrivals, request))
+        self._deadlines.add(request)
 
     def end(self, request: Request, finish: Finish, error: str = "") -> Output:
         """Ends a request in any phase: its row and blocks are free at once."""
-        self.waiting.remove(request)
-        self._leave(request)
-        self._clear_suspicion(request)
+        self._roster.dismiss(request)
         request.finish = finish
         return Output(
             request.attempt_id,
@@ -108,25 +88,19 @@ class Scheduler:
     def detach(self, request: Request) -> BlockTable | None:
         """Ends a running request but leaves its blocks to the caller, who releases the table."""
         table, request.table = request.table, None
-        self._leave(request)
-        self._clear_suspicion(request)
+        self._roster.dismiss(request)
         request.finish = Finish.STOP
         return table
 
     def expire(self) -> list[Output]:
         """Ends the requests whose deadline has passed."""
-        now = self._clock()
-        ended: list[Output] = []
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finish is not None):
-            request = heappop(self._deadlines)[2]
-            if request.finish is None:
-                ended.append(self.end(request, Finish.DEADLINE, "the request's deadline has passed"))
-        return ended
+        passed = self._deadlines.pass_to(self._clock())
+        return [self.end(request, Finish.DEADLINE, "the request's deadline has passed") for request in passed]
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
-        draft = StepDraft(self.limits.max_num_batched_tokens, self._freed_rows)
-        if self._suspects:
+        draft = StepDraft(self.limits.max_num_batched_tokens, self._roster.rows.given_back)
+        if self._roster.suspects:
             self._schedule_suspect(draft)
         else:
             self._schedule_running(draft)
@@ -134,9 +108,9 @@ class Scheduler:
                 self._admit(draft)
         if not draft.work:
             return None
-        self._freed_rows = []
+        self._roster.rows.told()
         self._step += 1
-        return draft.finish(self._step, may_be_guided=self._guided > 0)
+        return draft.finish(self._step, may_be_guided=self._roster.guided > 0)
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[Output]:
         """Takes in what a step sampled. Tokens of requests that ended meanwhile are dropped, never counted."""
@@ -156,8 +130,8 @@ class Scheduler:
                 outputs.append(self.end(request, Finish.ERROR, failed[position]))
                 continue
             if request.suspect:
-                self._clear_suspicion(request)
-            if request.guide is not None and not _guided_by(request.guide, request, tokens[position]):
+                self._roster.trust(request)
+            if request.guide is not None and not request.guide_takes(tokens[position]):
                 outputs.append(self.end(request, Finish.ERROR, GUIDE_FAILED))
                 continue
             request.tokens.append(tokens[position])
@@ -180,32 +154,14 @@ class Scheduler:
             return [self.end(alive[0], Finish.ERROR, sentence)]
         for request in alive:
             request.void_until = self._step
-            if not request.suspect:
-                request.suspect = True
-                self._suspects += 1
+            self._roster.suspect(request)
             if request.row >= 0:
                 self._preempt(request)
         return []
 
     def check(self, others: Sequence[int] = ()) -> None:
         """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held by no request of here."""
-        self.kv.pool.check()
-        held: dict[int, int] = dict.fromkeys(others, 1)
-        for request in self.running:
-            if request.table is None or request.row < 0:
-                raise RuntimeError("a running request holds no row")
-            if request.table.capacity < request.computed:
-                raise RuntimeError("a request computed more than it holds")
-            for block in request.table.held():
-                held[block] = held.get(block, 0) + 1
-        for request in self.waiting:
-            if request.table is not None or request.row >= 0:
-                raise RuntimeError("a waiting request holds a row")
-        if len(held) != self.kv.pool.used:
-            raise RuntimeError(f"requests hold {len(held)} blocks, the pool counts {self.kv.pool.used} used")
-        rows = [request.row for request in self.running] + self._rows
-        if sorted(rows) != list(range(self.limits.max_num_seqs)):
-            raise RuntimeError("rows are lost or held twice")
+        self._roster.check(others)
 
     def _schedule_running(self, draft: StepDraft) -> None:
         """Requests that miss one position first, so that a long prompt never holds a stream up.
@@ -225,7 +181,7 @@ class Scheduler:
                 chunks.append(request)
             elif missing == 1 and known < request.max_len:
                 single.append(request)
-        someone_waits = bool(chunks) or (len(self.waiting) > 0 and bool(self._rows))
+        someone_waits = bool(chunks) or (len(self.waiting) > 0 and bool(self._roster.rows))
         reserve = min(self.kv.block_size, draft.budget // 8) if someone_waits else 0
         turns = min(draft.budget - reserve, -(-len(self.running) // self.limits.batches))
         if len(single) > turns:
@@ -268,7 +224,7 @@ class Scheduler:
         return max(candidates, key=lambda request: (request.priority, request.arrival), default=None)
 
     def _admit(self, draft: StepDraft) -> None:
-        while draft.budget > 0 and self._rows:
+        while draft.budget > 0 and self._roster.rows:
             request = self.waiting.peek()
             if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
                 return
@@ -281,24 +237,14 @@ class Scheduler:
         spare = int(self.kv.pool.total * self.limits.watermark) if self.running else 0
         if self.kv.cost_of(hit, chunk_end) + spare > self.kv.pool.available:
             return False
-        self.waiting.remove(request)
-        table = self.kv.adopt(hit)
-        request.table = table
-        request.computed = hit.tokens
-        request.row = self._rows.pop()
-        self._guided += request.guide is not None
-        self._generations[request.row] += 1
-        self.running.append(request)
+        draft.inits.append(self._roster.admit(request, hit))
         self.counters.prefix_queries += len(tokens)
         self.counters.prefix_hits += hit.tokens
         if request.started is None:
             request.started = self._clock()
             request.cached_tokens = min(hit.tokens, request.prompt_len)
-        draft.inits.append(
-            RowInit(request.row, self._generations[request.row], list(tokens), request.prompt_len, request.sampling)
-        )
         draft.tables.extend(
-            TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(table.tables) if blocks
+            TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(hit.tables) if blocks
         )
         self._place(draft, request, chunk_end - hit.tokens)
         return True
@@ -313,7 +259,7 @@ class Scheduler:
         request = next(request for request in self.waiting if request.suspect)
         if request.in_flight > 0:
             return
-        while not (self._rows and self._admit_one(draft, request)):
+        while not (self._roster.rows and self._admit_one(draft, request)):
             victim = self._victim(draft)
             if victim is None:
                 return
@@ -344,42 +290,10 @@ class Scheduler:
             output.queue_seconds = (request.started or request.arrival) - request.arrival
         self.counters.generation_tokens += 1
         if finish is not None:
-            self.waiting.remove(request)
-            self._leave(request)
+            self._roster.dismiss(request)
             request.finish = finish
         return output
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue: blocks are given up, and what is not found again is computed again."""
-        self._leave(request)
-        request.computed = 0
-        request.preemptions += 1
+        self._roster.send_back(request)
         self.counters.preemptions += 1
-        self.waiting.push(request)
-
-    def _leave(self, request: Request) -> None:
-        if request.row >= 0:
-            self.running.remove(request)
-            self._rows.append(request.row)
-            self._freed_rows.append(request.row)
-            request.row = -1
-            self._guided -= request.guide is not None
-        if request.table is not None:
-            self.kv.release(request.table)
-            request.table = None
-
-    def _clear_suspicion(self, request: Request) -> None:
-        if request.suspect:
-            request.suspect = False
-            self._suspects -= 1
-
-
-def _guided_by(guide: TokenGuide, request: Request, token: int) -> bool:
-    """Has a guide take in the token that was drawn, unless it ends the request anyway; False when the guide fails."""
-    try:
-        if token not in request.stop_ids:
-            guide.advance(token)
-            request.complete = guide.finished
-    except Exception:
-        return False
-    return True
