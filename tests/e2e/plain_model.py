@@ -41,3 +41,18 @@ class PlainModel:
             if row < len(logprobs):
                 assert abs(logprobs[row] - float(expected[row, token])) < 1e-3
         return found
+
+
+def same_but_for_ties(
+    bodies: Sequence[dict[str, Any]], found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> None:
+    """Greedy tokens, as many as expected and the same; where they are not, plain transformers judges each of them."""
+    assert [len(one) for one in found] == [len(other) for other in expected]
+    different = [
+        (body["prompt"], list(one))
+        for body, one, other in zip(bodies, found, expected, strict=True)
+        if list(one) != list(other)
+    ]
+    if different:
+        plain = PlainModel()
+        print("ties:", sum(plain.ties(prompt, tokens) for prompt, tokens in different))

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from headrace_process import SMALL, Serve
 from metrics_page import Metrics
-from plain_model import PlainModel
+from plain_model import PlainModel, same_but_for_ties
 from streams import Outcome, run_streams
 
 LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
@@ -114,7 +114,8 @@ def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[...,
     os.kill(pids[owner], signal.SIGKILL)
     streams.join(90)
     assert [outcome.complete for outcome in found] == [True, True]
-    assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
+    same_but_for_ties([greedy], [found[0].token_ids], [expected[0].token_ids])
+    assert found[1].token_ids == expected[1].token_ids
 
 
 @pytest.mark.parametrize("count", [80, pytest.param(800, marks=pytest.mark.slow)])
@@ -167,5 +168,6 @@ def test_the_prefill_replica_is_killed_under_load(pools: Serve, eventually: Call
     os.kill(pids["smollm2-2"], signal.SIGKILL)
     streams.join(120)
     assert all(outcome.complete for outcome in found) and len(found) == 16
-    assert [outcome.token_ids for outcome in found[8:]] == [outcome.token_ids for outcome in expected]
+    again = [outcome.token_ids for outcome in found[8:]]
+    same_but_for_ties(bodies, again, [outcome.token_ids for outcome in expected])
     eventually(lambda: _all_ready(pools), 60, "it is back")

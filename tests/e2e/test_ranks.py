@@ -13,7 +13,7 @@ import psutil
 import pytest
 from headrace_process import SMALL, Serve
 from metrics_page import Metrics
-from plain_model import PlainModel
+from plain_model import PlainModel, same_but_for_ties
 from streams import Outcome, run_streams
 from test_oracle import NEIGHBOURS
 
@@ -101,4 +101,4 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     assert time.monotonic() - killed < 90
     streams.join(60)
     assert all(outcome.complete for outcome in found), "the streams went on where they were"
-    assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
+    same_but_for_ties(bodies, [outcome.token_ids for outcome in found], [outcome.token_ids for outcome in expected])

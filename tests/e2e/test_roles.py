@@ -11,7 +11,7 @@ import httpx
 import pytest
 from headrace_process import SMALL, Serve
 from metrics_page import Metrics
-from plain_model import PlainModel
+from plain_model import same_but_for_ties
 from streams import Outcome, run_streams, steady_streams
 
 LEAN = (*SMALL, "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
@@ -79,14 +79,11 @@ def _same(outcomes: list[tuple[int, Outcome]], expected: list[Outcome], bodies: 
     """Every stream complete; tokens as undisturbed, as far as they go, but for ties (docs/design.md)."""
     bad = [outcome for _, outcome in outcomes if not outcome.complete]
     assert len(outcomes) >= len(bodies) and not bad, bad[:3]
-    different = {
-        (index, tuple(outcome.token_ids))
-        for index, outcome in outcomes
-        if outcome.token_ids != expected[index].token_ids[: len(outcome.token_ids)]
-    }
-    if different:
-        plain = PlainModel()
-        print("ties:", sum(plain.ties(bodies[index]["prompt"], list(ids)) for index, ids in different))
+    same_but_for_ties(
+        [bodies[index] for index, _ in outcomes],
+        [outcome.token_ids for _, outcome in outcomes],
+        [expected[index].token_ids[: len(outcome.token_ids)] for index, outcome in outcomes],
+    )
 
 
 def _few(serve: Serve, bodies: list[dict[str, Any]]) -> list[tuple[int, Outcome]]:
