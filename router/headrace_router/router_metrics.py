@@ -23,6 +23,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._fleet: Fleet | None = None
         registry = self._registry
         self.first_token = Histogram(
             "vllm:time_to_first_token_seconds",
@@ -89,10 +90,14 @@ class RouterMetrics:
 
     def watch(self, fleet: Fleet) -> None:
         """Adds the replicas of a fleet to what a scrape shows."""
+        self._fleet = fleet
         self._registry.register(_FleetCollector(fleet))
 
     def text(self) -> bytes:
         """The exposition format, version 0.0.4."""
+        for model in self._fleet.models() if self._fleet is not None else ():
+            for counter in (self.migrations, self.rebalancings):  # a rate needs the zero before the first one
+                counter.labels(model.name)
         return generate_latest(self._registry)
 
     def retried(self, model: str, cause: str) -> None:

@@ -140,6 +140,7 @@ def test_metrics_have_the_names_of_the_field_and_are_fresh(harness: Any, make_re
         assert _metric(text, "vllm:time_to_first_token_seconds_count")[labels] == 1
         assert _metric(text, "vllm:inter_token_latency_seconds_count")[labels] >= 1
         assert _metric(text, "headrace_request_errors_total")['{code="not_found",status="404"}'] == 1
+        assert _metric(text, "headrace_migrations_total")['{model_name="tiny"}'] == 0, "a rate needs its first zero"
         (reason,) = _metric(text, "vllm:request_success_total")
         assert 'finished_reason="length"' in reason
         assert 'block_size="16"' in next(iter(_metric(text, "vllm:cache_config_info")))
