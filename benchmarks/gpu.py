@@ -62,7 +62,7 @@ class Bench:
 
     def run(self, lengths: list[tuple[int, int]]) -> Result:
         """Everything at once, to the end."""
-        with self.host_times() as host:
+        with self.host_times() as host, self.step_memory() as memory:
             began = time.perf_counter()
             done = self.engine.generate(self.prompts(lengths))
             seconds = time.perf_counter() - began
@@ -74,6 +74,7 @@ class Bench:
             "total_tok_s": round((output + sum(length for length, _ in lengths)) / seconds, 1),
             "seconds": round(seconds, 2),
             **host,
+            **memory,
         }
 
     def decode(self, batch: int, context: int, steps: int) -> Result:
@@ -99,6 +100,31 @@ class Bench:
             "gb_s": round(read / step / 1e9, 1),
             "of_peak": round(read / step / 1e9 / PEAK_GB_S, 3),
         }
+
+    @contextmanager
+    def step_memory(self) -> Iterator[Result]:
+        """GiB that steps take beside weights and cache while in the block, and what is left for them; GPUs only."""
+        import torch
+
+        from headrace_worker.runner.activations import step_bytes
+
+        found: Result = {}
+        model = self.engine.assembly.model
+        if model.device.type != "cuda":
+            yield found
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        left = step_bytes(
+            model.config,
+            tokens=self.engine.assembly.limits.max_num_batched_tokens,
+            rows=self.engine.assembly.limits.max_num_seqs,
+            vocab_size=model.vocab_size,
+            element_bytes=model.dtype.itemsize,
+        )
+        found["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+        found["step_gib_left"] = round(left / 2**30, 3)
 
     @contextmanager
     def host_times(self) -> Iterator[Result]:

@@ -20,10 +20,11 @@ from headrace_worker.parallel.stage import StageRunner
 from headrace_worker.parallel.team import Team
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledRunner
-from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.activations import step_bytes
+from headrace_worker.runner.graphs import MIXED_TOKENS, Recorder
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.sizing import KvSize, free_memory, size_kv
-from headrace_worker.runner.warmup import warm_up
+from headrace_worker.runner.warmup import GPU_BUDGET, warm_up
 from headrace_worker.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.step_thread import StepThread
 from headrace_worker.stepping import choose_depth, choose_recorder, loop_note, record_steps
@@ -84,6 +85,7 @@ def assemble_part(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_memory=config.kv_cache_memory,
+        activation_bytes=_beside_cache(config, model, max_num_seqs) if model.device.type == "cuda" else 0,
         free=free,
     )
     if team is not None:
@@ -113,11 +115,11 @@ def assemble(
         team.agree(0)  # everybody's pools are made
         ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
     stepper = ranks or runner
-    warm = warm_up(stepper, report)
+    warm = warm_up(stepper, report, config.max_num_batched_tokens)
     notes = record_steps(config, stepper, recorder or choose_recorder(config, model.device), report)
     limits = SchedulerLimits(
         part.max_num_seqs,
-        config.max_num_batched_tokens or warm.max_num_batched_tokens,
+        warm.max_num_batched_tokens,
         config.max_waiting,
         batches=config.pp,
     )
@@ -137,6 +139,13 @@ def assemble(
     for prefill, decoding, kv_tokens, seconds in warm.steps:  # so that routers can predict from the first request on
         engine.latency.observe(prefill, decoding, kv_tokens, seconds)
     return Assembly(engine, model, runner, kv, size, limits, max_model_len, ranks, [*notes, loop_note(depth, config)])
+
+
+def _beside_cache(config: ReplicaConfig, model: LoadedModel, rows: int) -> int:
+    """Bytes that steps take on a GPU beside weights and cache: the largest one, and those that are recorded."""
+    sizes = {"vocab_size": model.vocab_size, "element_bytes": model.dtype.itemsize, "tp": config.tp}
+    largest = step_bytes(model.config, tokens=config.max_num_batched_tokens or GPU_BUDGET, rows=rows, **sizes)
+    return largest + step_bytes(model.config, tokens=max(rows, MIXED_TOKENS[-1]), rows=0, **sizes)
 
 
 def _max_model_len(config: ReplicaConfig, model: LoadedModel) -> int:

@@ -17,7 +17,7 @@ Report = Callable[[str, float], None]
 STEP_LIMIT = 0.5  # seconds: heartbeats and cancels are handled between steps
 _MARGIN = 0.8  # of the limit: the machine may slow down, and long contexts cost more
 _PROBE_TOKENS = 128
-_GPU_BUDGET = 8192
+GPU_BUDGET = 8192
 _SMALLEST, _LARGEST = 32, 4096
 
 
@@ -46,13 +46,15 @@ class WarmRunner(Protocol):
     def clear(self, blocks: int, rows: int = 1) -> None: ...
 
 
-def warm_up(runner: WarmRunner, report: Report = lambda phase, fraction: None) -> WarmupResult:
+def warm_up(
+    runner: WarmRunner, report: Report = lambda phase, fraction: None, budget: int | None = None
+) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
-    On a GPU steps of every kind are run before. Leaves rows and pools as new.
+    On a GPU steps of every kind are run before, of up to `budget` tokens. Leaves rows and pools as new.
     """
     if runner.device.type == "cuda":
-        cover(runner, _GPU_BUDGET, lambda done: report("compiling kernels", done))
+        cover(runner, budget or GPU_BUDGET, lambda done: report("compiling kernels", done))
     block_size = runner.layout.block_size
     groups = len(runner.layout.groups)
     fitting = (runner.num_blocks - 1) // groups * block_size
@@ -71,9 +73,9 @@ def warm_up(runner: WarmRunner, report: Report = lambda phase, fraction: None) -
     report("warming up", 1.0)
     fixed = min(decode)
     per_token = max(prefill[-1] - fixed, 1e-6) / tokens
-    if runner.device.type == "cuda":
-        budget = _GPU_BUDGET
-    else:
+    if budget is None and runner.device.type == "cuda":
+        budget = GPU_BUDGET
+    elif budget is None:
         room = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
         budget = max(_SMALLEST, min(_LARGEST, room // block_size * block_size))
     steps = [(0, 1, tokens + 1 + n, seconds) for n, seconds in enumerate(decode)]
