@@ -140,6 +140,7 @@ def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(serves: tuple[
     assert list(refused.home.glob("logs/serve-*/worker-*")), "logs are kept where the message says"
 
 
+@pytest.mark.slow  # tests/e2e/test_life.py and test_routers.py do the same, one after the other
 def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) -> None:
     first, second, _ = serves
     for live in (first, second):
