@@ -12,21 +12,26 @@ def step_bytes(config: Any, *, tokens: int, rows: int, vocab_size: int, element_
     Tensors of one layer are alive together at most: the residual stream with what is added to it, the projections of
     attention, or of the MLP. Experts see each token as often as it is routed.
     """
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    stream = 6 * int(config.hidden_size)
-    attention = -(-3 * (heads + 2 * kv_heads) * head_dim // tp)
-    per_token = stream + max(attention, -(-_inner(config) // tp))
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    head_dim = _number(config, "head_dim") or hidden // heads
+    attention = 3 * (heads + 2 * kv_heads) * head_dim
+    per_token = 6 * hidden + -(-max(attention, _inner(config, hidden)) // tp)
     return tokens * per_token * element_bytes + rows * vocab_size * (SAMPLER_BYTES + STATE_BYTES)
 
 
-def _inner(config: Any) -> int:
+def _inner(config: Any, hidden: int) -> int:
     """Elements per token inside an MLP: gate and up, their product; of experts also biases and what is gathered."""
-    dense = 4 * int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    routed = int(getattr(config, "num_experts_per_tok", None) or 0)
+    width = _number(config, "intermediate_size") or 4 * hidden
+    routed = _number(config, "num_experts_per_tok")
     if not routed:
-        return dense
-    width = int(getattr(config, "moe_intermediate_size", None) or dense // 4)
-    shared = 4 * int(getattr(config, "shared_expert_intermediate_size", None) or 0)
-    return max(dense, shared + routed * (8 * width + 4 * int(config.hidden_size)))
+        return 4 * width
+    shared = 4 * _number(config, "shared_expert_intermediate_size")
+    experts = routed * (8 * (_number(config, "moe_intermediate_size") or width) + 4 * hidden)
+    return max(4 * width, shared + experts)
+
+
+def _number(config: Any, name: str) -> int:
+    """0 where a family has no such thing; the largest where layers differ."""
+    found = getattr(config, name, None) or 0
+    return int(max(found)) if isinstance(found, (list, tuple)) else int(found)
