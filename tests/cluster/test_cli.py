@@ -122,6 +122,21 @@ def test_a_strange_variable_is_a_warning() -> None:
     assert "HEADRACE_PROT sets nothing (did you mean HEADRACE_PORT?)" in done.stderr
 
 
+STATUS = {
+    "replicas": [
+        {
+            "id": "tiny-0",
+            "model": "tiny",
+            "role": "decode",
+            "tp": 4,
+            "pp": 2,
+            "state": "ready",
+            "load": {"running": 3, "waiting": 0, "kv_usage": 0.125},
+            "ranks": [{"rank": rank, "device": "cuda:0", "node": "10.0.0.1", "pid": 4_000 + rank} for rank in range(8)],
+        }
+    ],
+    "routers": [],
+}
 PROFILE = {
     "id": "tiny-0",
     "generation": 1,
@@ -161,8 +176,7 @@ class FakeServer:
         if handler.path == "/v1/models":
             self._send(handler, 200, json.dumps({"data": [{"id": "tiny"}]}))
         elif handler.path == "/status":
-            document = {"replicas": [{"id": "tiny-0"}], "routers": []}
-            self._send(handler, 200, json.dumps(document))
+            self._send(handler, 200, json.dumps(STATUS))
         elif handler.path == "/profile" and not self.broken:
             self._send(handler, 200, json.dumps(PROFILE))
         elif self.broken:
@@ -226,8 +240,12 @@ def test_status_and_profile_use_the_kept_key(server: FakeServer) -> None:
     state.save(state.ServeState(me.pid, me.started, "headrace", url, "kept-key", server.port))
     done = _run("status", "--json", "--admin-port", str(server.port))
     assert done.returncode == 0
-    assert json.loads(done.stdout) == {"replicas": [{"id": "tiny-0"}], "routers": []}
+    assert json.loads(done.stdout) == STATUS
     assert server.requests[-1][1]["Authorization"] == "Bearer kept-key"
+    heads, row, ranks = _run("status", "--admin-port", str(server.port), COLUMNS="80").stdout.splitlines()
+    assert heads.split()[:4] == ["replica", "model", "role", "tp×pp"]
+    assert row.split() == ["tiny-0", "tiny", "decode", "4×2", "ready", "3", "0", "12.5%"]
+    assert ranks.startswith("tiny-0: rank 0 cuda:0 on 10.0.0.1 (process 4000), rank 1 ") and ranks.count("process") == 8
     profiled = _run("profile", "tiny-0", "--steps", "5", "--admin-port", str(server.port))
     assert profiled.returncode == 0, profiled.stderr
     path, headers, body = server.requests[-1]

@@ -29,15 +29,17 @@ def print_table(admin_port: int) -> None:
     client = AdminClient(admin_port)
     document = client.call("GET", "/status")
     console = Console(highlight=False)
-    replicas = Table("replica", "model", "role", "tp×pp", "state", "running", "waiting", "KV used", "ranks", box=None)
+    replicas = Table("replica", "model", "role", "tp×pp", "state", "running", "waiting", "KV used", box=None)
     for entry in document["replicas"]:
         load = entry["load"]
         state = Text(entry["state"], style=_STYLES.get(entry["state"], ""))
         counts = (str(load["running"]), str(load["waiting"]), f"{load['kv_usage']:.1%}")
         shape = f"{entry['tp']}×{entry['pp']}"
-        replicas.add_row(entry["id"], entry["model"], entry["role"], shape, state, *counts, _ranks(entry["ranks"]))
+        replicas.add_row(entry["id"], entry["model"], entry["role"], shape, state, *counts)
     console.print(replicas)
     for entry in document["replicas"]:
+        if entry["ranks"]:
+            console.print(f"{entry['id']}: {_ranks(entry['ranks'])}", markup=False, soft_wrap=True)
         if entry.get("note"):
             console.print(f"{entry['id']}: {entry['note']}", markup=False)
     for entry in document["routers"]:
@@ -51,4 +53,6 @@ def print_table(admin_port: int) -> None:
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{rank['rank']}: {rank['device'] or '?'} on {rank['node']}, {rank['pid']}" for rank in ranks)
+    return ", ".join(
+        f"rank {rank['rank']} {rank['device'] or '?'} on {rank['node']} (process {rank['pid']})" for rank in ranks
+    )
