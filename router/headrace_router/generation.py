@@ -105,9 +105,10 @@ class Generation:
 
     async def _run(self, choice: Choice) -> None:
         """One choice to its end: places it, and places it again when its replica refuses or dies."""
+        sent: list[Attempt] = []
         try:
             async with asyncio.timeout(self.request.deadline_seconds):
-                await self._attempts(choice)
+                await self._attempts(choice, sent)
         except ApiError as error:
             self._fail(error)
         except TimeoutError:
@@ -118,13 +119,15 @@ class Generation:
             log.exception("generation failed", request=self.request.label)
             self._fail(InternalError("The server failed on this request; its log tells more."))
         finally:
+            for attempt in sent:  # one may have been moved in the moment in which the client left
+                attempt.release()
             self._running -= 1
             if not self._running:  # one choice's end among others is no news: its last update was
                 self._news.set()
                 self._ended.set()
 
-    async def _attempts(self, choice: Choice) -> None:
-        """Attempts until one ends the choice. What is out stays out: the next attempt goes on after it."""
+    async def _attempts(self, choice: Choice, sent: list[Attempt]) -> None:
+        """Attempts until one ends the choice, each noted in `sent`. The next goes on after what is out."""
         model = self.request.card.model
         journey: Journey[ReplicaLink] = Journey(
             model, self._limits.max_attempts, self._limits.migration_limit, self._limits.migration_patience_seconds
@@ -147,6 +150,7 @@ class Generation:
             observer.at(link.replica_id)
             giver = self._giver(link, left, work)
             attempt = self._submit(choice, link, observer, giver, kept)
+            sent.append(attempt)
             try:
                 # Shielded: a cancelled task would cancel the future itself, and the replica would never hear of it.
                 outcome = await asyncio.shield(attempt.outcome)

@@ -1,5 +1,6 @@
 """Clients that leave, replicas that refuse, stall or die, and floods."""
 
+import asyncio
 import json
 import threading
 import time
@@ -260,6 +261,29 @@ def test_silence_is_filled_with_comments(harness: Any, make_replica: Any) -> Non
 def test_the_end_of_one_choice_is_no_silence(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(stagger_seconds=0.3)])
     assert "keep-alive" not in _post(harness, stream=True, max_tokens=3, n=2).text
+
+
+def test_who_leaves_in_the_moment_of_a_move_leaves_nothing(harness: Any, make_replica: Any, eventually: Any) -> None:
+    """The attempt is over for the router, and kept at the replica: nobody else would call it off."""
+    replica = make_replica(token_seconds=0.05)
+    router = harness.start([replica])
+
+    async def move_and_leave() -> bytes:
+        (link,) = router.services.fleet.links
+        attempt = link.newest_started()
+        assert attempt is not None
+        attempt.move()
+        for task in asyncio.all_tasks():
+            if "Generation._run" in str(task.get_coro()):
+                task.cancel()
+        return bytes(attempt.id)
+
+    client = threading.Thread(target=_post, args=(harness,))
+    client.start()
+    eventually(lambda: any(link.newest_started() for link in router.services.fleet.links))
+    left = harness.call(move_and_leave())
+    eventually(lambda: left in replica.cancels)
+    client.join()
 
 
 def test_a_deadline_ends_the_request_and_frees_it(harness: Any, make_replica: Any, eventually: Any) -> None:
