@@ -120,7 +120,7 @@ def test_what_it_adopted_is_watched(
     running, outcomes = _streaming(serve)
     eventually(_running(serve, len(BODIES)), 20, "that all are running")
     os.kill(_replicas(serve)[FIRST][2], signal.SIGKILL)
-    eventually(lambda: not _ready(serve, FIRST, 1), 3, "that the loss is seen")
+    eventually(lambda: not _ready(serve, FIRST, 1), 2, "that the loss is seen")
     eventually(lambda: _ready(serve, FIRST, 2), 120, "that it is rebuilt")
     running.join(120)
     assert all(outcome.complete for outcome in outcomes)

@@ -192,7 +192,7 @@ def test_a_soak_leaves_no_block_behind(seconds: int, process_house: Any) -> None
 
     with ThreadPoolExecutor(CLIENTS) as clients:
         assert sum(clients.map(client, range(CLIENTS))) > seconds
-    free_by = time.monotonic() + 4.5  # less than the lease after which a source gives up whom it does not hear
+    free_by = time.monotonic() + 2.5
     while not house.idle:
         assert time.monotonic() < free_by, {name: str(house.load(name)) for name in before}
         time.sleep(0.02)

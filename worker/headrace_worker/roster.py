@@ -32,7 +32,7 @@ class Roster:
 
     def send_back(self, request: Request) -> None:
         """Preempts: blocks are given up, and what is not found again is computed again."""
-        self.leave_row(request)
+        self._leave_row(request)
         request.computed = 0
         request.preemptions += 1
         self.waiting.push(request)
@@ -40,10 +40,10 @@ class Roster:
     def dismiss(self, request: Request) -> None:
         """Takes a request out in any phase: its row and blocks are free at once."""
         self.waiting.remove(request)
-        self.leave_row(request)
+        self._leave_row(request)
         self.trust(request)
 
-    def leave_row(self, request: Request) -> None:
+    def _leave_row(self, request: Request) -> None:
         if request.row >= 0:
             self.running.remove(request)
             self.rows.give_back(request.row)
