@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_driver import FakeDriver
 
-from conftest import FakeDriver
 from headrace_cluster.controller import supervisor as supervisor_module
 from headrace_cluster.controller.adoption import Wanted, choose, recall, remember
 from headrace_cluster.controller.driver import AdoptedBuild, Inheritance, RankFacts

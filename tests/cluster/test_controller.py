@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from fake_driver import FakeDriver
 
-from conftest import FakeDriver
 from headrace_cluster.controller.admin import admin_app, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.driver import StartFailedError

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from fake_driver import FakeDriver
 
-from conftest import FakeDriver
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.reconciler import Record, State
 from headrace_cluster.controller.status import trouble

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_driver import FakeDriver
 
-from conftest import FakeDriver
 from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.orders import replica_orders
