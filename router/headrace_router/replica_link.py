@@ -110,10 +110,14 @@ class ReplicaLink:
         return self._connected
 
     @property
+    def silence(self) -> float:
+        """Seconds since the step loop's last sign of life."""
+        return self._clock() - self._heartbeat
+
+    @property
     def stalled(self) -> bool:
         """Whether the step loop has been silent for too long to be merely busy."""
-        limit = max(STALL_SECONDS, STALL_STEPS * self.load.predicted_step_ms / 1e3)
-        return self._clock() - self._heartbeat > limit
+        return self.silence > max(STALL_SECONDS, STALL_STEPS * self.load.predicted_step_ms / 1e3)
 
     @property
     def ready(self) -> bool:
@@ -283,7 +287,7 @@ class ReplicaLink:
                     attempt.receive(delta)
             if frame.step > self._step:
                 self._stepped(frame.step)
-            elif self._clock() - self._heartbeat > self._read_seconds():
+            elif self.silence > self._read_seconds():
                 raise ConnectionError("the replica sends frames, but its step loop stands still")
 
     def _read_seconds(self) -> float:

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from house import SECRET, House
 
 from headrace_proto.control_pb2 import Member, MemberList
@@ -103,6 +105,24 @@ class ProcessHouse(House):
         assert self._router is not None
         loads = [link.load for link in self._router.services.fleet.links if link.connected]
         return not any(load.running or load.waiting or load.kv_usage for load in loads)
+
+    def wait_for_idle(self, seconds: float) -> None:
+        """Fails when a replica still holds something then: with what each said last, when, and what its threads do."""
+        deadline = time.monotonic() + seconds
+        while not self.idle:
+            if time.monotonic() > deadline:
+                said = {name: f"{self.load(name)} (said {self.silence(name):.2f} s ago)" for name in self.groups}
+                for group in self.groups.values():
+                    self._nursery.signal(group.pids[0], signal.SIGUSR2)
+                    time.sleep(0.3)  # on stderr, one after the other
+                pytest.fail("\n".join(f"{name}: {load}" for name, load in said.items()))
+            time.sleep(0.02)
+
+    def silence(self, name: str) -> float:
+        """Seconds since a replica's last heartbeat."""
+        assert self._router is not None
+        (link,) = [link for link in self._router.services.fleet.links if link.replica_id == name]
+        return link.silence
 
     def free_blocks(self) -> dict[str, int]:
         """By replica: blocks that a new request could get."""

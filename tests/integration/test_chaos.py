@@ -74,7 +74,7 @@ def test_random_kills_lose_nothing(count: int, process_house: Any) -> None:
         over.set()
         killer.join(60)
     assert kills >= 3 and disturbed[: len(undisturbed)] == undisturbed
-    house.eventually(lambda: house.idle, 5)
+    house.wait_for_idle(5)
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
@@ -94,7 +94,7 @@ def test_a_replica_stands_still_for_a_while(victim: str, seconds: int, process_h
         answers(house, asked, undisturbed)
     for timer in timers:
         timer.join()
-    house.eventually(lambda: house.idle, 5)
+    house.wait_for_idle(5)
 
 
 class Left:
@@ -192,8 +192,5 @@ def test_a_soak_leaves_no_block_behind(seconds: int, process_house: Any) -> None
 
     with ThreadPoolExecutor(CLIENTS) as clients:
         assert sum(clients.map(client, range(CLIENTS))) > seconds
-    free_by = time.monotonic() + 2.5
-    while not house.idle:
-        assert time.monotonic() < free_by, {name: str(house.load(name)) for name in before}
-        time.sleep(0.02)
+    house.wait_for_idle(2.5)
     assert house.free_blocks() == before and house.count("headrace_kv_fetched_bytes_total") > 0

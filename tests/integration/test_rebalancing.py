@@ -27,4 +27,4 @@ def test_streams_move_to_a_replica_that_comes_with_room(process_house: Any) -> N
     assert [stream.end() for stream in streams] == expected
     assert house.count("headrace_rebalancings_total") > 0 and house.count("headrace_migrations_total") == 0
     assert house.count("headrace_kv_fetched_bytes_total", "b") > 0
-    house.eventually(lambda: house.idle, 5)
+    house.wait_for_idle(5)

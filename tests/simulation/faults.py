@@ -11,6 +11,30 @@ from wires import PairWire
 HORIZON = 1.5  # seconds in which faults begin
 
 
+class Moves:
+    """No fault, but as sudden: the router has streams go on elsewhere, and some of their clients leave just then."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+
+    def plan(self) -> None:
+        random = self._world.random
+        for _ in range(random.randrange(1, 12)):
+            self._world.at(random.random() * HORIZON, self.move)
+
+    def move(self) -> None:
+        requests = list(self._cluster.router.requests)
+        self._world.random.shuffle(requests)
+        moved = next((request for request in requests if request.move()), None)
+        if moved is None:
+            return
+        if self._world.tracing:
+            self._world.log(f"*** request {moved.wish.number} moves")
+        if self._world.chance(0.3):
+            self._world.at(4 * self._world.delay(), lambda: moved.leave("left"))
+
+
 class Faults:
     """Each fault picks its victim when it strikes, among those who are busy if it can."""
 

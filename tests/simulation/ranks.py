@@ -82,9 +82,11 @@ class SimRanks:
         self._expose(plan.orders)
         launched = self._resolve(plan)
         fresh = {block for task in launched.tasks for block in task.written(BLOCK)}
+        dropped = {(order.pair, order.fetch) for order in plan.orders if isinstance(order, Drop)}
         for order in plan.orders:
             if isinstance(order, Send):
                 late = any(block in fresh for row in order.blocks for block in row)
+                late = late and (order.pair, order.fetch) not in dropped  # zeros are sent, and the blocks others' again
                 self.computed_in[order.pair, order.fetch, order.chunk] = plan.step if late else 0
         for rank, pending in enumerate(self._pending):
             pending.append(launched)

@@ -11,7 +11,7 @@ from collections import Counter
 from random import Random
 
 import structlog
-from faults import Faults
+from faults import Faults, Moves
 from sim_cluster import REST_SECONDS, Cluster
 from sim_model import BLOCK, Model
 from sim_replica import Shape
@@ -23,8 +23,11 @@ WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))
 LONGEST = 12 * BLOCK  # of prompt and output
 
 
-def run(seed: int, *, tracing: bool = False) -> Counter[str]:
-    """Outcomes by name. Raises whatever does not hold. Needs a running event loop, as attempts are futures."""
+def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
+    """Outcomes by name. Raises whatever does not hold. Needs a running event loop, as attempts are futures.
+
+    `moves`: the router rebalances, without being asked.
+    """
     world = World(seed, tracing=tracing)
     random = world.random
     model = Model(random.choice(WINDOWS), random.randrange(1, 4))
@@ -35,6 +38,8 @@ def run(seed: int, *, tracing: bool = False) -> Counter[str]:
     wishes = _wishes(random)
     cluster.expect(wishes)
     Faults(cluster).plan()
+    if moves:
+        Moves(cluster).plan()
     if tracing:
         world.log(f"{model}, decoders {sorted(decoders)}")
         for shape in shapes:
@@ -50,6 +55,7 @@ def run(seed: int, *, tracing: bool = False) -> Counter[str]:
         outcomes["fetches"] += replica.engine.exchange.fetcher.counters.started
         outcomes["fetched"] += replica.engine.exchange.fetcher.counters.done
         outcomes["preempted"] += replica.scheduler.counters.preemptions
+    outcomes["moved"] = cluster.router.moved
     outcomes["events"] = world.events
     return outcomes
 
@@ -91,24 +97,25 @@ def _wishes(random: Random) -> list[Wish]:
     return wishes
 
 
-async def run_in_loop(seed: int, *, tracing: bool = False) -> Counter[str]:
-    return run(seed, tracing=tracing)
+async def run_in_loop(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
+    return run(seed, moves=moves, tracing=tracing)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
+    parser.add_argument("--moves", action="store_true", help="streams are moved by the router, too")
     options = parser.parse_args()
     if options.until is None:
-        print(asyncio.run(run_in_loop(options.seed, tracing=True)))
+        print(asyncio.run(run_in_loop(options.seed, moves=options.moves, tracing=True)))
         return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     total: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     for seed in range(options.seed, options.until):
         try:
-            total += asyncio.run(run_in_loop(seed))
+            total += asyncio.run(run_in_loop(seed, moves=options.moves))
         except Exception as error:
             failed[f"{type(error).__name__}: {error}"[:150]] += 1
             print(seed, type(error).__name__, str(error)[:200], flush=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sim_cluster import Cluster
 
 LOOK_SECONDS = 0.1
-GONE_SECONDS = 0.7  # from a client's leaving until nothing is left of his request
+GONE_SECONDS = 0.7  # from an attempt's being called off until nothing is left of it
 
 
 class Phase(Enum):
@@ -64,6 +64,7 @@ class SimRequest:
         self._expected = answer(wish.prompt, wish.max_tokens)
         self._stream: RouterStream | None = None
         self._left = ""
+        self._kept: tuple[Attempt, RouterStream] | None = None  # moved, and not called off where it came from
         self._looking = False
         if wish.deadline is not None:
             self._world.at(wish.deadline, lambda: self.leave("deadline"))
@@ -76,6 +77,7 @@ class SimRequest:
         begun = bool(self.tokens)
         stream = self._router.choose(self._journey.excluded, self.wish.place)
         if stream is None:
+            self._release()
             try:
                 self._journey.nowhere(begun, self._world.now)
             except ApiError as error:
@@ -116,11 +118,31 @@ class SimRequest:
             self._world.at(GONE_SECONDS, lambda: self._look_back(attempt.id, stream))
             attempt.cancel()
         self._end(outcome)
+        self._release()
+
+    def move(self) -> bool:
+        """Has a stream go on elsewhere, its blocks kept where it was until it has; whether there is one to move."""
+        attempt, stream = self.attempt, self._stream
+        if self.outcome or attempt is None or stream is None or not (attempt.open and attempt.started):
+            return False
+        attempt.move()
+        self._release()
+        self._kept = attempt, stream
+        self._router.moved += 1
+        self.look()
+        return True
+
+    def _release(self) -> None:
+        """Whoever keeps blocks for this request need not any more."""
+        if self._kept is not None:
+            (attempt, stream), self._kept = self._kept, None
+            attempt.release()
+            self._world.at(GONE_SECONDS, lambda: self._look_back(attempt.id, stream))
 
     def _look_back(self, attempt_id: bytes, stream: RouterStream) -> None:
-        """Whoever left is forgotten by now, unless the word of it could not get through."""
+        """Whoever left or moved is forgotten by now, unless the word of it could not get through."""
         if stream.undisturbed and attempt_id in stream.replica.engine._requests:
-            raise BrokenPromise(f"{stream.replica.name} still serves request {self.wish.number}, whose client has left")
+            raise BrokenPromise(f"{stream.replica.name} still serves request {self.wish.number}, which was called off")
 
     def heard(self, delta: pb.Delta) -> None:
         if self.attempt is not None:
@@ -143,6 +165,12 @@ class SimRequest:
             raise BrokenPromise("an attempt is finished, its request is not")
         self.attempt = None
         begun = bool(self.tokens)
+        if outcome is Outcome.MOVED:
+            self._left = self.at
+            self._journey.moved(self.at)
+            self.place()
+            return
+        self._release()
         loss = Loss.REFUSED if outcome is Outcome.REFUSED else Loss.LOST
         self._left = self.at if begun and loss is Loss.LOST else ""
         try:
@@ -156,6 +184,7 @@ class SimRequest:
         self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int, error: str
     ) -> None:
         first = len(self.tokens)
+        self._release()
         self.tokens += token_ids
         if self.outcome:
             raise BrokenPromise(f"request {self.wish.number} has ended and gets tokens")
@@ -188,6 +217,7 @@ class SimRouter:
         self.world = cluster.world
         self.requests: list[SimRequest] = []
         self.streams: dict[str, RouterStream] = {}
+        self.moved = 0  # times that a stream was
         self._source_share = source_share
 
     def arrive(self, wish: Wish) -> None:

@@ -81,6 +81,12 @@ class Nursery:
         self.heard(pid, "kv_blocks", seconds)
         return self._said[pid]
 
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """To a rank, unless it has ended: its number may be another process' by then."""
+        if "gone" not in self._said.get(pid, {}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -146,8 +152,7 @@ class RankGroup:
     def kill(self) -> None:
         """Whatever is left of it."""
         for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.nursery.signal(pid, signal.SIGKILL)
         for pid in self.pids:
             self.nursery.heard(pid, "gone", 10)
 

@@ -10,6 +10,7 @@ Ranks are killed when stdin closes.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -58,6 +59,7 @@ def be_rank(order: dict[str, Any]) -> str:
         recorder = make_recorder(order["record"], lambda: say(stage="recording goes wrong"))
     replica = Replica(config, order["rank"], report, recorder)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
+    faulthandler.register(signal.SIGUSR2)  # says on stderr what each thread does
     if order.get("fault"):
         raise_in_step(order["fault"])
     try:
@@ -115,13 +117,17 @@ def raise_in_step(number: int) -> None:
     StageRunner.run = faulty  # type: ignore[method-assign]
 
 
-def orders() -> Iterator[dict[str, Any]]:
-    """What stdin brings, and meanwhile who has ended: on one thread, as others would be lost in the fork."""
+def orders(alive: set[int]) -> Iterator[dict[str, Any]]:
+    """What stdin brings, and meanwhile who has ended: on one thread, as others would be lost in the fork.
+
+    Who has ended leaves `alive`: the number of a process may soon be another one's.
+    """
     received = b""
     while True:
         readable, _, _ = select.select([0], [], [], 0.01)
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                alive.discard(pid)
                 say(pid=pid, gone=True)
         if not readable:
             continue
@@ -133,13 +139,13 @@ def orders() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    children: list[int] = []
+    alive: set[int] = set()
     for model_type in sys.argv[1:]:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(model_type))]  # imports its module
     missing()  # loads the kernels
     gc.collect()
     gc.freeze()  # or every rank would walk, and so copy, what it has in common with the others
-    for order in orders():
+    for order in orders(alive):
         pid = os.fork()
         if pid == 0:
             try:
@@ -148,12 +154,9 @@ def main() -> None:
                 say(ended=be_rank(order))
             finally:
                 os._exit(0)
-        children.append(pid)
-    for pid in children:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        alive.add(pid)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)  # not reaped, so the number is still its own
 
 
 if __name__ == "__main__":
