@@ -13,6 +13,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto.control_pb2 import Member
+from headrace_proto.duplex import both_ways
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_READY,
     ROLE_PREFILL,
@@ -245,11 +246,9 @@ class ReplicaLink:
             call = stub.Serve(metadata=self._metadata)
             hello = RouterHello(router_id=self._router_id, contract_version=CONTRACT_VERSION)
             await call.write(RouterFrame(hello=hello))
-            writer = asyncio.create_task(self._write(call))
             try:
-                await self._read(call)
+                await both_ways(self._read(call), self._write(call))
             finally:
-                writer.cancel()
                 call.cancel()
 
     async def _describe(self, stub: Any) -> tuple[ModelFacts, ModelCard]:

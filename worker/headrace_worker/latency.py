@@ -2,15 +2,20 @@
 
 step_seconds ~ base + a * prefill_tokens + b * decode_sequences + c * kv_tokens
 
-Recursive least squares with exponential forgetting (Haykin, Adaptive Filter Theory, ch. 9): four numbers, no history.
-Features are scaled so that one forgetting factor suits them all; coefficients below zero are read as zero.
+Least squares over the recent steps, with no coefficient below zero: sums over the steps, in which old ones are
+forgotten exponentially, and after each step some turns of coordinate descent from where the coefficients were (Franc,
+Hlavac and Navara, Sequential Coordinate-Wise Algorithm for the Non-negative Least Squares Problem, 2005). Each turn
+lowers the error of what is remembered, so that nothing can run away, whatever is observed. What no recent step tells
+anything about, as prompts on a replica that only decodes, stays as it was. Features are scaled so that one constant
+suits all.
 """
 
 from dataclasses import dataclass
 
 _SCALES = (1.0, 1e-3, 1e-2, 1e-5)
 _FORGETTING = 0.995
-_PRIOR = 100.0
+_HOLD = 0.001  # how much a coefficient clings to its value: about as much as a thousandth step of average size
+_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +44,38 @@ class StepLatency:
     def __init__(self) -> None:
         size = len(_SCALES)
         self._weights = [0.0] * size
-        self._covariance = [[_PRIOR if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._products = [[0.0] * size for _ in range(size)]  # of features with features, summed over steps
+        self._responses = [0.0] * size  # of features with seconds
         self._error = 0.0
         self.cost = StepCost()
 
     def observe(self, prefill_tokens: int, decode_sequences: int, kv_tokens: int, seconds: float) -> None:
         """Takes in one step."""
-        features = [
-            scale * value
-            for scale, value in zip(_SCALES, (1.0, prefill_tokens, decode_sequences, kv_tokens), strict=True)
+        miss = seconds - self.cost.predict(prefill_tokens, decode_sequences, kv_tokens)
+        self._error += 0.05 * (abs(miss) - self._error)
+        features = (
+            _SCALES[0],
+            _SCALES[1] * prefill_tokens,
+            _SCALES[2] * decode_sequences,
+            _SCALES[3] * kv_tokens,
+        )
+        self._products = [
+            [_FORGETTING * known + mine * other for known, other in zip(row, features, strict=True)]
+            for row, mine in zip(self._products, features, strict=True)
         ]
-        error = seconds - sum(w * x for w, x in zip(self._weights, features, strict=True))
-        spread = [sum(p * x for p, x in zip(row, features, strict=True)) for row in self._covariance]
-        scale = _FORGETTING + sum(x * s for x, s in zip(features, spread, strict=True))
-        gain = [s / scale for s in spread]
-        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
-        # Forgetting inflates directions that are never excited; the prior bounds them.
-        self._covariance = [
-            [min((p - g * s) / _FORGETTING, _PRIOR) for p, s in zip(row, spread, strict=True)]
-            for row, g in zip(self._covariance, gain, strict=True)
+        self._responses = [
+            _FORGETTING * known + mine * seconds for known, mine in zip(self._responses, features, strict=True)
         ]
-        self._error += 0.05 * (abs(error) - self._error)
-        base, prefill, decode, kv = (max(0.0, w * scale) for w, scale in zip(self._weights, _SCALES, strict=True))
+        self._descend()
+        base, prefill, decode, kv = (w * scale for w, scale in zip(self._weights, _SCALES, strict=True))
         self.cost = StepCost(base, prefill, decode, kv, self._error)
+
+    def _descend(self) -> None:
+        """Each coefficient in turn to where the error is least while the others stay."""
+        weights, before = self._weights, list(self._weights)
+        for _ in range(_TURNS):
+            for place, row in enumerate(self._products):
+                own = row[place]
+                others = sum([p * w for p, w in zip(row, weights, strict=True)]) - own * weights[place]
+                best = (self._responses[place] - others + _HOLD * before[place]) / (own + _HOLD)
+                weights[place] = max(0.0, best)

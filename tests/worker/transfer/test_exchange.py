@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from headrace_worker.server.transfer_convert import target_frame
 from headrace_worker.transfer.orders import Drop, Receive
 
 
@@ -13,3 +14,15 @@ def test_blocks_of_a_dropped_grant_are_let_go_before_a_fetch_may_write_them(make
     exchange.fetcher.orders.append(receive)
     exchange.granter.orders.append(drop)
     assert exchange.take_orders(0) == [drop, receive]
+
+
+def test_a_wild_forecast_makes_no_fetch_endless(make_bench: Callable[..., Any]) -> None:
+    """Its patience is told to the source in milliseconds, of which a frame carries 32 bits."""
+    bench = make_bench()
+    exchange = bench.engine.exchange
+    assert exchange.begin(bench.request(list(range(1, 40)), source="there"), seconds_per_token=1e15)
+    ((_, ask),) = exchange.take_outbound().to_sources
+    assert target_frame(ask).ask.patience_ms == 1000 * exchange.fetcher.limits.most
+    bench.clock.now += exchange.fetcher.limits.silence + 0.1
+    exchange.tick()
+    assert len(exchange.fetcher) == 0 and len(bench.scheduler.waiting) == 1

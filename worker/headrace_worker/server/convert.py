@@ -18,6 +18,9 @@ _FINISH = {
 }
 
 
+_MOST_UINT32 = 2**32 - 1
+
+
 class InvalidSubmitError(Exception):
     """A Submit that this replica cannot take; the sentence is for the client."""
 
@@ -107,7 +110,7 @@ def fill_delta(delta: pb.Delta, output: Output) -> None:
     if output.cached_tokens is not None:
         delta.cached_tokens = output.cached_tokens
     if output.queue_seconds is not None:
-        delta.queue_us = max(0, int(output.queue_seconds * 1e6))
+        delta.queue_us = min(max(0, int(output.queue_seconds * 1e6)), _MOST_UINT32)
 
 
 def merge_output(delta: pb.Delta, output: Output) -> None:

@@ -180,6 +180,10 @@ class Servicer(ReplicaServicer):
             )
         except InvalidSubmitError as error:
             return _refusal(submit, Finish.ERROR, str(error))
+        except Exception:
+            # It would end the router's stream, and with it everybody's attempts.
+            log.exception("submit_failed", request=submit.request_label)
+            return _refusal(submit, Finish.ERROR, "the replica failed on this request; its log tells more")
         self._owners[submit.attempt_id] = stream
         stream.attempts.add(submit.attempt_id)
         self._loop.submit(request)

@@ -8,6 +8,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.duplex import both_ways
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
 from headrace_worker.parallel.errors import MeetingError
@@ -72,8 +73,12 @@ class TransferClient:
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
-        except (InvalidTransferError, MeetingError, TimeoutError) as error:
+        except (InvalidTransferError, MeetingError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
+        except Exception:
+            # A bug of ours must not leave fetches that nobody hears of.
+            log.exception("kv_source_failed", source=source)
+            reason = "internal error"
         finally:
             if self._tasks.get(source) is asyncio.current_task():
                 del self._tasks[source]
@@ -99,18 +104,18 @@ class TransferClient:
             raise InvalidTransferError(unlike)
         order = desk.as_target(opened, shards)
         desk.loop.exchange(lambda exchange: exchange.fetcher.opened(source, order))
-        writer = asyncio.create_task(self._write(source, call))
         try:
-            while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hear(source, to_target_message(frame))
+            await both_ways(self._read(source, call), self._write(self._outgoing[source], call))
         finally:
-            writer.cancel()
             call.cancel()
+
+    async def _read(self, source: str, call: Any) -> None:
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            self._hear(source, to_target_message(frame))
 
     def _hear(self, source: str, message: FromSource) -> None:
         self._desk.loop.exchange(lambda exchange: exchange.heard_source(source, message))
 
-    async def _write(self, source: str, call: Any) -> None:
-        queue = self._outgoing[source]
+    async def _write(self, queue: "asyncio.Queue[ToSource]", call: Any) -> None:
         while True:
             await call.write(target_frame(await queue.get()))

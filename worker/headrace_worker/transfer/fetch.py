@@ -14,6 +14,7 @@ class FetchLimits:
     least_blocks: int = 2  # fewer are computed here
     silence: float = 2.0  # without a word about a fetch until it is given up
     least: float = 2.0  # that a fetch may take at any rate
+    most: float = 600.0  # that it may take, whatever is predicted
     patience: float = 2.0  # times what the blocks would take here, the queue included, that a fetch may take
     share: float = 0.5  # of what a request's deadline leaves
     renew: float = 0.5  # between two signs of life to a source

@@ -80,7 +80,8 @@ class Fetcher:
         have = hit.tokens // kv.block_size
         if blocks - have < limits.least_blocks or now < known.avoid_until:
             return False
-        until = now + max(limits.least, limits.patience * (queued + (blocks - have) * kv.block_size) * local)
+        alone = (queued + (blocks - have) * kv.block_size) * local
+        until = now + min(max(limits.least, limits.patience * alone), limits.most)
         if request.deadline is not None:
             until = min(until, now + limits.share * (request.deadline - now))
             if until <= now:

@@ -1,0 +1,76 @@
+"""The step predictor learns what steps cost, and stays sane whatever it is shown."""
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_worker.latency import StepLatency
+
+BASE, PER_PREFILL_TOKEN, PER_SEQUENCE, PER_KV_TOKEN = 2e-3, 4e-5, 1e-4, 1e-7
+
+
+def seconds(prefill: int, sequences: int, kv: int) -> float:
+    return BASE + PER_PREFILL_TOKEN * prefill + PER_SEQUENCE * sequences + PER_KV_TOKEN * kv
+
+
+def test_coefficients_are_learned() -> None:
+    random, latency = Random(1), StepLatency()
+    for _ in range(3000):
+        prefill = random.choice((0, 0, random.randrange(512)))
+        sequences, kv = random.randrange(64), random.randrange(40_000)
+        latency.observe(prefill, sequences, kv, seconds(prefill, sequences, kv) * random.uniform(0.9, 1.1))
+    cost = latency.cost
+    assert cost.per_prefill_token == pytest.approx(PER_PREFILL_TOKEN, rel=0.1)
+    assert cost.per_decode_sequence == pytest.approx(PER_SEQUENCE, rel=0.2)
+    for step in ((0, 1, 100), (0, 60, 30_000), (512, 0, 512), (300, 30, 9000)):
+        assert cost.predict(*step) == pytest.approx(seconds(*step), rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replica_that_nearly_always_decodes_keeps_its_sense(seed: int) -> None:
+    """Directions that are hardly ever excited must not grow with forgetting: after a thousand steps they once did."""
+    random, latency = Random(seed), StepLatency()
+    for number in range(20_000):
+        prefill = random.randrange(1, 400) if random.random() < 0.02 else 0
+        sequences = random.randrange(1, 9)
+        kv = sequences * random.randrange(20, 400)
+        hiccup = 0.3 if random.random() < 0.001 else 0.0
+        latency.observe(prefill, sequences, kv, seconds(prefill, sequences, kv) * random.uniform(0.8, 1.2) + hiccup)
+        if number > 100:
+            assert latency.cost.predict(prefill, sequences, kv) < 0.2
+
+
+def test_what_is_not_seen_any_more_is_still_known() -> None:
+    random, latency = Random(3), StepLatency()
+    for _ in range(300):
+        prefill, sequences = random.randrange(512), random.randrange(8)
+        latency.observe(prefill, sequences, 100, seconds(prefill, sequences, 100))
+    known = latency.cost.per_prefill_token
+    for _ in range(20_000):
+        sequences = random.randrange(1, 9)
+        latency.observe(0, sequences, 100, seconds(0, sequences, 100))
+    assert latency.cost.per_prefill_token == pytest.approx(known, rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1 << 20), st.integers(0, 4096), st.integers(0, 1 << 24), st.floats(0.0, 1e3, allow_nan=False)
+        ),
+        max_size=200,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_no_history_breaks_it(steps: list[tuple[int, int, int, float]]) -> None:
+    """Numbers stay finite and not negative; a step like the last one is predicted to take about what steps took."""
+    latency = StepLatency()
+    longest = max((step[3] for step in steps), default=0.0)
+    for *what, took in steps:
+        latency.observe(*what, took)
+        cost = latency.cost
+        parts = (cost.base, cost.per_prefill_token, cost.per_decode_sequence, cost.per_kv_token, cost.error)
+        assert all(math.isfinite(part) and part >= 0 for part in parts)
+        assert cost.predict(*what) <= 4 * longest + 1e-6
