@@ -48,6 +48,10 @@ async def follow_controller(address: str, info: RouterInfo, secret: bytes, fleet
             reason = "the controller ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
+        except Exception:
+            # A bug of ours must not leave this router with the list of this moment for good.
+            log.exception("a member list could not be taken in")
+            reason = "internal error"
         if not silent:
             log.warning("controller is away; the last member list stays in force", address=address, reason=reason)
             silent = True

@@ -142,9 +142,13 @@ class RouterServer:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self.services.fleet.sweep()
-            if self.config.rebalancing:
-                self.services.fleet.rebalance(time.monotonic())
-            if self.services.ready:
-                self._was_ready.set()
-            await self._grpc.tell_health()
+            try:
+                self.services.fleet.sweep()
+                if self.config.rebalancing:
+                    self.services.fleet.rebalance(time.monotonic())
+                if self.services.ready:
+                    self._was_ready.set()
+                await self._grpc.tell_health()
+            except Exception:
+                # A bug of ours must not end this for good: whoever waits on a stalled replica is moved from here.
+                log.exception("housekeeping failed")

@@ -194,3 +194,5 @@ def test_a_soak_leaves_no_block_behind(seconds: int, process_house: Any) -> None
         assert sum(clients.map(client, range(CLIENTS))) > seconds
     house.wait_for_idle(2.5)
     assert house.free_blocks() == before and house.count("headrace_kv_fetched_bytes_total") > 0
+    forecasts = {name: house.load(name).predicted_step_ms for name in before}
+    assert max(forecasts.values()) < 1000, forecasts

@@ -72,6 +72,42 @@ def test_death_before_the_first_token_is_not_seen(harness: Any, make_replica: An
     assert texts == [expected_reply] * 4 and dying.submits
 
 
+def test_a_submit_that_cannot_be_sent_loses_the_stream_not_the_replica(
+    harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's reader alone would take it for well, with every later submit unheard."""
+    harness.start([make_replica()])
+    (link,) = harness.router.services.fleet.links
+    take = link._outbox._take
+    frames = iter([ValueError("out of range")])
+
+    def fail_once() -> Any:
+        frame = take()
+        if frame.submits and next(frames, None) is not None:
+            raise ValueError("out of range")
+        return frame
+
+    monkeypatch.setattr(link._outbox, "_take", fail_once)
+    assert _post(harness).status_code == 503, "there is no other replica"
+    eventually(lambda: _post(harness).status_code == 200)
+
+
+def test_housekeeping_goes_on_after_an_error(
+    harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.start([make_replica()])
+    fleet = harness.router.services.fleet
+    looks: list[float] = []
+
+    def fail(now: float) -> None:
+        looks.append(now)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fleet, "rebalance", fail)
+    eventually(lambda: len(looks) > 2)
+    assert _post(harness).status_code == 200
+
+
 def test_a_replica_that_gives_up_is_lost_not_wrong(harness: Any, make_replica: Any, expected_reply: str) -> None:
     stopping, other = make_replica(replica_id="a", gives_up=True), make_replica(replica_id="b")
     harness.start([stopping, other])

@@ -20,6 +20,7 @@ from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
 from headrace_proto.secret import SecretInterceptor
 from headrace_router.config import RouterConfig
+from headrace_router.fleet import Fleet
 from headrace_router.server import RouterServer
 
 SECRET = b"s" * 32
@@ -113,6 +114,29 @@ def test_members_come_from_the_controller_and_stay_while_it_is_away(
     harness.call(controller.server.stop(0))
 
 
+def test_a_list_that_fails_to_be_taken_in_is_asked_for_again(
+    harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, replica = FakeController(), make_replica()
+    harness.call(controller.start())
+    harness.call(replica.start())
+    member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
+    controller.list = MemberList(epoch=b"e", version=1, members=[member])
+    update, failures = Fleet.update, iter([KeyError()])
+
+    def fail_once(fleet: Fleet, members: MemberList) -> None:
+        if members.version and (error := next(failures, None)) is not None:
+            raise error
+        update(fleet, members)
+
+    monkeypatch.setattr(Fleet, "update", fail_once)
+    harness.start([], controller=f"127.0.0.1:{controller.port}")
+    harness.replicas.append(replica)
+    with harness.client() as client:
+        eventually(lambda: client.get("/health").status_code == 200)
+    harness.call(controller.server.stop(0))
+
+
 def _metric(text: str, name: str) -> dict[str, float]:
     """Samples of a metric, by their labels as written."""
     lines = [line for line in text.split("\n") if line.startswith(name + "{") or line.startswith(name + " ")]
@@ -197,6 +221,7 @@ def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
 CHILD = """
 import sys
 from headrace_router.config import RouterConfig
+from headrace_router.fleet import Fleet
 from headrace_router.main import run
 sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret=b"s" * 32)))
 """

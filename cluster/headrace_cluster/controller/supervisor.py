@@ -92,6 +92,7 @@ class Supervisor:
     def start(self) -> None:
         """Begins to reconcile."""
         self._loop = asyncio.create_task(self._run())
+        self._loop.add_done_callback(self._done)
 
     async def stop(self) -> None:
         """Drains and ends every replica, then stops reconciling."""
