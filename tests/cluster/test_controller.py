@@ -80,6 +80,26 @@ def test_life_and_status(driver: FakeDriver, secret: bytes, eventually: Eventual
     asyncio.run(scenario())
 
 
+def test_a_loop_that_dies_is_told(
+    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would replace nobody any more; replicas are still ended in order, and at once."""
+
+    def fail(now: float) -> None:
+        raise KeyError("a bug")
+
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, _):
+            await eventually(lambda: supervisor.reconciler.ready)
+            monkeypatch.setattr(supervisor.reconciler, "actions", fail)
+            await eventually(lambda: supervisor.reconciler.fatal == "the controller failed: KeyError('a bug')")
+            async with asyncio.timeout(5):
+                await supervisor.stop()
+        assert driver.replicas == {}
+
+    asyncio.run(scenario())
+
+
 def test_a_killed_replica_leaves_the_list_and_comes_back(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:

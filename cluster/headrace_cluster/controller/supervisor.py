@@ -99,10 +99,10 @@ class Supervisor:
         self.reconciler.set_desired(())
         self.drains.hurry()
         self._wake.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._spec.health.drain_seconds + 10):
-                await self._idle.wait()
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._spec.health.drain_seconds + 10):
+                    await self._idle.wait()
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         for name, build in list(self._builds.items()):  # whatever a drain did not end in time
