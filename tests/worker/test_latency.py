@@ -29,6 +29,16 @@ def test_coefficients_are_learned() -> None:
         assert cost.predict(*step) == pytest.approx(seconds(*step), rel=0.15)
 
 
+def test_steps_that_are_all_alike_are_read_with_sense() -> None:
+    """A replica for prompts sees chunks of one size: each token costs. Who answers one client sees one sequence."""
+    prompts, answers = StepLatency(), StepLatency()
+    for _ in range(20):
+        prompts.observe(512, 0, 512, 0.6)
+        answers.observe(0, 1, 300, 0.03)
+    assert prompts.cost.predict(256, 0, 256) == pytest.approx(0.3, rel=0.05)
+    assert answers.cost.predict(0, 8, 2400) == pytest.approx(0.03, rel=0.2), "a batch shares its weights' reading"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_replica_that_nearly_always_decodes_keeps_its_sense(seed: int) -> None:
     """Directions that are hardly ever excited must not grow with forgetting: after a thousand steps they once did."""
