@@ -1,8 +1,8 @@
-"""Scheduler and KV bookkeeping alone: milliseconds per step, and KV slots wasted.
+"""Scheduler and KV bookkeeping without a model: milliseconds per step, and KV slots wasted.
 
     python benchmarks/bookkeeping.py [--save]
 
-The model is replaced by a constant, so what is timed is schedule + process of `headrace_worker.engine.Engine`.
+The model is replaced by a constant, so the times are schedule + process of `headrace_worker.core.engine.Engine`.
 """
 
 import argparse
@@ -15,19 +15,19 @@ from statistics import median
 import machine
 
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.engine import Engine
-from headrace_worker.guide import Mask
-from headrace_worker.kv.manager import KVManager, ModelScope
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
-from headrace_worker.plan import RowSampling, StepPlan, StepResult
-from headrace_worker.request import Request
-from headrace_worker.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.core.request import Request
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 16
 
 
 class ConstantRunner:
-    """Draws the same token for every row at once."""
+    """Returns the same token for every row at once."""
 
     def launch(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, [11] * sum(work.sample for work in plan.work), {}, {})
@@ -98,7 +98,7 @@ def waste(mean_length: int) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write results/bookkeeping.json")
+    parser.add_argument("--save", action="store_true", help="append to results/bookkeeping.jsonl")
     arguments = parser.parse_args()
     steps = {}
     for running, groups in ((1, 1), (32, 1), (256, 1), (256, 2)):

@@ -1,11 +1,11 @@
-"""The engine and its kernels on one GPU, in one go: no Ray, no gRPC, no network, random weights.
+"""The engine and its kernels on one GPU, in one run: no Ray, no gRPC, no network, random weights.
 
     python benchmarks/gpu.py [--sections kernels,tokens,...] [--models qwen3-0.6b,llama-8b] [--save]
 
 kernels   every op against its reference, compiled (tests/kernels)         tokens   against plain transformers, float32
 decode    tok/s and GB/s of the weights and KV read, batch 1, 32, 256      workload 256 requests, in and out 100-1024
 long      1k in, 1k out                                                    modes    graphs, asynchronous, deterministic
-Each model is loaded in a process of its own. `--device cpu --models tiny --small` tries the script itself anywhere.
+Each model is loaded in a separate process. `--device cpu --models tiny --small` tests the script itself on any machine.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SECTIONS = ("kernels", "tokens", "decode", "workload", "long", "modes")
 
 
 def kernels(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """The kernel tests, which run compiled where there is a GPU."""
+    """The kernel tests, which run compiled on a machine with a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).parents[1] / "tests" / "kernels")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
@@ -35,7 +35,7 @@ def kernels(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Resul
 
 
 def tokens(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """Greedy tokens in float32, many at once, against plain transformers, teacher-forced; ties are counted."""
+    """Greedy tokens in float32, many requests at once, against plain transformers, teacher-forced; counts ties."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,9 +88,9 @@ def long(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
 
 
 def modes(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """What graphs and planning ahead bring, what determinism costs, and whether its rows are their own."""
+    """The gain of graphs and asynchronous scheduling, the cost of determinism; whether a row depends on its batch."""
     context, steps = (32, 24) if arguments.small else (512, 128)
-    ways: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         "graphs, ahead": {},
         "no graphs": {"cuda_graphs": "off"},
         "one at a time": {"async_scheduling": "off"},
@@ -98,7 +98,7 @@ def modes(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
         "deterministic": {"deterministic": True},
     }
     found: Result = {}
-    for name, options in ways.items():
+    for name, options in variants.items():
         made = bench(**options)
         found[name] = {f"batch {batch}": made.decode(batch, context, steps) for batch in (1, 32)}
         prompts = made.prompts([(length, 16) for length in range(5, 85, 5)])
@@ -132,7 +132,7 @@ RUN: dict[str, Callable[..., Result]] = {
 
 
 def run_section(section: str, model: str, arguments: argparse.Namespace, answer: Any) -> None:
-    """In a process of its own: what one section leaves on the device is gone with it."""
+    """Runs in a separate process, so that its end frees everything on the device."""
     try:
         with tempfile.TemporaryDirectory() as folder:
 
@@ -145,7 +145,7 @@ def run_section(section: str, model: str, arguments: argparse.Namespace, answer:
 
 
 def device_facts() -> Result:
-    """What the figures were measured on."""
+    """The device that the figures were measured on."""
     import torch
 
     if not torch.cuda.is_available():
@@ -165,12 +165,12 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="a few short requests: to try the script")
-    parser.add_argument("--save", action="store_true", help="write results/gpu.json")
+    parser.add_argument("--small", action="store_true", help="a few short requests: to test the script")
+    parser.add_argument("--save", action="store_true", help="append to results/gpu.jsonl")
     arguments = parser.parse_args()
     facts = device_facts()
     if arguments.device == "cuda" and facts["gpu"] is None:
-        sys.exit("There is no GPU here; --device cpu --models tiny --small tries the script.")
+        sys.exit("There is no GPU here; --device cpu --models tiny --small tests the script.")
     context = multiprocessing.get_context("spawn")
     results: Result = {}
     for section in arguments.sections.split(","):
@@ -185,11 +185,11 @@ def main() -> None:
             try:
                 found = ours.recv()
             except EOFError:
-                found = {"error": "the process ended without a word"}
+                found = {"error": "the process ended without a result"}
             process.join()
             results.setdefault(section, {})[model] = found
             print(f"{section} {model} ({time.perf_counter() - began:.0f} s): {json.dumps(found)}", flush=True)
-            if arguments.save:  # after each: a run that is cut short has told what it knew
+            if arguments.save:  # after each: an aborted run has saved its results so far
                 machine.save("gpu", {"device": facts, "results": results})
 
 

@@ -1,4 +1,4 @@
-"""One engine on a GPU, and what is measured of it."""
+"""One engine on a GPU, and its measurements."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Bench:
     """One engine over random weights."""
 
     def __init__(self, model: str, folder: Path, device: str, **options: Any) -> None:
-        from headrace_worker.config import ReplicaConfig
+        from headrace_worker.core.config import ReplicaConfig
         from headrace_worker.offline import OfflineEngine
 
         fields: dict[str, Any] = {
@@ -45,7 +45,7 @@ class Bench:
         return [Prompt(one, out, ignore_eos=True) for one, (_, out) in zip(ids, lengths, strict=True)]
 
     def run(self, lengths: list[tuple[int, int]]) -> Result:
-        """Everything at once, to the end."""
+        """Runs all requests at once, to the end."""
         with self.host_times() as host, self.step_memory() as memory:
             began = time.perf_counter()
             done = self.engine.generate(self.prompts(lengths))
@@ -87,7 +87,7 @@ class Bench:
 
     @contextmanager
     def step_memory(self) -> Iterator[Result]:
-        """GiB that steps take beside weights and cache while in the block, and what is left for them; GPUs only."""
+        """GiB that steps use besides weights and cache while in the block, and GiB reserved for them; GPUs only."""
         import torch
 
         from headrace_worker.runner.activations import step_bytes

@@ -1,4 +1,4 @@
-"""Configs of real models, for random weights: speed depends on shapes, not on what the numbers say.
+"""Configs of real models, for random weights: speed depends on shapes, not on the values of weights.
 
 Facts from the models' published config.json: Qwen/Qwen3-0.6B, meta-llama/Llama-3.1-8B.
 """

@@ -1,12 +1,12 @@
-"""The host's side of a step alone, part by part: what a GPU would wait for if the host were slow.
+"""The host's part of a step without a model, by function: a GPU waits for it when the host is slow.
 
     python benchmarks/host_step.py [--running 1,32,256] [--sampling greedy,mixed] [--steps 400] [--profile] [--save]
 
 A real engine loop over a model without arithmetic: it returns the same logits at once, over so small a vocabulary that
-drawing from them costs calls, not sums. Decode steps of requests with 100 to 600 tokens, on CPU tensors; copies to a
-GPU and its launches are not in the figures (benchmarks/gpu.py measures the gap there).
+sampling costs calls, not arithmetic. Decode steps of requests with 100 to 600 tokens, on CPU tensors; copies to a GPU
+and its launches are not included (benchmarks/gpu.py measures the gap there).
 
-`step` is one turn of the loop, the model's call left out. `plan to ranks` (several ranks only) is part of a step there;
+`step` is one turn of the loop without the model's call. `plan to ranks` (several ranks only) is part of a step there;
 `deliver` runs on the thread of the gRPC server, under the same interpreter lock.
 """
 
@@ -29,17 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.engine import Engine
-from headrace_worker.kv.manager import KVManager, ModelScope
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
-from headrace_worker.loop import EngineLoop, StepReport
-from headrace_worker.parallel.context import SINGLE
-from headrace_worker.parallel.messages import Step, encoder
-from headrace_worker.plan import RowSampling, StepPlan
-from headrace_worker.request import Request
+from headrace_worker.assembly.loop import EngineLoop, StepReport
+from headrace_worker.comm.parallel_context import SINGLE
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowSampling, StepPlan
+from headrace_worker.core.request import Request
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.ranks.messages import Step, encoder
 from headrace_worker.runner.batch import Batch
+from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
-from headrace_worker.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.server.convert import to_load
 from headrace_worker.server.outbox import Outbox
 
@@ -49,7 +50,7 @@ PARTS = ("expire", "schedule", "prepare", "sample", "apply_tokens", "collect", "
 
 
 class NoModel(nn.Module):
-    """Stands where a model would be, so that a runner can be made."""
+    """Replaces a model, so that a runner can be constructed."""
 
     base_model = None
 
@@ -57,7 +58,7 @@ class NoModel(nn.Module):
 
 
 class FixedRunner(Runner):
-    """Everything of a runner but the model."""
+    """A runner without a model."""
 
     def __init__(self) -> None:
         device = torch.device("cpu")
@@ -65,7 +66,7 @@ class FixedRunner(Runner):
             layout=LAYOUT, device=device, dtype=torch.float32, module=NoModel(), parallel=SINGLE
         )
         model.vocab_size, model.deterministic = VOCABULARY, False
-        super().__init__(model, num_blocks=20_000, max_rows=ROWS, max_len=MAX_LEN)
+        super().__init__(model, KVPools.of(model, 20_000), max_rows=ROWS, max_len=MAX_LEN)
         self._logits = torch.rand(ROWS, VOCABULARY)
         self.plan: StepPlan | None = None
 
@@ -86,7 +87,7 @@ class Times:
         self.all: defaultdict[str, list[float]] = defaultdict(list)
 
     def watch(self, owner: Any, *names: str) -> None:
-        """Has calls of these methods of one object timed."""
+        """Measures calls of these methods of one object."""
         for name in names:
             setattr(owner, name, self._timed(name, getattr(owner, name)))
 
@@ -125,9 +126,9 @@ class Bench:
         for number in range(running):
             self.engine.submit(self._request(random, number, sampling, steps))
         while len(self.scheduler.waiting) or any(entry.missing > 1 for entry in self.scheduler.running):
-            self.loop._turn()
+            self.loop._run_once()
         for _ in range(20):
-            self.loop._turn()
+            self.loop._run_once()
         gc.collect()
         gc.freeze()  # as a replica does once it has loaded
 
@@ -155,17 +156,17 @@ class Bench:
         )
 
     def deliver(self) -> None:
-        """What the server's thread does with a step for one router: deltas, a frame, its bytes."""
+        """The work of the server's thread per step and router: deltas, a frame, its bytes."""
         report = self.report
         assert report is not None
         self.outbox.put(report.outputs)
-        self.outbox.beat(report.step, to_load(report.load, report.step, report.draining))
+        self.outbox.set_heartbeat(report.step, to_load(report.load, report.step, report.draining))
         frame = self.events.run_until_complete(self.outbox.take())
         assert frame is not None and len(frame.deltas) == len(report.outputs)
         frame.SerializeToString()
 
     def encode(self) -> None:
-        """What rank 0 of several adds: the plan as bytes."""
+        """The additional work of rank 0 of several ranks: the plan as bytes."""
         assert self.runner.plan is not None
         encoder.encode(Step(self.runner.plan, []))
 
@@ -179,7 +180,7 @@ class Bench:
         extra.watch(self, "deliver", "encode")
         for _ in range(steps):
             began = time.perf_counter()
-            self.loop._turn()
+            self.loop._run_once()
             times.close((time.perf_counter() - began) * 1e6)
             self.deliver()
             self.encode()
@@ -193,11 +194,11 @@ class Bench:
         return {name: _summary(values) for name, values in found.items()}
 
     def profile(self, steps: int) -> None:
-        """Prints which functions took the time of `steps` turns."""
+        """Prints the time of `steps` turns by function."""
         recorder = cProfile.Profile()
         recorder.enable()
         for _ in range(steps):
-            self.loop._turn()
+            self.loop._run_once()
         recorder.disable()
         pstats.Stats(recorder).sort_stats("tottime").print_stats(25)
 
@@ -217,9 +218,9 @@ def main() -> None:
     parser.add_argument("--sampling", default="greedy,mixed")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
-        "--profile", action="store_true", help="where the time of a step goes (cProfile, which adds some)"
+        "--profile", action="store_true", help="time of a step by function (cProfile, which adds overhead)"
     )
-    parser.add_argument("--save", action="store_true", help="write results/host_step.json")
+    parser.add_argument("--save", action="store_true", help="append to results/host_step.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, dict[str, dict[str, float]]] = {}

@@ -7,7 +7,7 @@ Workloads (random prompts, greedy, fp32, end-of-sequence ignored):
     equal   32 requests of 128 in, 64 out
     mixed   32 requests of 128 in, 8 to 256 out: a static batch runs until its longest request ends
 
-Prefix caching cannot help: prompts are random and new in every round.
+Prefix caching has no effect: prompts are random and new in every round.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import machine
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import OfflineEngine, Prompt
@@ -55,7 +55,7 @@ def run_headrace(engine: OfflineEngine, work: Workload) -> int:
 
 
 def run_generate(model: Any, work: Workload) -> int:
-    """Static batching: everyone waits for the longest; only the tokens asked for count."""
+    """Static batching: all requests wait for the longest one; only the requested tokens count."""
     longest = max(length for _, length in work)
     ids = torch.tensor([prompt for prompt, _ in work])
     with torch.inference_mode():
@@ -71,11 +71,11 @@ def run_generate(model: Any, work: Workload) -> int:
 
 
 def run_generate_batch(model: Any, work: Workload) -> int:
-    """transformers' continuous batching, which takes one length for all requests."""
+    """transformers' continuous batching, which has one length for all requests."""
     longest = max(length for _, length in work)
     settings = GenerationConfig(max_new_tokens=longest, eos_token_id=-1, do_sample=False, pad_token_id=0)
     model.set_attn_implementation("paged|sdpa")
-    try:  # not in inference mode: it changes tensors of its own in place
+    try:  # not in inference mode: it changes its own tensors in place
         outputs = model.generate_batch(
             inputs=[prompt for prompt, _ in work], generation_config=settings, progress_bar=False
         )
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default="generate,generate_batch", help="comma-separated; may be empty")
     parser.add_argument("--workloads", default="single,equal,mixed")
-    parser.add_argument("--save", action="store_true", help="write results/offline.json")
+    parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
     arguments = parser.parse_args()
     peers = [peer for peer in arguments.peers.split(",") if peer]
     names = arguments.workloads.split(",")
@@ -110,31 +110,31 @@ def main() -> None:
     if "generate_batch" in peers:
         contenders["generate_batch"] = lambda work: run_generate_batch(model, work)
 
-    speeds: dict[str, dict[str, list[float]]] = {name: {who: [] for who in contenders} for name in names}
+    speeds: dict[str, dict[str, list[float]]] = {name: {peer: [] for peer in contenders} for name in names}
     for round_number in range(arguments.rounds):
         for name in names:
-            for who, run in contenders.items():
-                if who == "generate_batch" and name != "equal":
+            for peer, run in contenders.items():
+                if peer == "generate_batch" and name != "equal":
                     continue
                 work = workload(name, seed=round_number)
                 began = time.perf_counter()
                 tokens = run(work)
                 seconds = time.perf_counter() - began
-                speeds[name][who].append(tokens / seconds)
-                print(f"round {round_number} {name:7s} {who:15s} {tokens / seconds:8.1f} output tok/s", flush=True)
+                speeds[name][peer].append(tokens / seconds)
+                print(f"round {round_number} {name:7s} {peer:15s} {tokens / seconds:8.1f} output tok/s", flush=True)
 
     summary: dict[str, Any] = {}
     for name in names:
-        for who, values in speeds[name].items():
+        for peer, values in speeds[name].items():
             if not values:
                 continue
             own = median(speeds[name]["headrace"])
-            summary[f"{name}/{who}"] = {
+            summary[f"{name}/{peer}"] = {
                 "median_tok_s": round(median(values), 1),
                 "all": [round(value, 1) for value in values],
                 "headrace_ratio": round(own / median(values), 2),
             }
-            print(f"{name:7s} {who:15s} median {median(values):8.1f} tok/s   headrace is {own / median(values):.2f}x")
+            print(f"{name:7s} {peer:15s} median {median(values):8.1f} tok/s   headrace is {own / median(values):.2f}x")
     if arguments.save:
         print(machine.save("offline", {"output_tok_s": summary, "rounds": arguments.rounds}))
 

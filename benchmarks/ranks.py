@@ -2,8 +2,8 @@
 
     python benchmarks/ranks.py [--rounds 3] [--save]
 
-Every way uses the same cores: one rank with all of them, or two with half each. All are built first, then take turns
-(A B C A B C). On few cores that share one memory bus this says what splitting costs, not what it brings.
+Every layout uses the same cores: one rank with all of them, or two with half each. All are built first, then alternate
+(A B C A B C). On few cores with one memory bus this measures the cost of splitting, not its gain.
 """
 
 import argparse
@@ -16,29 +16,29 @@ from typing import Any
 import machine
 import torch
 
-from headrace_worker.assembly import Assembly, assemble
-from headrace_worker.config import Meeting, ReplicaConfig
+from headrace_worker.assembly.assemble import Assembly, assemble
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.parallel.meeting import MeetingHost
-from headrace_worker.parallel.team import Team
+from headrace_worker.ranks.team import Team
 from headrace_worker.replica import Replica
 
-WAYS = {"1 rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
+LAYOUTS = {"1 rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
 BATCHES = (1, 8, 32)
 PROMPT, OUTPUT = 32, 32
 
 
-def follow(config: ReplicaConfig, rank: int, meeting: Meeting) -> None:
-    """The life of every rank but the first."""
+def run_follower(config: ReplicaConfig, rank: int, rendezvous: Rendezvous) -> None:
+    """The process of every rank but the first."""
     replica = Replica(config, rank)
-    replica.start(meeting)
+    replica.start(rendezvous)
     replica.wait()
     replica.stop()
 
 
 @dataclass
-class Way:
-    """One replica, whose first rank is this process."""
+class LayoutReplica:
+    """A replica of one layout; its first rank is this process."""
 
     assembly: Assembly
     threads: int
@@ -65,7 +65,7 @@ class Way:
             self.team.close()
 
 
-def build(tp: int, pp: int, cores: int) -> Way:
+def build(tp: int, pp: int, cores: int) -> LayoutReplica:
     """A replica of the embedded model."""
     threads = max(1, cores // (tp * pp))
     config = ReplicaConfig(
@@ -73,34 +73,36 @@ def build(tp: int, pp: int, cores: int) -> Way:
         kv_cache_memory=256 << 20, max_model_len=1024, max_num_seqs=64, cpu_threads=threads,
     )  # fmt: skip
     if tp * pp == 1:
-        return Way(assemble(config), threads, None, [])
-    opened = MeetingHost("127.0.0.1")
+        return LayoutReplica(assemble(config), threads, None, [])
+    opened = RendezvousHost("127.0.0.1")
     context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=follow, args=(config, rank, opened.meeting)) for rank in range(1, tp * pp)]
+    others = [
+        context.Process(target=run_follower, args=(config, rank, opened.rendezvous)) for rank in range(1, tp * pp)
+    ]
     for process in others:
         process.start()
-    team = Team(config, 0, opened.meeting, opened)
+    team = Team(config, 0, opened.rendezvous, opened)
     assembly = assemble(config, team=team)
-    team.settle()
-    return Way(assembly, threads, team, others)
+    team.barrier()
+    return LayoutReplica(assembly, threads, team, others)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="write results/ranks.json")
+    parser.add_argument("--save", action="store_true", help="append to results/ranks.jsonl")
     arguments = parser.parse_args()
     cores = torch.get_num_threads()
-    ways = {name: build(tp, pp, cores) for name, (tp, pp) in WAYS.items()}
-    speeds: dict[str, list[float]] = {f"{name}, batch {batch}": [] for name in ways for batch in BATCHES}
+    replicas = {name: build(tp, pp, cores) for name, (tp, pp) in LAYOUTS.items()}
+    speeds: dict[str, list[float]] = {f"{name}, batch {batch}": [] for name in replicas for batch in BATCHES}
     for turn in range(arguments.rounds + 1):
         for batch in BATCHES:
-            for name, way in ways.items():
-                found = way.tokens_per_second(batch, turn)
+            for name, replica in replicas.items():
+                found = replica.tokens_per_second(batch, turn)
                 if turn:  # the first round warms up
                     speeds[f"{name}, batch {batch}"].append(found)
-    for way in ways.values():
-        way.close()
+    for replica in replicas.values():
+        replica.close()
     result = {
         name: {"median_tok_s": round(median(values), 1), "all": [round(value, 1) for value in values]}
         for name, values in speeds.items()

@@ -1,7 +1,7 @@
 """Speed of the whole path: HTTP, router, gRPC, Ray actor, engine.
 
-    python benchmarks/serving.py                                    starts a server of its own
-    python benchmarks/serving.py --base-url http://127.0.0.1:8000   measures one that runs, Headrace or another
+    python benchmarks/serving.py                                    starts a server
+    python benchmarks/serving.py --base-url http://127.0.0.1:8000   measures a running server, Headrace or another
     options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers generate,generate_batch --save
 
 Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, streamed):
@@ -9,14 +9,14 @@ Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, stream
     mixed   8 to 256 tokens out
 Per concurrency C: max(4, C) requests, C of them open at any time. TTFT is the time to the first event with tokens, TPOT
 the mean time per token after the first of one request, ITL the time between two events of one request. The client is a
-process of its own and takes its part of the same processors.
+separate process and uses the same processors.
 
-Peers run in turn with the server, in this process, on the same requests and weights, without HTTP: transformers'
+Peers alternate with the server, in this process, on the same requests and weights, without HTTP: transformers'
 `generate` in static batches of C, and its `generate_batch` (equal lengths, C > 1). They have no TTFT: a batch answers
-when it is done. `--peers ''` leaves them out.
+when it is done. `--peers ''` skips them.
 
-Prefix caching cannot help: prompts are random and new in every round. `--base-url` needs /v1/completions with token-id
-prompts, `ignore_eos` and `stream_options.include_usage`. aiohttp comes with Ray.
+Prefix caching has no effect: prompts are random and new in every round. `--base-url` needs /v1/completions with
+token-id prompts, `ignore_eos` and `stream_options.include_usage`. aiohttp comes with Ray.
 """
 
 import argparse
@@ -48,7 +48,7 @@ Request = tuple[list[int], int]  # prompt, tokens to generate
 
 @dataclass
 class Timing:
-    """One request, seen by its client; seconds."""
+    """Times of one request, measured by its client; seconds."""
 
     began: float
     first: float = 0.0
@@ -66,7 +66,7 @@ class Timing:
 
 
 def workload(name: str, count: int, random: Random) -> list[Request]:
-    """`count` requests; the mixed ones hold one of the greatest length."""
+    """`count` requests; the mixed ones contain one of the greatest length."""
     lengths = [64] * count
     if name == "mixed":
         lengths = [*(random.randrange(8, 257) for _ in range(count - 1)), 256]
@@ -75,9 +75,10 @@ def workload(name: str, count: int, random: Random) -> list[Request]:
 
 
 async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Timing:
-    """Streams one completion. Raises RuntimeError if it is not what was asked for."""
+    """Streams one completion. Raises RuntimeError on an error or a wrong length."""
     prompt, length = request
-    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": length, "ignore_eos": True}
+    body |= {"temperature": 0}
     timing = Timing(time.perf_counter())
     stamps: list[float] = []
     async with session.post(
@@ -97,18 +98,18 @@ async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> T
             elif event["choices"]:
                 stamps.append(now)
     if timing.tokens != length or not stamps:
-        raise RuntimeError(f"{timing.tokens} tokens came where {length} were asked for")
+        raise RuntimeError(f"received {timing.tokens} tokens, requested {length}")
     timing.first, timing.last = stamps[0], stamps[-1]
     timing.gaps = [later - earlier for earlier, later in pairwise(stamps)]
     return timing
 
 
 async def drive(url: str, model: str, work: list[Request], concurrency: int) -> tuple[list[Timing], float]:
-    """All of `work`, `concurrency` at a time: (timings, seconds from first to last)."""
-    gate = asyncio.Semaphore(concurrency)
+    """Runs all of `work`, `concurrency` at a time: (timings, seconds from first to last)."""
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(session: aiohttp.ClientSession, request: Request) -> Timing:
-        async with gate:
+        async with slots:
             return await ask(session, model, request)
 
     options: dict[str, Any] = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(1200)}
@@ -139,7 +140,7 @@ def summarise(timings: list[Timing], seconds: float) -> dict[str, float]:
 
 @contextlib.contextmanager
 def own_server(model: str) -> Iterator[str]:
-    """`headrace serve` on free ports, ended at the end: its URL."""
+    """Runs `headrace serve` on free ports; yields its URL."""
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "serve.log"
         environ = os.environ | {"HEADRACE_HOME": home, "NO_COLOR": "1"}
@@ -165,7 +166,7 @@ async def first_model(url: str) -> str:
 
 
 class Peers:
-    """transformers on the same weights, in this process; loaded when there is one to run."""
+    """transformers on the same weights, in this process; loaded only if a peer is selected."""
 
     def __init__(self, names: list[str], source: str) -> None:
         self._names = names
@@ -195,7 +196,7 @@ def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     peers = Peers([peer for peer in arguments.peers.split(",") if peer], arguments.model)
     model = asyncio.run(first_model(url))
     random = Random(SystemRandom().getrandbits(64) if arguments.seed is None else arguments.seed)
-    asyncio.run(drive(url, model, workload("equal", 2, random), 2))  # what is made on first use
+    asyncio.run(drive(url, model, workload("equal", 2, random), 2))  # warm-up
     cases = [
         (name, int(count)) for name in arguments.workloads.split(",") for count in arguments.concurrency.split(",")
     ]
@@ -215,13 +216,13 @@ def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="of a running server; none = start one")
-    parser.add_argument("--model", default="smollm2", help="what to serve, where the server is started here")
+    parser.add_argument("--model", default="smollm2", help="the model to serve, if the server is started here")
     parser.add_argument("--workloads", default="equal,mixed")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default="generate,generate_batch", help="of transformers, on --model's weights")
-    parser.add_argument("--seed", type=int, help="of the prompts; the default draws one, so that no prompt comes twice")
-    parser.add_argument("--save", action="store_true", help="write results/serving.json")
+    parser.add_argument("--seed", type=int, help="of the prompts; random by default, so that no prompt is repeated")
+    parser.add_argument("--save", action="store_true", help="append to results/serving.jsonl")
     arguments = parser.parse_args()
     server = contextlib.nullcontext(arguments.base_url) if arguments.base_url else own_server(arguments.model)
     with server as url:

@@ -1,9 +1,9 @@
-"""KV blocks between replicas, in one run, interleaved: what disaggregation costs and what it brings.
+"""KV blocks between replicas, in one run, interleaved: the cost and the gain of disaggregation.
 
 1. GB/s of blocks that the source has cached, against a raw copy of equally large pieces over the same transport.
-2. Time to the first token at low load: prompts computed where they are answered, and by a prefill replica.
-3. Time between tokens of running streams while long prompts arrive: two replicas that do both, against one for prompts
-   and one for answers.
+2. TTFT at low load: prompts computed by the replica that answers, and by a prefill replica.
+3. ITL of running streams while long prompts arrive: two replicas that do both, against one for prefill and one for
+   decode.
 
     python benchmarks/transfer.py [--rounds N] [--save]
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import machine  # isort: skip  # before torch: it says how OpenMP waits
+import machine  # isort: skip  # before torch: it sets how OpenMP waits
 
 import grpc
 import torch
@@ -29,11 +29,11 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
-from headrace_worker.config import Meeting, ReplicaConfig
-from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.core.transfer.orders import OpenPair
+from headrace_worker.kv_transfer.pair_group import PairGroup
 from headrace_worker.replica import Replica
-from headrace_worker.transfer.orders import OpenPair
-from headrace_worker.transfer.wire import Wire
 
 SECRET = b"benchmark"
 PIECE = (2, 16, 3, 16, 64)  # keys and values of a layer in sixteen blocks of the embedded model
@@ -45,7 +45,7 @@ LONG, LONG_EVERY = 768, 1.5
 
 
 def run_replica(name: str, pipe: Any) -> None:
-    """One replica, until told to end."""
+    """Runs one replica until a message arrives on the pipe."""
     config = ReplicaConfig(
         replica_id=name, model="smollm2", source="smollm2", secret=SECRET, dtype="float32", device="cpu",
         kv_cache_memory=CACHE, max_model_len=1024, max_num_seqs=32, cpu_threads=1,
@@ -56,40 +56,40 @@ def run_replica(name: str, pipe: Any) -> None:
     replica.stop()
 
 
-def copy_raw(meeting: Meeting, pipe: Any) -> None:
-    """The sending end of the raw copy."""
-    wire = Wire(OpenPair(1, meeting, 2, 1, 0, (), sends=True), 0, "127.0.0.1", None)
+def copy_raw(rendezvous: Rendezvous, pipe: Any) -> None:
+    """The sender of the raw copy."""
+    pair_group = PairGroup(OpenPair(1, rendezvous, 2, 1, 0, (), sends=True), 0, "127.0.0.1", None)
     piece = torch.zeros(PIECE)
     while pipe.recv():
-        going = None
+        pending = None
         for _ in range(PIECES):
-            if going is not None:
-                wire.finish(going)
-            going = wire.send(piece, 0)
-        if going is not None:
-            wire.finish(going)
-    wire.close()
+            if pending is not None:
+                pair_group.finish(pending)
+            pending = pair_group.send(piece, 0)
+        if pending is not None:
+            pair_group.finish(pending)
+    pair_group.close()
 
 
 @dataclass
 class Answer:
-    """When each token of an answer came, in seconds after it was asked for."""
+    """The time of each token of an answer, in seconds after its request."""
 
     times: list[float] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def reach(self, count: int) -> None:
-        """Until so many tokens have come."""
-        async with self.news:
-            await self.news.wait_for(lambda: len(self.times) >= count)
+        """Waits until `count` tokens have arrived."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.times) >= count)
 
     @property
     def gaps(self) -> list[float]:
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
-class Line:
+class ReplicaStream:
     """A router's stream to one replica."""
 
     def __init__(self, address: str) -> None:
@@ -105,8 +105,8 @@ class Line:
         await self._call.write(pb.RouterFrame(hello=hello))
         self._task = asyncio.create_task(self._read())
 
-    async def ask(self, prompt: list[int], count: int, source: str = "") -> Answer:
-        """A greedy answer, which is on its way when this returns."""
+    async def submit(self, prompt: list[int], count: int, source: str = "") -> Answer:
+        """Requests a greedy answer; returns when the request is sent."""
         sampling = pb.Sampling(temperature=0, max_tokens=count, ignore_eos=True)
         submit = pb.Submit(attempt_id=os.urandom(16), prompt_token_ids=prompt, sampling=sampling)
         if source:
@@ -117,7 +117,7 @@ class Line:
         return answer
 
     async def first_token(self, prompt: list[int], source: str = "") -> float:
-        answer = await self.ask(prompt, 1, source)
+        answer = await self.submit(prompt, 1, source)
         await answer.done.wait()
         return answer.times[0]
 
@@ -129,10 +129,10 @@ class Line:
         while (frame := await self._call.read()) is not grpc.aio.EOF:
             self.load = frame.load
             for delta in frame.deltas:
-                answer, asked = self._answers[delta.attempt_id]
-                answer.times += [time.perf_counter() - asked] * len(delta.token_ids)
-                async with answer.news:
-                    answer.news.notify_all()
+                answer, began = self._answers[delta.attempt_id]
+                answer.times += [time.perf_counter() - began] * len(delta.token_ids)
+                async with answer.changed:
+                    answer.changed.notify_all()
                 if delta.finish:
                     answer.done.set()
 
@@ -141,43 +141,45 @@ def tokens(random: Random, count: int) -> list[int]:
     return [random.randrange(20, 40_000) for _ in range(count)]
 
 
-async def use_all_blocks(line: Line, random: Random) -> None:
-    """So that no page of the cache is touched for the first time while something is measured."""
-    await line.first_token(tokens(random, 16))
-    await asyncio.sleep(0.6)  # an idle tick says how many are free
-    for _ in range(line.load.free_blocks * 16 // 896 + 1):
-        await line.first_token(tokens(random, 896))
+async def use_all_blocks(stream: ReplicaStream, random: Random) -> None:
+    """Touches every page of the cache once, so that no first access is measured."""
+    await stream.first_token(tokens(random, 16))
+    await asyncio.sleep(0.6)  # an idle tick reports the free blocks
+    for _ in range(stream.load.free_blocks * 16 // 896 + 1):
+        await stream.first_token(tokens(random, 896))
 
 
-async def fetch_speed(first: Line, second: Line, random: Random) -> float:
-    """GB/s of one prompt's blocks that the second has computed before."""
+async def fetch_speed(first: ReplicaStream, second: ReplicaStream, random: Random) -> float:
+    """GB/s of one prompt's blocks that the second replica has computed before."""
     prompt = tokens(random, 896)
     await second.first_token(prompt)
     before = first.load.counters
     await first.first_token(prompt, second.address)
-    await asyncio.sleep(0.6)  # an idle tick brings the counters
+    await asyncio.sleep(0.6)  # an idle tick reports the counters
     after = first.load.counters
     return (after.fetched_bytes - before.fetched_bytes) / (after.fetch_seconds - before.fetch_seconds) / 1e9
 
 
-def raw_speed(wire: Wire, pipe: Any) -> float:
+def raw_speed(pair_group: PairGroup, pipe: Any) -> float:
     """GB/s of pieces received one after the other."""
     piece = torch.empty(PIECE)
     pipe.send(True)
-    wire.take(wire.expect(piece, 0))
+    pair_group.take(pair_group.expect(piece, 0))
     began = time.perf_counter()
     for _ in range(PIECES - 1):
-        wire.take(wire.expect(piece, 0))
+        pair_group.take(pair_group.expect(piece, 0))
     return (PIECES - 1) * piece.nbytes / (time.perf_counter() - began) / 1e9
 
 
-async def gaps_under_prompts(places: list[Line], source: str, random: Random) -> list[float]:
-    """Times between tokens of streams on `places` while long prompts come to them in turn."""
-    streams = [await places[index % len(places)].ask(tokens(random, 40), STREAM_TOKENS) for index in range(STREAMS)]
+async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random: Random) -> list[float]:
+    """Times between tokens of streams on `replicas` while long prompts arrive at them in turn."""
+    streams = [
+        await replicas[index % len(replicas)].submit(tokens(random, 40), STREAM_TOKENS) for index in range(STREAMS)
+    ]
     await asyncio.gather(*(stream.reach(10) for stream in streams))
     turn, waiting = 0, []
     while not all(stream.done.is_set() for stream in streams):
-        waiting.append(await places[turn % len(places)].ask(tokens(random, LONG), 1, source))
+        waiting.append(await replicas[turn % len(replicas)].submit(tokens(random, LONG), 1, source))
         turn += 1
         await asyncio.sleep(LONG_EVERY)
     for answer in waiting:
@@ -185,33 +187,33 @@ async def gaps_under_prompts(places: list[Line], source: str, random: Random) ->
     return [gap for stream in streams for gap in stream.gaps[10:]]
 
 
-async def measure(addresses: list[str], wire: Wire, pipe: Any, rounds: int) -> dict[str, Any]:
-    lines = [Line(address) for address in addresses]
-    for line in lines:
-        await line.open()
-    first, second = lines
+async def measure(addresses: list[str], pair_group: PairGroup, pipe: Any, rounds: int) -> dict[str, Any]:
+    streams = [ReplicaStream(address) for address in addresses]
+    for stream in streams:
+        await stream.open()
+    first, second = streams
     random = Random(1)
-    await asyncio.gather(*(use_all_blocks(line, random) for line in lines))
+    await asyncio.gather(*(use_all_blocks(stream, random) for stream in streams))
     await fetch_speed(first, second, random)  # opens the pair
     fetched, raw = [], []
     for _ in range(rounds):
-        raw.append(raw_speed(wire, pipe))
+        raw.append(raw_speed(pair_group, pipe))
         fetched.append(await fetch_speed(first, second, random))
     print(f"blocks {statistics.median(fetched):.2f} GB/s, raw copy {statistics.median(raw):.2f} GB/s", flush=True)
     starts: dict[str, dict[str, float]] = {}
     for length in PROMPTS:
-        here, there = [], []
+        local, remote = [], []
         for _ in range(rounds):
-            here.append(await first.first_token(tokens(random, length)))
-            there.append(await first.first_token(tokens(random, length), second.address))
+            local.append(await first.first_token(tokens(random, length)))
+            remote.append(await first.first_token(tokens(random, length), second.address))
         starts[str(length)] = {
-            "local_ms": round(statistics.median(here) * 1e3, 1),
-            "prefill_replica_ms": round(statistics.median(there) * 1e3, 1),
+            "local_ms": round(statistics.median(local) * 1e3, 1),
+            "prefill_replica_ms": round(statistics.median(remote) * 1e3, 1),
         }
         print(f"first token of {length} tokens: {starts[str(length)]}", flush=True)
     gaps: dict[str, list[float]] = {"colocated": [], "disaggregated": []}
     for _ in range(max(1, rounds // 2)):
-        gaps["colocated"] += await gaps_under_prompts(lines, "", random)
+        gaps["colocated"] += await gaps_under_prompts(streams, "", random)
         gaps["disaggregated"] += await gaps_under_prompts([first], second.address, random)
     between = {
         name: {
@@ -224,8 +226,8 @@ async def measure(addresses: list[str], wire: Wire, pipe: Any, rounds: int) -> d
     for name, row in between.items():
         print(f"between tokens, {name}: {row}", flush=True)
     counters = first.load.counters
-    for line in lines:
-        await line.close()
+    for stream in streams:
+        await stream.close()
     return {
         "blocks_gb_s": {"median": round(statistics.median(fetched), 3), "all": [round(x, 3) for x in fetched]},
         "raw_copy_gb_s": {"median": round(statistics.median(raw), 3), "all": [round(x, 3) for x in raw]},
@@ -239,7 +241,7 @@ async def measure(addresses: list[str], wire: Wire, pipe: Any, rounds: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write results/transfer.json")
+    parser.add_argument("--save", action="store_true", help="append to results/transfer.jsonl")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     children = []
@@ -249,15 +251,15 @@ def main() -> None:
         process.start()
         children.append((process, mine))
     addresses = [pipe.recv() for _, pipe in children]
-    opened = MeetingHost("127.0.0.1")
+    opened = RendezvousHost("127.0.0.1")
     mine, theirs = context.Pipe()
-    sender = context.Process(target=copy_raw, args=(opened.meeting, theirs))
+    sender = context.Process(target=copy_raw, args=(opened.rendezvous, theirs))
     sender.start()
-    wire = Wire(OpenPair(1, opened.meeting, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
-    result = asyncio.run(measure(addresses, wire, mine, arguments.rounds))
+    pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
+    result = asyncio.run(measure(addresses, pair_group, mine, arguments.rounds))
     mine.send(False)
     sender.join(10)
-    wire.close()
+    pair_group.close()
     for process, pipe in children:
         pipe.send(True)
         process.join(20)

@@ -1,16 +1,44 @@
-"""For all tests: a skip that names what to install is a failure where CI=1 (or true) is set."""
+"""For all tests: a skip that names a package to install is a failure if CI=1 (or true) is set."""
 
 import os
 import re
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Before any test imports torch: the threads of several processes share few cores, and spinning ones block the others.
+# Set before any test imports torch: the threads of several processes share few cores, and spinning threads block them.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (install|pack))\b")
+
+
+HERE = Path(__file__).parent
+CI = (  # files and folders of tests that start or kill whole servers for tens of seconds
+    "e2e/test_controller_restart.py",
+    "e2e/test_process_failures.py",
+    "e2e/test_load.py",
+    "e2e/test_pools.py",
+    "e2e/test_profile.py",
+    "e2e/test_ranks.py",
+    "e2e/test_roles.py",
+    "e2e/test_rollout.py",
+    "e2e/test_routers.py",
+    "e2e/test_stop.py",
+    "integration/",
+    "test_benchmarks.py",
+)
+ALONE = ("cluster/", "e2e/", "worker/parallel/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by the file that they are in."""
+    for item in items:
+        name = item.path.relative_to(HERE).as_posix()
+        for marker, places in ((pytest.mark.ci, CI), (pytest.mark.alone, ALONE)):
+            if name.startswith(places):
+                item.add_marker(marker)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -20,5 +48,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if _INSTALLABLE.search(reason):
             report.outcome = "failed"
-            report.longrepr = f"{item.nodeid}: {reason} (with CI=1 what can be installed must be there)"
+            report.longrepr = f"{item.nodeid}: {reason} (with CI=1 it must be installed)"
     return report

@@ -1,9 +1,13 @@
-"""Benchmarks that need a machine of their own still have to start: each is tried on something tiny."""
+"""Benchmarks that need a dedicated machine must still start: each runs here with a tiny input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -34,3 +38,37 @@ def test_the_gpu_benchmark_runs_small_on_a_cpu() -> None:
     assert found["decode"]["batch 32"]["output_tok_s"] > 0
     assert found["workload"]["requests"] == 16
     assert all(way["alone_equals_together"] == way["of"] for way in found["modes"].values())
+
+
+def _answers(*flags: str) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """(defaults, counts by question) of the embedded model."""
+    command = [sys.executable, str(FOLDER / "answers.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr
+    (defaults, *rows) = (
+        (line[: line.index("{")].strip(), line[line.index("{") :]) for line in done.stdout.splitlines()
+    )
+    assert defaults[0] == "defaults"
+    return json.loads(defaults[1]), {question: json.loads(row) for question, row in rows}
+
+
+@pytest.mark.parametrize("seeds", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_readmes_questions_have_short_correct_answers(seeds: int) -> None:
+    defaults, found = _answers("--seeds", str(seeds), "--others", "0")
+    text = (FOLDER.parent / "README.md").read_text()
+    questions = set(re.findall(r'"role": "user", "content": "([^"]+)"', text)) | set(
+        re.findall(r'--once "([^"]+)"', text)
+    )
+    assert questions == found.keys(), "benchmarks/answers.py uses the README's questions"
+    for question, row in found.items():
+        assert row["answers"] == row["right"] == row["stopped"] == seeds and row["loops"] == 0, (question, row)
+        assert row["longest_tokens"] < 40 < defaults["max_tokens"]
+
+
+def test_the_loop_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from answers import loops
+
+    assert loops([1, 2, 3] * 4) and loops([9, 8, *[1, 2, 3] * 4, 7]) and loops([5] * 8)
+    assert not loops([1, 2, 3] * 3) and not loops([1, 2, 3, *[4, 5, 6] * 3]) and not loops([5] * 7)
+    assert not loops([1, 2] * 3 + [1, 3] * 3) and not loops(list(range(100))) and not loops([])

@@ -1,14 +1,16 @@
-"""The walls between rooms (docs/design.md), and the calls that no room may make (RELIABILITY R1, R16)."""
+"""Import rules of the packages (docs/design.md), and calls that no package may make (RELIABILITY R1, R16)."""
 
 import ast
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("proto", "kernels", "worker", "router", "cluster")
+PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
 MAY_IMPORT = {
     "proto": set(),
     "kernels": set(),
@@ -23,44 +25,22 @@ NEVER = {
     "router": {"torch", "ray", "transformers", "gguf", "safetensors"},
     "cluster": set(),
 }
-PURE = {
-    "worker": (
-        "kv/*.py",
-        "scheduler.py",
-        "scheduled_step.py",
-        "scheduler_counters.py",
-        "roster.py",
-        "row_pool.py",
-        "deadlines.py",
-        "queue.py",
-        "request.py",
-        "engine.py",
-        "latency.py",
-        "plan.py",
-        "layout.py",
-        "transfer/shards.py",
-        "transfer/orders.py",
-        "transfer/messages.py",
-        "transfer/fetch.py",
-        "transfer/fetching.py",
-        "transfer/granting.py",
-        "transfer/exchange.py",
-    ),
-    "router": ("policy/*.py", "journey.py"),
-}
-PURE_NEVER = {"torch", "ray", "grpc", "asyncio", "time", "threading", "random", "socket", "numpy"}
+PURE = {"worker": "core", "router": "core", "cluster": "core"}  # a folder whose files are all pure
+PURE_NEVER = {"torch", "ray", "grpc", "asyncio", "time", "threading", "random", "socket", "subprocess", "numpy"}
+PURE_ALLOWED = {"worker/headrace_worker/core/guide.py": {"numpy"}}  # the type of a mask
+LAYERS = re.compile(r"^Layers, lowest first: (.+)\.$", re.MULTILINE)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"eval", "exec"}
 
 
-def sources(room: str) -> list[Path]:
-    found = [path for path in (ROOT / room).rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
+def sources(package: str) -> list[Path]:
+    found = [path for path in (ROOT / package).rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
     assert found
     return found
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, wherever in it."""
+    """Top-level names of all modules that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -70,43 +50,98 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may(room: str) -> None:
-    foreign = {f"headrace_{other}" for other in ROOMS if other != room and other not in MAY_IMPORT[room]}
+def module_name(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def headrace_modules(path: Path) -> set[str]:
+    """Dotted names of our own modules that a file imports when it is loaded or called."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headrace_"):
+            folder = ROOT / node.module.split("_")[1].split(".")[0] / node.module.replace(".", "/")
+            for alias in node.names:
+                inside = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
+                names.add(f"{node.module}.{alias.name}" if inside else node.module)
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    foreign = {f"headrace_{other}" for other in PACKAGES if other != package and other not in MAY_IMPORT[package]}
     bad = [
         f"{path.relative_to(ROOT)}: {names}"
-        for path in sources(room)
-        if (names := imported(path) & (foreign | NEVER[room]))
+        for path in sources(package)
+        if (names := imported(path) & (foreign | NEVER[package]))
     ]
     assert not bad, "\n".join(bad)
 
 
-def test_only_cluster_imports_ray() -> None:
-    assert any("ray" in imported(path) for path in sources("cluster"))
+def test_one_folder_imports_ray() -> None:
+    folders = {path.relative_to(ROOT).parts[2] for path in sources("cluster") if "ray" in imported(path)}
+    assert folders == {"ray"}
 
 
-@pytest.mark.parametrize("room", PURE)
-def test_the_pure_cores_take_clock_randomness_and_transport_from_outside(room: str) -> None:
-    files = [path for pattern in PURE[room] for path in (ROOT / room / f"headrace_{room}").glob(pattern)]
-    assert len(files) >= len(PURE[room])
-    bad = [f"{path.relative_to(ROOT)}: {names}" for path in files if (names := imported(path) & PURE_NEVER)]
+@pytest.mark.parametrize("package", PURE)
+def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) -> None:
+    files = sorted((ROOT / package / f"headrace_{package}" / PURE[package]).rglob("*.py"))
+    assert len(files) > 3
+    bad = []
+    for path in files:
+        name = str(path.relative_to(ROOT))
+        bad += [f"{name}: {found}" for found in imported(path) & PURE_NEVER - PURE_ALLOWED.get(name, set())]
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_room_has_an_init_that_would_shadow_a_library(room: str) -> None:
-    assert not (ROOT / room / "__init__.py").exists()
+def declared_layers(package: str) -> dict[str, int]:
+    """Each folder or file of a package and its layer, as declared in the package's README."""
+    (line,) = LAYERS.findall((ROOT / package / "README.md").read_text())
+    steps = [re.findall(r"`([a-z_]+)`", step) for step in line.split(" · ")]
+    return {name: height for height, names in enumerate(steps) for name in names}
+
+
+@pytest.mark.parametrize("package", ["worker", "router", "cluster"])
+def test_imports_go_down(package: str) -> None:
+    folder = ROOT / package / f"headrace_{package}"
+    layers = declared_layers(package)
+    found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__", "__main__"} == layers.keys(), "each folder and file has a layer"
+    bad = []
+    for path in sorted(folder.rglob("*.py")):
+        here = path.relative_to(folder).parts[0].removesuffix(".py")
+        if here in ("__init__", "__main__"):
+            continue
+        for name in headrace_modules(path):
+            owner, _, rest = name.partition(".")
+            there = rest.partition(".")[0]
+            if owner == f"headrace_{package}" and there != here and layers[there] >= layers[here]:
+                bad.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("package", ["worker", "router", "cluster"])
+def test_modules_form_no_cycle(package: str) -> None:
+    folder = ROOT / package / f"headrace_{package}"
+    imports = {module_name(path, folder): headrace_modules(path) for path in folder.rglob("*.py")}
+    graph = {name: {target for target in targets if target in imports} - {name} for name, targets in imports.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_folder_has_an_init_that_would_shadow_a_library(package: str) -> None:
+    assert not (ROOT / package / "__init__.py").exists()
 
 
 @pytest.mark.parametrize(
-    ("room", "never"),
+    ("package", "never"),
     [("router", {"torch", "ray", "transformers"}), ("proto", {"torch", "ray"})],
 )
-def test_what_a_room_brings_along(room: str, never: set[str]) -> None:
-    """Imports every module of a room in a fresh interpreter and looks at what came with them."""
+def test_transitive_imports_of_a_package(package: str, never: set[str]) -> None:
+    """Imports every module of a package in a new interpreter and checks which libraries were loaded."""
     modules = [
-        ".".join(path.relative_to(ROOT / room).with_suffix("").parts)
-        for path in sources(room)
+        ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
+        for path in sources(package)
         if path.name not in ("__init__.py", "__main__.py")
     ]
     script = f"import sys\nfor name in {modules!r}: __import__(name)\nprint(*(set(sys.modules) & {never!r}))"
@@ -115,10 +150,10 @@ def test_what_a_room_brings_along(room: str, never: set[str]) -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_nothing_is_unpickled_or_evaluated(room: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_unpickled_or_evaluated(package: str) -> None:
     bad: list[str] = []
-    for path in sources(room):
+    for path in sources(package):
         bad += [f"{path.relative_to(ROOT)}: imports {name}" for name in imported(path) & FORBIDDEN_MODULES]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

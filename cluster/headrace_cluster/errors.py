@@ -1,4 +1,4 @@
-"""Errors of the control plane that a user can do something about."""
+"""Errors of the control plane that a user can act on."""
 
 from headrace_proto.errors import HeadraceError
 
@@ -8,11 +8,15 @@ class SpecError(HeadraceError):
 
 
 class PlacementError(HeadraceError):
-    """The Ray cluster cannot hold what the spec asks for."""
+    """The spec needs more resources than the Ray cluster has."""
 
 
 class RayStartError(HeadraceError):
-    """Ray did not start, or the one to join does not answer."""
+    """Ray did not start, or the Ray to join does not answer."""
+
+
+class RayLostError(HeadraceError):
+    """A process of our own Ray has ended, and with it every replica."""
 
 
 class ClusterExistsError(HeadraceError):
@@ -20,7 +24,7 @@ class ClusterExistsError(HeadraceError):
 
 
 class ReplicaFailedError(HeadraceError):
-    """A replica could not start; the sentence is its own."""
+    """A replica could not start; the message comes from the replica."""
 
 
 class ControllerLostError(HeadraceError):
@@ -28,7 +32,7 @@ class ControllerLostError(HeadraceError):
 
 
 class ControllerFailedError(HeadraceError):
-    """The controller ends again and again."""
+    """The controller ended too often."""
 
 
 class RouterFailedError(HeadraceError):
@@ -36,19 +40,23 @@ class RouterFailedError(HeadraceError):
 
 
 class NotRunningError(HeadraceError):
-    """No server answers where a client command looks for one."""
+    """No server answers at the address of a client command."""
+
+
+class ServerChoiceError(HeadraceError):
+    """Several servers run, and the command selects none of them, or more than one."""
 
 
 class ProfileError(HeadraceError):
-    """No profile can be made; the sentence says why."""
+    """No profile can be recorded; the message has the reason."""
 
 
 class RoleError(HeadraceError):
-    """A replica cannot have another role now; the sentence says why."""
+    """The role of a replica cannot be changed now; the message has the reason."""
 
 
 class DrainError(HeadraceError):
-    """A replica cannot be drained or brought back; the sentence says why."""
+    """A replica cannot be drained or undrained; the message has the reason."""
 
 
 class StateError(HeadraceError):

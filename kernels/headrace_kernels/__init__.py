@@ -1,4 +1,4 @@
-"""Tensor operations of Headrace: each op has a torch reference, and faster backends where they pay."""
+"""Tensor operations of Headrace: each op has a torch reference, and faster backends where they are worthwhile."""
 
 from headrace_kernels.catalog import describe
 from headrace_kernels.invariant import InvariantLinear

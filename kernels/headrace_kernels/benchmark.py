@@ -1,7 +1,7 @@
 """Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows] [gpu]``.
 
-``gpu`` is ``headrace_kernels.gpu.benchmark`` and needs one. The others are of the CPU, with SmolLM2-135M's shapes: runs
-are interleaved, and each line gives the fastest: on a shared machine the one that was left alone (set
+``gpu`` is ``headrace_kernels.gpu.benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
+runs are interleaved, and each line gives the fastest: on a shared machine the least disturbed one (set
 GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches hold, as they do in a model.
 """
 
@@ -24,7 +24,7 @@ _ROTATED_BYTES = 64 << 20
 
 
 def fastest(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of the fastest run of each, taken in turns."""
+    """Seconds of the fastest run of each, interleaved."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
         for name, run in runs.items():

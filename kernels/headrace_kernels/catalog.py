@@ -57,7 +57,7 @@ class RopeWriteRun(Protocol):
 
 
 def _backends(module: str, name: str) -> tuple[Backend[Any], ...]:
-    """The implementations of an op, by the module and function name that all folders share."""
+    """The implementations of an op, by its module and function name, which are the same in all folders."""
 
     def loader(folder: str) -> Callable[[], Any]:
         return lambda: getattr(importlib.import_module(f"headrace_kernels.{folder}.{module}"), name)
@@ -103,7 +103,7 @@ ALL: tuple[Op[Any], ...] = (
 
 
 def describe() -> list[str]:
-    """Sentences for the start-up notes: which backends run, and what would make them faster."""
+    """Sentences for the start-up notes: which backends run, and how to enable faster ones."""
     reason = library.missing()
     if reason is None:
         notes = ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
@@ -115,8 +115,8 @@ def describe() -> list[str]:
             notes.append("GPU kernels: Triton; attention over the paged cache, norms, rope, sampling.")
         else:
             notes.append(f"GPU kernels: torch only, much slower, since {reason}.")
-    settled = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
-    if not settled and torch.get_num_threads() > 1:
+    configured = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
+    if not configured and torch.get_num_threads() > 1:
         notes.append(
             "OpenMP threads spin for long while they wait, which is many times slower where other processes share the "
             "cores; set GOMP_SPINCOUNT=2000 before start."

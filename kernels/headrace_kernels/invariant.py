@@ -1,7 +1,7 @@
-"""A linear layer in which a row's bits depend on that row alone.
+"""A linear layer in which a row's result depends on that row alone, bit for bit.
 
-Libraries choose an algorithm, and with it an order of adding, by the shape of a product: a row alone and the same row
-among others then differ in their last bits, which in 16-bit formats is enough to change a token. Here every product has
+Libraries choose an algorithm, and with it an order of addition, by the shape of a product: a row alone and the same row
+in a batch then differ in their last bits, which in 16-bit formats is enough to change a token. Here every product has
 the same shape, whatever the batch.
 """
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 TILE_ROWS = 64
-"""Rows of every product. More are wasted on a lone row, fewer read the weight more often for a long prompt."""
+"""Rows of every product. More are wasted on a single row, fewer read the weight more often for a long prompt."""
 
 
 class InvariantLinear(nn.Module):
@@ -41,7 +41,7 @@ class InvariantLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """For ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, tile_rows={self._tile_rows}"
 
 

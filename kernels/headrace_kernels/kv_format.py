@@ -1,9 +1,9 @@
-"""Formats of the KV pool: floating point as it is, or 8 bits with one scale per written token and KV head.
+"""Formats of the KV pool: floating point, or 8 bits with one scale per written token and KV head.
 
-A quantized pool [2, B, K, P, D] comes with ``kv_scale`` [2, B, K, P] float32: the largest magnitude of a head's D
-entries divided by the format's largest number. It is found when the token is written, so nothing has to be
-calibrated, blocks can be moved and shared together with their scales, and no other token can spoil one's precision.
-Entry = stored number * scale.
+A quantized pool [2, B, K, P, D] has ``kv_scale`` [2, B, K, P] float32: the largest magnitude of a head's D entries
+divided by the format's largest number. It is computed when the token is written, so no calibration is needed, blocks
+can be moved and shared together with their scales, and no other token affects its precision. Entry = stored number *
+scale.
 """
 
 import torch
@@ -14,7 +14,7 @@ SMALLEST_SCALE = 1e-30  # keeps the entries of an all-zero head finite
 
 
 class CacheFormatError(ValueError):
-    """A KV pool's dtype and scales do not belong together."""
+    """A KV pool's dtype and scales do not match."""
 
 
 def check(pool: Tensor, kv_scale: Tensor | None) -> None:
@@ -28,6 +28,6 @@ def check(pool: Tensor, kv_scale: Tensor | None) -> None:
     fits = kv_scale.shape == pool.shape[:4] and kv_scale.stride()[2:] == (pool.shape[3], 1)
     if not fits or kv_scale.dtype is not torch.float32:
         raise CacheFormatError(
-            f"A KV pool {list(pool.shape)} wants kv_scale as float32 {list(pool.shape[:4])} with contiguous [K, P], "
+            f"A KV pool {list(pool.shape)} requires kv_scale as float32 {list(pool.shape[:4])} with contiguous [K, P], "
             f"not {kv_scale.dtype} {list(kv_scale.shape)} with strides {list(kv_scale.stride())}."
         )

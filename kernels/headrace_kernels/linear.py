@@ -1,21 +1,22 @@
-"""A linear layer that keeps its weight in the form its device multiplies fastest."""
+"""A linear layer that stores its weight in the fastest layout for its device."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# From this many inputs on, oneDNN splits the sum of a single row over threads, and of no larger batch: measured, 2.13.
+# From this many inputs on, oneDNN splits the sum of a single row, but not of more rows, over threads: torch 2.13.
 _SPLIT_FROM = 1024
 
 
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` for inference: weight [out, in], bias [out] or None.
 
-    On a CPU in float32 the weight is laid out once as oneDNN wants it, and only that copy is kept: the caller drops its
-    own reference. Elsewhere the weight stays as it is.
 
-    Packed, a row's bits do not depend on how many rows come with it: a single row is computed twice where oneDNN would
-    sum it in another order (5-10 % slower there, and fp32 tokens are then the same alone and in any batch).
+    On a CPU in float32 the weight is packed once in oneDNN's layout, and only that copy is kept: the caller drops its
+    own reference. Elsewhere the weight stays unchanged.
+
+    Packed, a row's result does not depend on the number of rows: a single row is computed twice if oneDNN would sum it
+    in another order (5-10 % slower, and fp32 tokens are then the same alone and in any batch).
     """
 
     weight: Tensor | None
@@ -43,13 +44,13 @@ class PackedLinear(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
-        form = "as it is" if self._packed is None else "oneDNN"
+        """For ``print(model)``."""
+        form = "unpacked" if self._packed is None else "oneDNN"
         return f"in_features={self.in_features}, out_features={self.out_features}, weight={form}"
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's blocked layout, for any number of rows; None where it does not apply."""
+    """The weight in oneDNN's blocked layout, for any number of rows; None if it does not apply."""
     if not weight.is_cpu or weight.dtype is not torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())

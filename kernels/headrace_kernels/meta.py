@@ -1,4 +1,4 @@
-"""What one step's attention needs to know about its sequences.
+"""The sequences of one step, as input of attention.
 
 Legend of shape letters in this package: T tokens of the step, S sequences, H query heads, K key/value heads, D head
 size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
@@ -13,9 +13,10 @@ from torch import Tensor
 class AttentionMeta:
     """One per cache group and step, shared by all layers of the group.
 
-    The queries of sequence s are the tokens ``query_starts[s] : query_starts[s + 1]``; its i-th query stands at
-    position ``seq_lens[s] - query_len + i``. Position p of s lives in block ``block_tables[s, p // P]`` at offset
-    ``p % P``. Table entries that lie wholly before the span of every query may be stale: no backend reads them.
+
+    The queries of sequence s are the tokens ``query_starts[s] : query_starts[s + 1]``; its i-th query is at position
+    ``seq_lens[s] - query_len + i``. Position p of s is in block ``block_tables[s, p // P]`` at offset ``p % P``. Table
+    entries that are completely before the span of every query may be stale: no backend reads them.
     """
 
     query_starts: Tensor  # [S + 1] int32

@@ -1,4 +1,4 @@
-"""The public ops. Each call runs on the best backend that is here and fits its tensors (``describe()`` names it).
+"""The public ops. Each call runs on the best available backend for its tensors (``describe()`` names it).
 
 Shape letters are explained in ``headrace_kernels.meta``. Inputs may be strided views; outputs are contiguous.
 """
@@ -13,7 +13,7 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
     """Stores key and value [T, K, D] of new tokens into one layer's pool [2, B, K, P, D] at ``slots`` [T] int64.
 
     Negative slots are skipped. kv_scale [2, B, K, P]: for pools of int8 and float8_e4m3fn, see
-    ``headrace_kernels.kv_format``; raises CacheFormatError where the two do not belong together.
+    ``headrace_kernels.kv_format``; raises CacheFormatError if the two do not match.
     """
     kv_format.check(pool, kv_scale)
     catalog.WRITE_KV.best(pool)(key, value, pool, slots, kv_scale)
@@ -29,9 +29,10 @@ def rope_write_kv(
     slots: Tensor,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """``apply_rope`` and ``write_kv`` of the rotated key in one: returns the rotated query [T, H, D].
+    """``apply_rope`` and ``write_kv`` of the rotated key in one op: returns the rotated query [T, H, D].
 
-    May write into query and key; the key is not to be used afterwards.
+    query [T, H, D], key and value [T, K, D], cos and sin [T, R], pool [2, B, K, P, D], slots [T]. May write into query
+    and key; the key must not be used afterwards.
     """
     kv_format.check(pool, kv_scale)
     return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale)
@@ -52,10 +53,10 @@ def paged_attention(
     """Causal attention of query [T, H, D] over one layer's pool [2, B, K, P, D] -> [T, H, D].
 
     H is a multiple of K; query head h reads KV head h // (H / K). The new tokens must already be in the pool.
-    window: keys a query sees, itself included (0 = all). softcap: scores become ``softcap * tanh(scores / softcap)``
-    (0 = off). sinks: [H] logits that take part in each softmax without a value. kv_scale: as in ``write_kv``.
-    deterministic: a row's bits depend on its own query and keys alone, not on its batch, nor on whether it comes as a
-    decode step or within a prefill. Tokens that belong to no sequence, or to one of length 0, give zeros.
+    window: keys a query attends to, itself included (0 = all). softcap: scores become ``softcap * tanh(scores /
+    softcap)`` (0 = off). sinks: [H] logits that take part in each softmax without a value. kv_scale: see ``write_kv``.
+    deterministic: a row's result depends on its own query and keys alone, bit for bit, not on its batch, nor on whether
+    it is a decode step or part of a prefill. Tokens of no sequence, or of one of length 0, give zeros.
     """
     kv_format.check(pool, kv_scale)
     return catalog.PAGED_ATTENTION.best(query)(
@@ -87,7 +88,8 @@ def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of query [T, H, D] and key [T, K, D] by cos, sin [T, R]: half-rotation of the first R of D.
 
-    May write into query and key; use what it returns.
+
+    May write into query and key; use the returned tensors.
     """
     return catalog.APPLY_ROPE.best(query)(query, key, cos, sin)
 
@@ -108,5 +110,5 @@ def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """argmax [R] int64 of scores [R, V] float32 + noise; -inf entries are never drawn."""
+    """argmax [R] int64 of scores [R, V] float32 + noise; -inf entries are never chosen."""
     return catalog.GUMBEL_ARGMAX.best(scores)(scores, keys)

@@ -1,9 +1,10 @@
-"""Which backend runs a call: every op has an ordered list of backends, and the best one that is available and made for
-the device of the call's tensors is picked, call by call: CPU tensors get the C++ one on a machine with a GPU too.
+"""Selects the backend of a call: every op has an ordered list of backends, and the best available one for the device of
+the call's tensors is selected, call by call: CPU tensors use the C++ one on a machine with a GPU too.
+
 
 A backend is available or not on this machine (a compiler, a GPU, a switched-off environment variable); beyond that it
-may accept only some calls (dtype, device, head size). The last backend of every op is the torch reference, which is
-always available and accepts everything.
+may support only some calls (dtype, device, head size). The last backend of every op is the torch reference, which is
+always available and supports all calls.
 """
 
 from collections.abc import Callable
@@ -16,17 +17,17 @@ Run = TypeVar("Run", bound=Callable[..., object])
 
 
 class KernelBackendError(RuntimeError):
-    """A backend was asked for by name that does not exist or is not available here."""
+    """A backend was requested by a name that does not exist or is not available here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[Run]):
-    """One implementation of an op. ``missing`` says, in a sentence, why it cannot run here (None = it can)."""
+    """One implementation of an op. ``missing`` returns a sentence why it cannot run here (None = it can)."""
 
     name: str
     load: Callable[[], Run]
     missing: Callable[[], str | None] = lambda: None
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})  # whose tensors it is picked for
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})  # devices of the tensors it is selected for
 
 
 class Op(Generic[Run]):

@@ -1,9 +1,9 @@
-"""The identity of a KV-cache block, computed alike by routers (to place) and replicas (to share).
+"""The identity of a KV-cache block, computed identically by routers (for placement) and replicas (for sharing).
 
-Definition, in words. All integers are little-endian; ``field(b)`` is the byte length of b as u32 followed by b.
+Definition. All integers are little-endian; ``field(b)`` is the byte length of b as u32 followed by b.
 
 * The key is ``blake3.derive_key("headrace 2026 block hash v1", cluster_secret)``: 32 bytes, the same on every node of
-  a cluster and over restarts, unknown to clients, so that nobody outside can construct a collision or a lookup.
+  a cluster and over restarts, unknown to clients, so that no client can construct a collision or a lookup.
 * The root of a chain is the keyed BLAKE3, cut to 16 bytes, of the fields of `CacheScope` in the order they are
   declared, strings as UTF-8, integers as u64.
 * The hash of block i is the keyed BLAKE3, cut to 16 bytes, of ``parent || u32 token ids``, where parent is the hash
@@ -26,7 +26,7 @@ _CONTEXT = "headrace 2026 block hash v1"
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Everything besides the tokens that a block's content depends on, or that separates who may share it."""
+    """Everything besides the tokens that a block's content depends on, or that limits which requests may share it."""
 
     tenant_salt: bytes
     model: str

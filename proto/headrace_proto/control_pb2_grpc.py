@@ -45,8 +45,8 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """The member list now and after every change. A router keeps the last list while the controller is away.
-        The call doubles as the router's registration: when it ends, the router is gone from `headrace status`.
+        """The member list now and after every change. A router keeps the last list while the controller is unreachable.
+        The call also registers the router: when it ends, the router is removed from `headrace status`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,28 +1,28 @@
-"""Both directions of one stream: they live and end together."""
+"""Runs both directions of one bidirectional stream, so that they end together."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-REASON_SECONDS = 0.2  # that a reader has to say why a stream ended under its writer
+REASON_SECONDS = 0.2  # for the reader to raise the reason after the writer of a broken stream has ended
 
 Result = TypeVar("Result")
 
 
-async def both_ways(reading: Coroutine[Any, Any, Result], writing: Coroutine[Any, Any, None]) -> Result:
-    """What `reading` returns or raises. `writing` goes on as long; when it ends before, that ends the stream, too.
+async def run_duplex(reading: Coroutine[Any, Any, Result], writing: Coroutine[Any, Any, None]) -> Result:
+    """Returns or raises what `reading` does, and cancels `writing` then. If `writing` ends first, the stream ends, too.
 
-    A stream whose writer died looks well from its reader, and would be kept for good. Raises what `writing` raised, or
-    ConnectionError when it just ended.
+    The reader cannot detect that its writer has failed: without this the stream would stay open forever. In that case
+    raises what `writing` raised, or ConnectionError when it returned.
     """
     reader, writer = asyncio.create_task(reading), asyncio.create_task(writing)
     try:
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-        if not reader.done():  # the end of a call is seen by both, and only the reader is told its reason
+        if not reader.done():  # both detect the end of a call, but only the reader gets its reason
             await asyncio.wait({reader}, timeout=REASON_SECONDS)
         if not reader.done():
             writer.result()
-            raise ConnectionError("nothing more can be said on this stream")
+            raise ConnectionError("nothing more can be sent on this stream")
         return reader.result()
     finally:
         reader.cancel()

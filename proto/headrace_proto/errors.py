@@ -2,11 +2,11 @@
 
 
 class HeadraceError(Exception):
-    """An error with a sentence that tells the user what is wrong and what to do; shown without a stack trace."""
+    """An error with a sentence on what is wrong and what the user can do; shown without a stack trace."""
 
 
 class ModelSourceError(HeadraceError):
-    """The MODEL argument names nothing that can be loaded."""
+    """The MODEL argument names no model that can be loaded."""
 
 
 class ModelUnsupportedError(HeadraceError):
@@ -30,4 +30,4 @@ class ListenError(HeadraceError):
 
 
 class EngineDeadError(HeadraceError):
-    """The step loop ended; the replica cannot serve any more."""
+    """The step loop has ended; the replica cannot serve requests any more."""

@@ -152,18 +152,24 @@ class ModelFacts(_message.Message):
     def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationDefaults(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     min_p: float
     repetition_penalty: float
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
     __slots__ = ("hello", "submits", "cancels")
@@ -413,16 +419,18 @@ class HealthRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ReplicaHealth(_message.Message):
-    __slots__ = ("identity", "state", "step", "load")
+    __slots__ = ("identity", "state", "step", "load", "routers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     identity: ReplicaIdentity
     state: ReplicaState
     step: int
     load: Load
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    routers: int
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class KvShards(_message.Message):
     __slots__ = ("block_size", "head_dim", "dtype", "windows", "ranks")
@@ -454,7 +462,7 @@ class GroupLayers(_message.Message):
     layers: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class PairMeeting(_message.Message):
+class PairRendezvous(_message.Message):
     __slots__ = ("host", "store_port", "link_port", "token")
     HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -481,16 +489,16 @@ class TargetFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[TargetHello, _Mapping]] = ..., ask: _Optional[_Union[FetchAsk, _Mapping]] = ..., cancel: _Optional[int] = ..., done: _Optional[int] = ..., renew: _Optional[bool] = ...) -> None: ...
 
 class TargetHello(_message.Message):
-    __slots__ = ("contract_version", "identity", "shards", "meeting")
+    __slots__ = ("contract_version", "identity", "shards", "rendezvous")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    MEETING_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     contract_version: int
     identity: ReplicaIdentity
     shards: KvShards
-    meeting: PairMeeting
-    def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., meeting: _Optional[_Union[PairMeeting, _Mapping]] = ...) -> None: ...
+    rendezvous: PairRendezvous
+    def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., rendezvous: _Optional[_Union[PairRendezvous, _Mapping]] = ...) -> None: ...
 
 class FetchAsk(_message.Message):
     __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "have_blocks", "cached_only", "priority", "patience_ms")
@@ -553,18 +561,20 @@ class FetchEnd(_message.Message):
     def __init__(self, fetch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FetchOffer(_message.Message):
-    __slots__ = ("fetch", "chunk", "first", "stop", "counts")
+    __slots__ = ("fetch", "chunk", "first", "stop", "counts", "cached")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     chunk: int
     first: int
     stop: int
     counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    cached: int
+    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class FetchCommit(_message.Message):
     __slots__ = ("fetch", "chunk")

@@ -65,15 +65,15 @@ class ReplicaServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Model facts, tokenizer and chat template, in chunks: all that a router needs to know of the model.
+        """Model facts, tokenizer and chat template, in chunks: all data on the model that a router needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """The router's requests in, one frame per engine step out. The first RouterFrame carries `hello`, the first
-        ReplicaFrame carries `hello`. Closing the stream cancels every attempt sent on it.
+        """The router sends requests, the replica one frame per engine step. The first RouterFrame and the first
+        ReplicaFrame carry `hello`. Closing the stream cancels every attempt sent on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,8 +87,9 @@ class ReplicaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Transfer(self, request_iterator, context):
-        """KV blocks from this replica (the source) to the caller (the target): what is said beside the bytes, which go from
-        rank to rank. The first TargetFrame and the first SourceFrame carry `hello`. Closing the stream ends every fetch.
+        """KV blocks from this replica (the source) to the caller (the target): the control messages; ranks send the bytes
+        directly to each other. The first TargetFrame and the first SourceFrame carry `hello`. Closing the stream ends
+        every fetch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

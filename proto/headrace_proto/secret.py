@@ -25,7 +25,7 @@ def secret_matches(metadata: Any, secret: bytes) -> bool:
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every call without the secret as UNAUTHENTICATED, before the method is looked at."""
+    """Refuses every call without the secret as UNAUTHENTICATED, before the method is looked up."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -42,7 +42,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(handler: Any) -> Any:
-    """A handler of the same kind as `handler` that only says no."""
+    """A handler of the same kind as `handler` that aborts every call with UNAUTHENTICATED."""
 
     async def refuse_unary(_request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")

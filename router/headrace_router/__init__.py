@@ -1,1 +1,1 @@
-"""The front door: HTTP and gRPC APIs, admission, tokenization, placement, streaming."""
+"""The router: HTTP and gRPC APIs, admission, tokenization, placement, streaming."""

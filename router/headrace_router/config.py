@@ -1,4 +1,4 @@
-"""How a router is told what to be. Built by the cluster room from the spec."""
+"""The configuration of one router process. The cluster package builds it from the spec."""
 
 import secrets
 import socket
@@ -6,13 +6,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 
-from headrace_router.auth import AuthConfig
-from headrace_router.limits import Limits
-from headrace_router.policy.disaggregate import Mode
+from headrace_proto.logs import LogConfig
+from headrace_router.access.auth import AuthConfig
+from headrace_router.core.limits import Limits
+from headrace_router.core.policy.disaggregate import Mode
 
 
 class StaticMember(BaseModel):
-    """A replica that is always a member: for a router without a controller."""
+    """A replica that is always a member, for a router without a controller."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,7 +22,7 @@ class StaticMember(BaseModel):
 
 
 class RouterConfig(BaseModel):
-    """One router process. Port 0 means any free one; the real ones are told to the controller."""
+    """One router process. Port 0 means any free one; the router reports its real ports to the controller."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,6 +33,8 @@ class RouterConfig(BaseModel):
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="of this router alone: /metrics and /health; none = only on `port`"
     )
+    metrics_host: str | None = Field(default=None, description="interface of `metrics_port`; none = `host`")
+    metrics_no_auth: bool = Field(default=False, description="`metrics_port` answers without a key")
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
     secret: SecretBytes = Field(description="the cluster's secret")
@@ -44,7 +47,10 @@ class RouterConfig(BaseModel):
         default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
     )
     rebalancing: bool = Field(
-        default=True, description="move streams from replicas short of memory or time to others with room"
+        default=True, description="move streams from replicas short of memory or time to others with free capacity"
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse", description="fields of a request that no table lists; ignored ones are named in a header"
     )
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
     migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
@@ -55,11 +61,13 @@ class RouterConfig(BaseModel):
         default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
     )
     keep_alive_seconds: float = Field(default=15.0, gt=0, description="of silence on a stream before a comment is sent")
-    shutdown_seconds: float = Field(default=5.0, ge=0, description="for requests in flight after SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    shutdown_seconds: float = Field(default=5.0, ge=0, description="for requests in flight when it stops")
+    logs: LogConfig = LogConfig(part="router")
 
     @model_validator(mode="after")
     def _shared(self) -> Self:
         if self.share_port and 0 in (self.port, self.grpc_port):
-            raise ValueError("routers that share their ports need them by number: port 0 is another one for each")
+            raise ValueError("routers that share their ports need port numbers: port 0 is a different one for each")
+        if self.metrics_no_auth and self.metrics_port is None:
+            raise ValueError("metrics_no_auth needs a separate address for metrics: set metrics_port")
         return self

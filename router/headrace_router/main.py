@@ -1,25 +1,30 @@
-"""The router process: `run` blocks until it is told to stop."""
+"""The router process: `run` blocks until a signal stops it."""
 
 import asyncio
 import signal
-import sys
+
+import structlog
 
 from headrace_proto.errors import HeadraceError
+from headrace_proto.logs import configure_logs
 from headrace_router.config import RouterConfig
-from headrace_router.logs import configure_logs
 from headrace_router.server import RouterServer
+
+log = structlog.get_logger("headrace.router")
 
 
 def run(config: RouterConfig) -> int:
-    """Runs one router until SIGTERM or SIGINT. Returns the exit code: 0 stopped in order, 1 could not start.
+    """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start.
 
-    A second signal ends it at once. What went wrong is one sentence on stderr.
+    Requests in flight get `shutdown_seconds`; one more SIGINT ends them at once. A repeated SIGTERM changes nothing:
+    a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
     """
-    configure_logs(config.log_level, config.router_id)
+    configure_logs(config.logs)
+    log.info("router starts", router=config.router_id)
     try:
         asyncio.run(_serve(config))
     except HeadraceError as error:
-        print(f"headrace router: {error}", file=sys.stderr)
+        log.error(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -27,13 +32,23 @@ def run(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig) -> None:
-    told_to_stop = asyncio.Event()
+    stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop.set)
     server = RouterServer(config)
+
+    def stop() -> None:
+        stopping.set()
+        server.begin_stop()
+
+    def interrupt() -> None:
+        if stopping.is_set():
+            server.end_requests()
+        stop()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        loop.add_signal_handler(signal.SIGHUP, stop)
     await server.start()
-    await told_to_stop.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)  # a second one ends the process
+    await stopping.wait()
     await server.stop()

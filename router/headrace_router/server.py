@@ -1,64 +1,73 @@
-"""A router: everything it is made of, started and stopped in order."""
+"""The router server: builds the router's parts, starts and stops them in order."""
 
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 
 import structlog
 
+from headrace_proto.address import host_port
 from headrace_proto.control_pb2 import Member, RouterInfo
-from headrace_router.admission import Admission
-from headrace_router.auth import Authenticator, check_exposure
-from headrace_router.card_cache import CardCache
+from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
+from headrace_router.api.grpc.server import GrpcServer
+from headrace_router.api.http.app import build_app, build_monitoring_app
+from headrace_router.api.http.server import HttpServer
+from headrace_router.api.listen import bind_http
+from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
-from headrace_router.fleet import Fleet
-from headrace_router.grpc_server import GrpcServer
-from headrace_router.http.app import build_app, build_vital_app
-from headrace_router.http.door import HttpDoor
-from headrace_router.listen import bind_http, host_port
-from headrace_router.membership import follow_controller, static_list
-from headrace_router.policy import policy_by_name
-from headrace_router.prepare import Preparer
-from headrace_router.replica_link import ReplicaLink
-from headrace_router.router_metrics import RouterMetrics
-from headrace_router.services import Services
-from headrace_router.tokenizer_pool import TokenizerPool
+from headrace_router.core.fleet import Fleet
+from headrace_router.core.policy import policy_by_name
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.dispatch.admission import Admission
+from headrace_router.dispatch.prepare import Preparer
+from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.replicas.card_cache import CardCache
+from headrace_router.replicas.membership import static_list, watch_controller
+from headrace_router.replicas.replica_link import ReplicaLinks
+from headrace_router.text.model_card import ModelCard
+from headrace_router.text.tokenizer_pool import TokenizerPool
 
-HOUSEKEEPING_SECONDS = 0.1
-JOIN_SECONDS = (
-    3.0  # for a router on shared ports to be ready; later than that it listens all the same, and says why not
-)
+MAINTENANCE_SECONDS = 0.1
+FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
+# For a router on shared ports to be ready. After that it listens in any case, and reports why it is not ready.
+JOIN_SECONDS = 3.0
 
 log = structlog.get_logger("headrace.router")
 
 
 class RouterServer:
-    """`start`, then `stop`; in between `http_port` and `grpc_port` say where it listens."""
+    """`start`, then `stop`; in between `http_port` and `grpc_port` are the ports that it listens on."""
 
     def __init__(self, config: RouterConfig) -> None:
         """Raises ExposureError or KeysFileError before anything is opened."""
         check_exposure(config.host, config.auth)
+        self._metrics_host = config.metrics_host or config.host
+        if config.metrics_port is not None:
+            check_metrics_exposure(self._metrics_host, config.auth, no_auth=config.metrics_no_auth)
         self.config = config
         self.http_port = 0
         self.grpc_port = 0
         self.metrics_port = 0  # of an address of its own; 0 = it has none
         secret = config.secret.get_secret_value()
-        cards = CardCache()
         metrics = RouterMetrics()
 
-        def make_link(member: Member) -> ReplicaLink:
-            return ReplicaLink(
-                member, router_id=config.router_id, secret=secret, cards=cards, stall_seconds=config.stall_seconds
-            )
-
-        policy = policy_by_name(config.policy)
-        fleet = Fleet(make_link, policy, int(time.time()), disaggregation=config.disaggregation)
-        metrics.watch(fleet)
+        self._links = ReplicaLinks(
+            router_id=config.router_id, secret=secret, cards=CardCache(), stall_seconds=config.stall_seconds
+        )
+        fleet = Fleet(
+            make_replica,
+            self._links.open,
+            policy_by_name(config.policy),
+            int(time.time()),
+            disaggregation=config.disaggregation,
+        )
+        metrics.add_fleet(fleet)
         pool = TokenizerPool(config.limits)
         self.services = Services(
             config=config,
-            auth=Authenticator(config.auth.load(), secret),
+            auth=Authenticator(config.auth.load(), secret, config.auth.load_metrics()),
             fleet=fleet,
             metrics=metrics,
             admission=Admission(config.limits, metrics),
@@ -66,89 +75,108 @@ class RouterServer:
             preparer=Preparer(fleet, config.limits, pool),
         )
         self._grpc = GrpcServer(self.services)
-        self._http: HttpDoor | None = None
-        self._vitals: HttpDoor | None = None
+        self._http: HttpServer | None = None
+        self._monitoring: HttpServer | None = None
         self._was_ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listens on all ports and looks for replicas. Raises ListenError.
+        """Listens on all ports and connects to replicas. Raises ListenError.
 
-        Ports that it shares with other routers come last: they answer, while this one does not know a replica yet.
+        Ports that are shared with other routers come last: the others answer while this one has no replica yet.
         """
         config = self.config
         with contextlib.ExitStack() as failed:
             own = None
             if config.metrics_port is not None:
-                own = failed.enter_context(bind_http(config.host, config.metrics_port))
+                own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
                 self.metrics_port = int(own.getsockname()[1])
             if config.share_port:
                 self.http_port, self.grpc_port = config.port, config.grpc_port or 0
-                self._look_for_replicas()
+                self._connect_to_replicas()
                 await self._until_ready()
             public = failed.enter_context(bind_http(config.host, config.port, shared=config.share_port))
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
             failed.pop_all()
-        self._http = HttpDoor(build_app(self.services), public, config)
+        self._http = HttpServer(build_app(self.services), public, config)
         self.http_port = self._http.port
         if own is not None:
-            self._vitals = HttpDoor(build_vital_app(self.services), own, config)
+            self._monitoring = HttpServer(build_monitoring_app(self.services), own, config)
         if not config.share_port:
-            self._look_for_replicas()
+            self._connect_to_replicas()
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)
 
     def info(self) -> RouterInfo:
-        """What the controller tells others about this router."""
+        """What the controller publishes about this router."""
         host = self.config.host
         http = host_port(host, self.http_port)
         grpc = host_port(host, self.grpc_port) if self.grpc_port else ""
-        metrics = host_port(host, self.metrics_port) if self.metrics_port else http
+        metrics = host_port(self._metrics_host, self.metrics_port) if self.metrics_port else http
         return RouterInfo(
             id=self.config.router_id, pid=os.getpid(), node=self.config.node, http=http, grpc=grpc, metrics=metrics
         )
 
+    def begin_stop(self) -> None:
+        """Not ready from now on: new requests are refused with an error until `stop` closes the ports."""
+        self.services.admission.close()
+        self._was_ready.set()  # `start` may wait for it
+
+    def end_requests(self) -> None:
+        """Ends requests in flight with an error now, instead of after `shutdown_seconds`."""
+        self.services.admission.end_all()
+
     async def stop(self) -> None:
-        """Not ready at once, no new connections, requests in flight get their time, then all is closed."""
-        self.services.admission.closed = True
-        await self._grpc.tell_health()
-        waits = [self._grpc.stop(self.config.shutdown_seconds)]
+        """Requests in flight get `shutdown_seconds`, then an error with the reason; then everything is closed."""
+        self.begin_stop()
+        await self._grpc.update_health()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.shutdown_seconds):
+                await self.services.admission.drained()
+        self.end_requests()
+        waits = [self._grpc.stop(FLUSH_SECONDS)]
         if self._http is not None:
-            waits.append(self._http.stop())
+            waits.append(self._http.stop(FLUSH_SECONDS))
         await asyncio.gather(*waits)
-        if self._vitals is not None:
-            await self._vitals.stop()  # last: it tells how the stop goes on
+        if self._monitoring is not None:
+            await self._monitoring.stop(FLUSH_SECONDS)  # last: it reports the progress of the stop
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.services.fleet.close()
+        self.services.fleet.close()
+        await self._links.drain()
         self.services.pool.close()
         log.info("router has stopped")
 
-    def _look_for_replicas(self) -> None:
+    def _connect_to_replicas(self) -> None:
         config = self.config
         self.services.fleet.update(static_list(config.members))
         if config.controller is not None:
             secret = config.secret.get_secret_value()
-            follow = follow_controller(config.controller, self.info(), secret, self.services.fleet)
-            self._tasks.append(asyncio.create_task(follow))
-        self._tasks.append(asyncio.create_task(self._keep_house()))
+            watch = watch_controller(config.controller, self.info(), secret, self.services.fleet)
+            self._tasks.append(asyncio.create_task(watch))
+        self._tasks.append(asyncio.create_task(self._maintain()))
 
     async def _until_ready(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_SECONDS):
                 await self._was_ready.wait()
 
-    async def _keep_house(self) -> None:
+    async def _maintain(self) -> None:
         while True:
-            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(MAINTENANCE_SECONDS)
             try:
                 self.services.fleet.sweep()
                 if self.config.rebalancing:
                     self.services.fleet.rebalance(time.monotonic())
                 if self.services.ready:
                     self._was_ready.set()
-                await self._grpc.tell_health()
+                await self._grpc.update_health()
             except Exception:
-                # A bug of ours must not end this for good: whoever waits on a stalled replica is moved from here.
-                log.exception("housekeeping failed")
+                # A bug of ours must not end this loop: it moves requests away from stalled replicas.
+                log.exception("maintenance failed")
+
+
+def make_replica(member: Member) -> ReplicaState[ModelCard]:
+    """The state of a listed member, not connected yet; attempt ids are random (RELIABILITY R12)."""
+    return ReplicaState(member, clock=time.monotonic, new_id=lambda: secrets.token_bytes(16))

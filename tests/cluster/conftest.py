@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # ranks import the fake replica by name, and so do we
+sys.path.insert(0, str(HERE))  # ranks and tests import the fake replica by name
 
 from fake_driver import SECRET, FakeDriver  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's own folder or settings."""
-    for name in ("HEADRACE_CONFIG", "HEADRACE_ADMIN_KEY", "HEADRACE_PORT", "HEADRACE_ADMIN_PORT"):
+    """Tests neither read nor write the user's own folder or settings."""
+    names = ("CONFIG", "ADMIN_KEY", "PORT", "ADMIN_PORT", "CLUSTER", "COMMAND", "HOST")
+    for name in (f"HEADRACE_{name}" for name in names):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
     monkeypatch.setenv("HEADRACE_HOME", str(home))
@@ -40,7 +41,7 @@ def secret() -> bytes:
 
 @pytest.fixture
 def eventually() -> Callable[..., object]:
-    """await eventually(condition): until it holds, or fails after some seconds."""
+    """await eventually(condition): waits until it holds, or fails after some seconds."""
 
     async def wait(condition: Callable[[], object], seconds: float = 8) -> object:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A driver whose replicas are fakes in this process."""
+"""A driver with fake replicas in this process."""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,34 +6,35 @@ from collections.abc import Iterable
 import msgspec
 from fake_replica import FakeReplica
 
-from headrace_cluster.controller.driver import AdoptedBuild, Inheritance, Progress, RankFacts, StartFailedError
-from headrace_cluster.controller.reconciler import DesiredReplica
-from headrace_cluster.errors import RoleError
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.pools import Role
-from headrace_cluster.rank_config import ProfileOutcome
-from headrace_cluster.spec import ModelSpec
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.reconciler import DesiredReplica
+from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.pools import Role
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 SECRET = b"a secret of this test"
 
 
 class FakeDriver:
-    """Runs fake replicas in this process. Tests end them, fail them, or look at what was asked."""
+    """Runs fake replicas in this process. Tests end them, make them fail, or check the calls."""
 
     def __init__(self) -> None:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
         self.failures: list[StartFailedError] = []  # of the next starts
-        self.profiles: list[ProfileOutcome] = []  # what a profile brings
-        self.role_gate = asyncio.Event()  # closed: replicas take long to hear of a new role
+        self.refusals: list[PlacementError] = []  # of the next launches
+        self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
+        self.role_gate = asyncio.Event()  # cleared: calls of set_role block
         self.role_gate.set()
-        self.deaf: set[ReplicaName] = set()  # those that never hear of one
-        self.inheritance = Inheritance()  # what an earlier controller left
+        self.unresponsive: set[ReplicaName] = set()  # calls of set_role fail
+        self.adopted_state = AdoptedState()  # of an earlier controller
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
 
-    def leave(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
-        """A replica that an earlier controller started."""
+    def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
+        """Adds a replica that an earlier controller started."""
         config = ReplicaConfig(
             replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
         )
@@ -41,18 +42,20 @@ class FakeDriver:
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
-        self.inheritance.builds.append(AdoptedBuild(name, ranks, started, role, draining))
-        self.inheritance.generations[name.replica_id] = name.generation
+        self.adopted_state.builds.append(AdoptedBuild(name, ranks, started, role, draining))
+        self.adopted_state.generations[name.replica_id] = name.generation
         return replica
 
-    async def adopt(self, replicas: Iterable[DesiredReplica]) -> Inheritance:
-        self.asked_to_adopt = [replica.replica_id for replica in replicas]
-        for build in self.inheritance.builds:
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+        self.adopt_request = [replica.replica_id for replica in replicas]
+        for build in self.adopted_state.builds:
             self._deaths[build.name] = asyncio.get_running_loop().create_future()
-        return self.inheritance
+        return self.adopted_state
 
-    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role) -> list[RankFacts]:
+    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = 30.0) -> list[RankFacts]:
         self.calls.append(("launch", name))
+        if self.refusals:
+            raise self.refusals.pop(0)
         config = ReplicaConfig(
             replica_id=name.replica_id,
             generation=name.generation,
@@ -73,7 +76,7 @@ class FakeDriver:
     async def progress(self, name: ReplicaName) -> Progress | None:
         return Progress("loading", 0.5)
 
-    async def died(self, name: ReplicaName) -> str:
+    async def wait_for_death(self, name: ReplicaName) -> str:
         return await self._deaths[name]
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
@@ -83,7 +86,7 @@ class FakeDriver:
     async def set_role(self, name: ReplicaName, role: Role) -> None:
         self.calls.append(("role", name))
         await self.role_gate.wait()
-        if name in self.deaf:
+        if name in self.unresponsive:
             raise RoleError(f"{name.replica_id} does not answer")
         self.replicas[name].set_role(str(role))
 
@@ -97,6 +100,6 @@ class FakeDriver:
             self.replicas.pop(name).stop()
 
     def kill(self, name: ReplicaName, cause: str = "rank 0 was killed") -> None:
-        """As if a rank's process had died."""
+        """Simulates the death of a rank's process."""
         self.replicas[name].stop()
         self._deaths[name].set_result(cause)

@@ -1,6 +1,6 @@
-"""A replica without an engine: it starts at once, answers health, and does what its model's name tells it to.
+"""A replica without an engine: it starts at once and sends health; its model's name selects its behaviour.
 
-Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits while it starts.
+Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits during the start.
 """
 
 import os
@@ -15,13 +15,13 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.secret import secret_matches
-from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
-from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.role import role_number
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.role import role_number
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
-    """Has the face of headrace_worker.replica.Replica."""
+    """Has the interface of headrace_worker.replica.Replica."""
 
     def __init__(
         self, config: ReplicaConfig, rank: int = 0, report: Callable[[str, float], None] = lambda stage, fraction: None
@@ -32,22 +32,23 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.role = config.role
         self.boot_id = os.urandom(16)
         self.ended = threading.Event()
-        self.silent = threading.Event()
+        self.health_paused = threading.Event()
         self.draining = False
         self.error = ""
         self.running = 0
+        self.routers = 0  # number of connected routers
         self._server: Any = None
 
-    def open_meeting(self) -> Meeting:
-        """A meeting that nobody needs."""
-        return Meeting("127.0.0.1", 1, 1, bytes(32))
+    def open_rendezvous(self) -> Rendezvous:
+        """A rendezvous that is not used."""
+        return Rendezvous("127.0.0.1", 1, 1, bytes(32))
 
-    def start(self, meeting: Meeting | None = None) -> ReplicaStarted:
-        """Listens; the model "refuse-last" is refused by the last rank, while the others only see it go."""
+    def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:
+        """Listens; with the model "refuse-last" the last rank fails, and the others report a lost rank."""
         if self.config.model == "refuse-last":
             if self.rank == self.config.tp * self.config.pp - 1:
                 raise MemoryTooSmallError("too little memory on the last rank")
-            raise RankLostError("another rank is gone")
+            raise RankLostError("another rank was lost")
         if self.config.model == "refuse":
             raise MemoryTooSmallError("too little memory: the model needs 3 GiB, 1 GiB is free; take a smaller one")
         if self.config.model == "crash":
@@ -77,17 +78,17 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         )
 
     def wait(self) -> None:
-        """Until stop() or die()."""
+        """Blocks until stop() or die()."""
         self.ended.wait()
         if self.error:
             raise EngineDeadError(self.error)
 
     def set_role(self, role: str) -> None:
-        """Says so in its health."""
+        """Reports it in its health."""
         self.role = role
 
     def drain(self) -> None:
-        """Says so in its health."""
+        """Reports it in its health."""
         self.draining = True
 
     def stop(self) -> None:
@@ -97,17 +98,17 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             self._server.stop(0)
 
     def die(self, sentence: str) -> None:
-        """As if the step loop had failed."""
+        """Simulates a failed step loop."""
         self.error = sentence
         self.ended.set()
 
     def WatchHealth(self, request: pb.HealthRequest, context: Any) -> Any:
-        """One message per interval, unless `silent`."""
+        """One message per interval, unless `health_paused`."""
         if not secret_matches(context.invocation_metadata(), self.config.secret):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "secret")
         step = 0
         while not self.ended.is_set():
-            if not self.silent.is_set():
+            if not self.health_paused.is_set():
                 step += 1
                 yield self._health(step)
             self.ended.wait(request.interval_ms / 1e3)
@@ -123,6 +124,5 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             role=role_number(self.role),
         )
         state = pb.REPLICA_STATE_DRAINING if self.draining else pb.REPLICA_STATE_READY
-        return pb.ReplicaHealth(
-            identity=identity, state=state, step=step, load=pb.Load(running=self.running, predicted_step_ms=10)
-        )
+        load = pb.Load(running=self.running, predicted_step_ms=10)
+        return pb.ReplicaHealth(identity=identity, state=state, step=step, load=load, routers=self.routers)

@@ -1,4 +1,4 @@
-"""What a controller takes over from one that was killed: which builds, which records, and when routers hear of it."""
+"""What a controller takes over from a killed one: which builds, which records, and when routers are notified."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,24 +10,25 @@ import pytest
 from fake_driver import FakeDriver
 
 from headrace_cluster.controller import supervisor as supervisor_module
-from headrace_cluster.controller.adoption import Wanted, choose, recall, remember
-from headrace_cluster.controller.driver import AdoptedBuild, Inheritance, RankFacts
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.memory import ControllerMemory, ReplicaMemory
-from headrace_cluster.controller.reconciler import Launch, Reconciler, State, Stop, desired_replicas
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.pools import Role
-from headrace_cluster.rank_config import RankReport, fingerprint
-from headrace_cluster.spec import HealthSpec, parse_spec
+from headrace_cluster.core.adoption import ExpectedBuild, choose_builds, restore_records, take_snapshot
+from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import RankReport, fingerprint
+from headrace_cluster.core.reconciler import Launch, Reconciler, State, Stop, desired_replicas
+from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.spec.pools import Role
+from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
-from headrace_worker.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 Eventually = Callable[..., Awaitable[Any]]
 
 HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.3, "replace_seconds": 0.4, "drain_seconds": 2}
 FIRST, SECOND = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-1", 1)
-MARK = b"as wanted"
+FINGERPRINT = b"expected"
 
 
 def _started(address: str = "127.0.0.1:1") -> ReplicaStarted:
@@ -42,7 +43,7 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
         pid=pid,
         node="here",
         gpus=[],
-        fingerprint=MARK,
+        fingerprint=FINGERPRINT,
         role="both",
         started=_started(),
         draining=False,
@@ -54,12 +55,12 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
 # -- which builds ---------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_complete_build_goes_on() -> None:
+def test_the_newest_complete_build_is_adopted() -> None:
     reports: dict[tuple[ReplicaName, int], RankReport | None] = {}
     for generation in (2, 9, 10):  # numbers, not text
         reports |= {(ReplicaName("m-0", generation), rank): _report(10 * generation + rank) for rank in (0, 1)}
     del reports[ReplicaName("m-0", 10), 1]
-    (build,) = choose(reports, {"m-0": Wanted(2, MARK)})
+    (build,) = choose_builds(reports, {"m-0": ExpectedBuild(2, FINGERPRINT)})
     assert build.name == ReplicaName("m-0", 9)
     assert build.ranks == [RankFacts(0, 90, "here", "cpu"), RankFacts(1, 91, "here", "cpu")]
 
@@ -73,30 +74,30 @@ def test_the_newest_complete_build_goes_on() -> None:
         _report(fingerprint=b"another model"),
     ],
 )
-def test_one_rank_that_is_not_up_spoils_its_build(second: RankReport | None) -> None:
+def test_a_build_with_one_rank_down_is_not_adopted(second: RankReport | None) -> None:
     name = ReplicaName("m-0", 1)
-    assert choose({(name, 0): _report(), (name, 1): second}, {"m-0": Wanted(2, MARK)}) == []
+    assert choose_builds({(name, 0): _report(), (name, 1): second}, {"m-0": ExpectedBuild(2, FINGERPRINT)}) == []
 
 
-def test_what_is_not_wanted_is_left_out() -> None:
+def test_a_build_that_the_spec_does_not_expect_is_not_adopted() -> None:
     name = ReplicaName("m-0", 1)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = {(name, 0): _report(), (name, 1): _report()}
-    assert choose(reports, {}) == []
-    assert choose(reports, {"m-0": Wanted(1, MARK)}) == [], "the spec has another shape by now"
-    assert choose(reports, {"m-0": Wanted(3, MARK)}) == []
+    assert choose_builds(reports, {}) == []
+    assert choose_builds(reports, {"m-0": ExpectedBuild(1, FINGERPRINT)}) == [], "the spec has another shape now"
+    assert choose_builds(reports, {"m-0": ExpectedBuild(3, FINGERPRINT)}) == []
 
 
-def test_role_and_draining_are_rank_0s_word() -> None:
+def test_role_and_draining_are_taken_from_rank_0() -> None:
     name = ReplicaName("m-0", 1)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = {
         (name, 1): _report(role="both"),
         (name, 0): _report(role="prefill", draining=True, started=_started("10.0.0.1:5")),
     }
-    (build,) = choose(reports, {"m-0": Wanted(2, MARK)})
+    (build,) = choose_builds(reports, {"m-0": ExpectedBuild(2, FINGERPRINT)})
     assert (build.role, build.draining, build.started.address) == (Role.PREFILL, True, "10.0.0.1:5")
 
 
-def test_a_fingerprint_is_of_what_cannot_change_while_it_runs() -> None:
+def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
     config = ReplicaConfig(replica_id="m-0", model="m", source="m", secret=b"s" * 32)
     same = {"generation": 7, "role": "decode", "cpu_threads": 3}
     assert fingerprint(msgspec.structs.replace(config, **same)) == fingerprint(config)
@@ -115,65 +116,129 @@ def _build(name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False)
     return AdoptedBuild(name, [RankFacts(0, 7, "here")], _started(), role, draining)
 
 
-def test_adopted_builds_are_not_built_again_and_the_others_count_on() -> None:
+def test_adopted_builds_are_kept_and_other_generations_continue() -> None:
     reconciler = _reconciler()
-    memory = ControllerMemory(created=5, replicas={"smollm2-1": _memory(generation=4)})
-    inheritance = Inheritance([_build(FIRST)], {"smollm2-0": 6, "smollm2-1": 2})
-    recall(reconciler, memory, inheritance, 100.0)
+    snapshot = ControllerSnapshot(created=5, replicas={"smollm2-1": _snapshot(generation=4)})
+    adopted_state = AdoptedState([_build(FIRST)], {"smollm2-0": 6, "smollm2-1": 2})
+    restore_records(reconciler, snapshot, adopted_state, 100.0)
     assert reconciler.records["smollm2-0"].state is State.READY
     assert reconciler.actions(100.1) == [
         Launch(ReplicaName("smollm2-1", 5), reconciler.records["smollm2-1"].model, Role.BOTH)
     ]
-    # A last word of the killed build does not touch the new one; a rebuild of the adopted one gets the next number.
+    # A rebuild of the adopted one gets the next number after all that were found: those up to 6 were ended by name.
     reconciler.died(FIRST, "rank 0 was killed", 101.0)
     (launch,) = reconciler.actions(101.0)
+    assert launch.name == ReplicaName("smollm2-0", 7)
+
+
+def test_a_build_that_was_starting_beside_an_adopted_one_keeps_its_number() -> None:
+    before = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(before, None, AdoptedState([_build(FIRST)]), 100.0)
+    before.roll("smollm2-0", allow_gap=False)
+    (launch,) = before.actions(100.1)
+    assert launch.name == ReplicaName("smollm2-0", 4)
+    for snapshot, seen in ((take_snapshot(before, 5, {}), 3), (None, 4)):  # from the last view, or from Ray
+        after = Reconciler(before.desired, HealthSpec())
+        restore_records(after, snapshot, AdoptedState([_build(FIRST)], {"smollm2-0": seen}), 101.0)
+        assert after.records["smollm2-0"].name == FIRST
+        assert "controller was lost" in after.surges.failed["smollm2-0"], "the ended build is reported"
+        after.roll("smollm2-0", allow_gap=False)
+        assert after.surges.failed == {}
+        (launch,) = after.actions(101.1)
+        assert launch.name == ReplicaName("smollm2-0", 5)
+
+
+def _snapshot(**given: Any) -> ReplicaSnapshot:
+    return ReplicaSnapshot(**{"generation": 1, "role": "both", "held": False, **given})
+
+
+def test_a_replica_that_was_being_rolled_is_built_again() -> None:
+    """Its ranks report draining, like those of a replica that an operator drained."""
+    before = _reconciler()
+    restore_records(before, None, AdoptedState([_build(FIRST), _build(SECOND)]), 100.0)
+    before.roll("smollm2-0", allow_gap=False)
+    assert before.actions(100.1) == [Stop(FIRST, drain=True)]
+    after = _reconciler()
+    restore_records(
+        after, take_snapshot(before, 5, {}), AdoptedState([_build(FIRST, draining=True), _build(SECOND)]), 101.0
+    )
+    assert not after.records["smollm2-0"].held
+    assert after.actions(101.1) == [Stop(FIRST, drain=True)]
+    after.stopped(FIRST, 102.0)
+    (launch,) = after.actions(102.0)
     assert launch.name == ReplicaName("smollm2-0", 4)
 
 
-def _memory(**given: Any) -> ReplicaMemory:
-    return ReplicaMemory(**{"generation": 1, "role": "both", "held": False, **given})
+def test_a_rollout_whose_next_build_was_not_started_has_failed() -> None:
+    before = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(before, None, AdoptedState([_build(FIRST)], {"smollm2-0": 3}), 100.0)
+    before.roll("smollm2-0", allow_gap=False)
+    after = Reconciler(before.desired, HealthSpec())
+    restore_records(after, take_snapshot(before, 5, {}), AdoptedState([_build(FIRST)], {"smollm2-0": 3}), 101.0)
+    assert after.surges.failed and after.actions(101.1) == []
 
 
-def test_an_adopted_build_that_stays_silent_is_replaced() -> None:
+def test_a_rollout_that_failed_before_the_loss_is_not_reported_as_lost() -> None:
+    before = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(before, None, AdoptedState([_build(FIRST)], {"smollm2-0": 3}), 100.0)
+    before.roll("smollm2-0", allow_gap=False)
+    (launch,) = before.actions(100.1)
+    before.start_failed(launch.name, "a bad file", 100.2, final=True)
+    after = Reconciler(before.desired, HealthSpec())
+    restore_records(after, take_snapshot(before, 5, {}), AdoptedState([_build(FIRST)], {"smollm2-0": 3}), 101.0)
+    assert after.surges.failed == {}
+
+
+def test_a_rollout_whose_next_build_is_adopted_has_succeeded() -> None:
+    before = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(before, None, AdoptedState([_build(FIRST)], {"smollm2-0": 3}), 100.0)
+    before.roll("smollm2-0", allow_gap=False)
+    before.actions(100.1)
+    after, newer = Reconciler(before.desired, HealthSpec()), ReplicaName("smollm2-0", 4)
+    restore_records(after, take_snapshot(before, 5, {}), AdoptedState([_build(newer)], {"smollm2-0": 4}), 101.0)
+    assert after.surges.failed == {} and after.records["smollm2-0"].name == newer
+
+
+def test_an_adopted_build_without_health_is_replaced() -> None:
     reconciler = _reconciler()
-    recall(reconciler, None, Inheritance([_build(FIRST), _build(SECOND)]), 100.0)
+    restore_records(reconciler, None, AdoptedState([_build(FIRST), _build(SECOND)]), 100.0)
     assert reconciler.actions(101.9) == []
-    reconciler.heard(SECOND, State.READY, 0.01, 102.0)
+    reconciler.health_received(SECOND, State.READY, 0.01, 102.0)
     reconciler.actions(102.1)
     assert reconciler.records["smollm2-0"].state is State.UNHEALTHY
     assert Stop(FIRST, drain=False) in reconciler.actions(118.0)
 
 
-def test_a_rebuild_that_fails_after_the_return_does_not_end_the_cluster() -> None:
+def test_a_rebuild_that_fails_after_adoption_does_not_end_the_cluster() -> None:
     reconciler = _reconciler()
-    memory = ControllerMemory(created=5, replicas={"smollm2-0": _memory(ever_ready=True)})
-    recall(reconciler, memory, Inheritance([_build(SECOND)]), 0.0)
+    snapshot = ControllerSnapshot(created=5, replicas={"smollm2-0": _snapshot(ever_ready=True)})
+    restore_records(reconciler, snapshot, AdoptedState([_build(SECOND)]), 0.0)
     (launch,) = reconciler.actions(0.1)
     reconciler.start_failed(launch.name, "no place for it just now", 0.2, final=True)
     assert reconciler.fatal == ""
 
 
-def test_what_operators_wanted_is_remembered_and_recalled() -> None:
+def test_changes_of_operators_are_in_the_snapshot() -> None:
     before, after = _reconciler(), _reconciler()
     for record, (generation, role, held, ready) in zip(
         before.records.values(), ((3, Role.PREFILL, False, True), (2, Role.DECODE, True, False)), strict=True
     ):
         record.generation, record.role, record.held, record.ever_ready = generation, role, held, ready
-    memory = remember(before, 77, {ReplicaName("smollm2-1", 2): 12.5})
-    memory = msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=ControllerMemory)
-    drains = recall(after, memory, Inheritance([_build(FIRST, Role.PREFILL)]), 0.0)
-    assert memory.created == 77 and drains == {ReplicaName("smollm2-1", 2): 12.5}
+    snapshot = take_snapshot(before, 77, {ReplicaName("smollm2-1", 2): 12.5})
+    snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=ControllerSnapshot)
+    drains = restore_records(after, snapshot, AdoptedState([_build(FIRST, Role.PREFILL)]), 0.0)
+    assert snapshot.created == 77 and drains == {ReplicaName("smollm2-1", 2): 12.5}
     for key in ("generation", "role", "held"):
         assert [getattr(r, key) for r in after.records.values()] == [getattr(r, key) for r in before.records.values()]
     assert after.actions(0.1) == [] and after.records["smollm2-1"].state is State.DRAINED
 
 
-def test_the_rank_knows_of_a_younger_order() -> None:
-    """Role and drain may have changed after the last view that was kept."""
+def test_the_report_of_a_rank_is_newer_than_the_snapshot() -> None:
+    """Role and drain may have changed after the last view."""
     reconciler = _reconciler()
-    memory = ControllerMemory(created=5, replicas={"smollm2-0": _memory(generation=3), "smollm2-1": _memory()})
-    inheritance = Inheritance([_build(FIRST, Role.DECODE), _build(SECOND, draining=True)])
-    recall(reconciler, memory, inheritance, 0.0)
+    snapshot = ControllerSnapshot(created=5, replicas={"smollm2-0": _snapshot(generation=3), "smollm2-1": _snapshot()})
+    adopted_state = AdoptedState([_build(FIRST, Role.DECODE), _build(SECOND, draining=True)])
+    restore_records(reconciler, snapshot, adopted_state, 0.0)
     assert reconciler.records["smollm2-0"].role is Role.DECODE
     assert reconciler.actions(0.1) == [Stop(SECOND, drain=True)]
     reconciler.stopped(SECOND, 1.0)
@@ -184,13 +249,13 @@ def test_the_rank_knows_of_a_younger_order() -> None:
 
 
 @asynccontextmanager
-async def _returned(
-    driver: FakeDriver, secret: bytes, memory: ControllerMemory | None = None
+async def _adopting_supervisor(
+    driver: FakeDriver, secret: bytes, snapshot: ControllerSnapshot | None = None
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": 2}], "health": HEALTH})
     membership = Membership()
     supervisor = Supervisor(spec, driver, membership, secret)
-    await supervisor.adopt(memory)
+    await supervisor.adopt(snapshot)
     supervisor.start()
     try:
         yield supervisor, membership
@@ -199,64 +264,64 @@ async def _returned(
 
 
 def _lists(membership: Membership) -> tuple[list[control_pb2.MemberList], "asyncio.Task[None]"]:
-    heard: list[control_pb2.MemberList] = []
+    received: list[control_pb2.MemberList] = []
 
-    async def listen() -> None:
+    async def receive() -> None:
         async for members in membership.watch():
-            heard.append(members)
+            received.append(members)
 
-    return heard, asyncio.create_task(listen())
+    return received, asyncio.create_task(receive())
 
 
-def test_routers_hear_of_a_new_controller_when_it_knows_everybody(
+def test_a_new_controller_publishes_once_every_replica_has_sent_health(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        driver.leave(FIRST), driver.leave(SECOND)
-        driver.replicas[SECOND].silent.set()
-        async with _returned(driver, secret, ControllerMemory(created=77)) as (supervisor, membership):
-            heard, listening = _lists(membership)
-            assert driver.asked_to_adopt == ["smollm2-0", "smollm2-1"]
-            await eventually(lambda: supervisor.status()["replicas"][0]["revision"] == "r1")  # its health has come
+        driver.add_earlier_build(FIRST), driver.add_earlier_build(SECOND)
+        driver.replicas[SECOND].health_paused.set()
+        async with _adopting_supervisor(driver, secret, ControllerSnapshot(created=77)) as (supervisor, membership):
+            received, receiver = _lists(membership)
+            assert driver.adopt_request == ["smollm2-0", "smollm2-1"]
+            await eventually(lambda: supervisor.status()["replicas"][0]["revision"] == "r1")  # its health was received
             await asyncio.sleep(0.25)
-            assert heard == [], "half a list would take the other half from the routers"
-            driver.replicas[SECOND].silent.clear()
-            await eventually(lambda: heard)
-            states = [(m.identity.replica_id, m.identity.generation, m.state) for m in heard[0].members]
+            assert received == [], "an incomplete list would remove replicas from the routers"
+            driver.replicas[SECOND].health_paused.clear()
+            await eventually(lambda: received)
+            states = [(m.identity.replica_id, m.identity.generation, m.state) for m in received[0].members]
             ready = replica_pb2.REPLICA_STATE_READY
             assert states == [("smollm2-0", 3, ready), ("smollm2-1", 1, ready)]
-            assert heard[0].models[0].created == 77
+            assert received[0].models[0].created == 77
             assert [call for call in driver.calls if call[0] != "stop"] == []
             assert set(supervisor.started()) == {"smollm2-0", "smollm2-1"}
             assert [rank["pid"] for rank in supervisor.status()["replicas"][0]["ranks"]] == [1003]
-            assert supervisor.memory().replicas["smollm2-0"].generation == 3
-            listening.cancel()
+            assert supervisor.snapshot().replicas["smollm2-0"].generation == 3
+            receiver.cancel()
 
     asyncio.run(scenario())
 
 
-def test_one_that_stays_silent_does_not_keep_the_list_back_for_ever(
+def test_a_replica_without_health_delays_the_list_only_for_a_time(
     driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor_module, "FIRST_HEALTH_SECONDS", 0.2)
 
     async def scenario() -> None:
-        driver.leave(FIRST), driver.leave(SECOND).silent.set()
-        async with _returned(driver, secret) as (_, membership):
-            heard, listening = _lists(membership)
-            await eventually(lambda: heard)
-            assert [m.identity.replica_id for m in heard[0].members] == ["smollm2-0"]
-            listening.cancel()
+        driver.add_earlier_build(FIRST), driver.add_earlier_build(SECOND).health_paused.set()
+        async with _adopting_supervisor(driver, secret) as (_, membership):
+            received, receiver = _lists(membership)
+            await eventually(lambda: received)
+            assert [m.identity.replica_id for m in received[0].members] == ["smollm2-0"]
+            receiver.cancel()
 
     asyncio.run(scenario())
 
 
 def test_an_adopted_replica_that_dies_is_rebuilt(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
-        driver.leave(FIRST)
-        async with _returned(driver, secret) as (supervisor, _):
+        driver.add_earlier_build(FIRST)
+        async with _adopting_supervisor(driver, secret) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
-            assert ("launch", ReplicaName("smollm2-1", 1)) in driver.calls, "the one that nobody left is built"
+            assert ("launch", ReplicaName("smollm2-1", 1)) in driver.calls, "the missing one is built"
             driver.kill(FIRST)
             again = ReplicaName("smollm2-0", 4)
             await eventually(lambda: again in driver.replicas and supervisor.reconciler.ready)
@@ -266,31 +331,31 @@ def test_an_adopted_replica_that_dies_is_rebuilt(driver: FakeDriver, secret: byt
     asyncio.run(scenario())
 
 
-def test_a_drain_goes_on_with_the_time_that_is_left(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
-    memory = ControllerMemory(
-        created=1, replicas={"smollm2-0": _memory(generation=3, held=True, drain_seconds=0.4, ever_ready=True)}
+def test_a_drain_continues_with_its_remaining_time(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    snapshot = ControllerSnapshot(
+        created=1, replicas={"smollm2-0": _snapshot(generation=3, held=True, drain_seconds=0.4, ever_ready=True)}
     )
 
     async def scenario() -> None:
-        driver.leave(FIRST, draining=True).running = 1
-        driver.leave(SECOND)
-        async with _returned(driver, secret, memory) as (supervisor, _):
+        driver.add_earlier_build(FIRST, draining=True).running = 1
+        driver.add_earlier_build(SECOND)
+        async with _adopting_supervisor(driver, secret, snapshot) as (supervisor, _):
             record = supervisor.reconciler.records["smollm2-0"]
             loop = asyncio.get_running_loop()
             began = loop.time()
             await eventually(lambda: record.state is State.DRAINED)
-            assert 0.2 < loop.time() - began < 1.5, "not the two seconds that a new drain would have"
+            assert 0.2 < loop.time() - began < 1.5, "not the two seconds of a new drain"
             assert supervisor.reconciler.ready
 
     asyncio.run(scenario())
 
 
-def test_a_first_controller_speaks_at_once(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_first_controller_publishes_at_once(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _returned(driver, secret) as (supervisor, membership):
-            heard, listening = _lists(membership)
-            await eventually(lambda: heard)
+        async with _adopting_supervisor(driver, secret) as (supervisor, membership):
+            received, receiver = _lists(membership)
+            await eventually(lambda: received)
             await eventually(lambda: supervisor.reconciler.ready)
-            listening.cancel()
+            receiver.cancel()
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""The command line as a process: exit status, streams, and how little the client commands load."""
+"""The command line as a process: exit status, streams, and the modules that client commands load."""
 
 import json
 import os
@@ -12,8 +12,10 @@ from threading import Thread
 import pytest
 import yaml
 
-from headrace_cluster import state
-from headrace_cluster.processes import ProcessId
+from headrace_cluster.cli.client import ApiClient, ServerError
+from headrace_cluster.errors import NotRunningError
+from headrace_cluster.local import state
+from headrace_cluster.local.processes import ProcessId
 
 HEAVY = ("torch", "ray", "transformers", "fastapi", "uvicorn", "grpc", "headrace_worker.model", "headrace_kernels")
 
@@ -52,18 +54,19 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert "typer" in modules
     heavy = {name for name in modules if name.split(".")[0] in HEAVY or name in HEAVY}
     assert heavy == set()
+    assert "prompt_toolkit" not in modules, "only a chat on a terminal has a line editor"
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (("--no-such-flag",), 2, "No such option"),
+        (("--no-such-flag",), 2, "no such option"),
         (("serve", "--replicas", "many"), 2, "valid integer"),
-        (("serve", "--replicas", "0"), 2, "models[0].replicas"),
-        (("serve", "--dtype", "int3"), 2, "models[0].dtype"),
+        (("serve", "--replicas", "0"), 2, "--replicas: input should be"),
+        (("serve", "--dtype", "int3"), 2, "--dtype: input should be"),
         (("serve", "--kv-cache-memory", "lots"), 2, "2GiB"),
         (("serve", "-f", "/nowhere.yaml"), 2, "cannot be read"),
-        (("serve", "/no/such/model"), 1, "no model at"),
+        (("serve", "/no/such/model", "--admin-port", "0", "--port", "0", "--grpc-port", "0"), 1, "no model at"),
         (("serve", "--host", "0.0.0.0"), 1, "--allow-no-auth"),
         (("router",), 2, "--controller"),
         (("router", "--controller", "127.0.0.1:1"), 2, "--secret-file"),
@@ -73,13 +76,16 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("profile",), 1, "./headrace serve"),
         (("profile", "--steps", "many"), 2, "valid integer"),
         (("role", "m-0", "both"), 1, "./headrace serve"),
-        (("role", "m-0"), 2, "Missing argument"),
+        (("role", "m-0"), 2, "missing argument prefill|decode|both"),
         (("drain", "m-0"), 1, "./headrace serve"),
         (("drain", "m-0", "--seconds", "-1"), 2, "greater than or equal to 0"),
         (("undrain", "m-0"), 1, "./headrace serve"),
         (("serve", "--prefill", "1"), 2, "without decode"),
         (("serve", "--prefill", "1", "--decode", "1", "--replicas", "2"), 2, "beside prefill and decode"),
         (("chat", "--once", "x", "--port", "1"), 1, "./headrace serve --port 1"),
+        (("chat", "--once", "x", "--port", "70000"), 1, "no server answers at 127.0.0.1:70000"),
+        (("chat", "--once", "x", "--temperature", "3"), 1, "temperature cannot be 3.0: it must be less than"),
+        (("chat", "--once", "x", "--api-key", "ключ"), 2, "printable ASCII"),
     ],
 )
 def test_failures_are_one_sentence_on_stderr(arguments: tuple[str, ...], status: int, words: str) -> None:
@@ -90,7 +96,7 @@ def test_failures_are_one_sentence_on_stderr(arguments: tuple[str, ...], status:
 
 
 def test_a_port_in_use_is_one_sentence(server: "FakeServer") -> None:
-    done = _run("serve", "--grpc-port", str(server.port))
+    done = _run("serve", "--admin-port", "0", "--port", "0", "--grpc-port", str(server.port))
     assert done.returncode == 1
     assert f"port {server.port} on 127.0.0.1 is in use; choose another with --grpc-port" in done.stderr
 
@@ -116,7 +122,7 @@ def test_config_schema_is_json() -> None:
     assert {"models", "routers", "auth", "limits"} <= set(schema["properties"])
 
 
-def test_a_strange_variable_is_a_warning() -> None:
+def test_an_unknown_variable_is_a_warning() -> None:
     done = _run("config", "show", HEADRACE_PROT="1")
     assert done.returncode == 0
     assert "HEADRACE_PROT sets nothing (did you mean HEADRACE_PORT?)" in done.stderr
@@ -149,19 +155,20 @@ PROFILE = {
 
 
 class FakeServer:
-    """Answers like a router and an admin API; keeps what it was asked."""
+    """Responds like a router and an admin API; records the requests."""
 
     def __init__(self) -> None:
         outer = self
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
         self.broken = False
+        self.key = ""  # "" = no key needed
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                outer.take(self)
+                outer.respond(self)
 
             def do_POST(self) -> None:
-                outer.take(self)
+                outer.respond(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 return
@@ -170,10 +177,12 @@ class FakeServer:
         self.port = self._server.server_address[1]
         Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def take(self, handler: BaseHTTPRequestHandler) -> None:
+    def respond(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         self.requests.append((handler.path, dict(handler.headers), body))
-        if handler.path == "/v1/models":
+        if self.key and handler.headers.get("Authorization") != f"Bearer {self.key}":
+            self._send(handler, 401, json.dumps({"error": {"message": "Send a valid API key in the header."}}))
+        elif handler.path == "/v1/models":
             self._send(handler, 200, json.dumps({"data": [{"id": "tiny"}]}))
         elif handler.path == "/status":
             self._send(handler, 200, json.dumps(STATUS))
@@ -219,29 +228,62 @@ def test_chat_once(server: FakeServer) -> None:
     }
 
 
-def test_chat_keeps_the_conversation(server: FakeServer) -> None:
-    done = _run("chat", "--model", "m", stdin="eins\nzwei\n/clear\ndrei\n", HEADRACE_PORT=str(server.port))
-    assert (done.returncode, done.stdout) == (0, "Grüß Gott\n" * 3)
-    asked = [[m["content"] for m in json.loads(body)["messages"]] for _, _, body in server.requests]
-    assert asked == [["eins"], ["eins", "Grüß Gott", "zwei"], ["drei"]]
+def test_chat_takes_standard_input_as_one_message(server: FakeServer) -> None:
+    done = _run("chat", "--model", "m", stdin="/help\nzwei\n\n", HEADRACE_PORT=str(server.port))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Grüß Gott\n", "")
+    assert [json.loads(body)["messages"][-1]["content"] for _, _, body in server.requests] == ["/help\nzwei"]
+    empty = _run("chat", "--model", "m", HEADRACE_PORT=str(server.port))
+    assert (empty.returncode, empty.stdout) == (0, "")
+    assert empty.stderr == "headrace: the message is empty: there is nothing to answer\n"
 
 
-def test_chat_repeats_the_servers_sentence(server: FakeServer) -> None:
+def test_chat_prints_the_servers_sentence(server: FakeServer) -> None:
     server.broken = True
     done = _run("chat", "--once", "x", "--port", str(server.port))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "headrace: the prompt is too long\n"
 
 
-def test_status_and_profile_use_the_kept_key(server: FakeServer) -> None:
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (None, "this server needs an API key: pass --api-key KEY or set HEADRACE_API_KEY"),
+        ("wrong-key", "the API key is not valid; pass another with --api-key KEY or HEADRACE_API_KEY"),
+    ],
+)
+def test_a_rejected_key_names_the_flag(server: FakeServer, key: str | None, words: str) -> None:
+    server.key = "key-12345"
+    with pytest.raises(ServerError, match=f"^{words}$"):
+        ApiClient("127.0.0.1", server.port, key).models()
+    assert ApiClient("127.0.0.1", server.port, server.key).models() == ["tiny"]
+
+
+def test_a_port_without_a_server_lists_running_servers() -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    state.save(
+        state.ServeState(
+            me.pid, me.started, "blue", "http://127.0.0.1:8002", "k", 8002, http_url="http://127.0.0.1:8000"
+        )
+    )
+    with pytest.raises(NotRunningError) as raised:
+        ApiClient("127.0.0.1", 1, None).models()
+    start, _, running = str(raised.value).partition("; running: ")
+    assert start.startswith("no server answers at 127.0.0.1:1; start one with: ") and start.endswith("serve --port 1")
+    assert running == f"blue (HTTP 8000, admin 8002, process {me.pid})"
+
+
+def test_status_and_profile_use_the_stored_key(server: FakeServer) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     url = f"http://127.0.0.1:{server.port}"
-    state.save(state.ServeState(me.pid, me.started, "headrace", url, "kept-key", server.port))
+    state.save(state.ServeState(me.pid, me.started, "headrace", url, "stored-key", server.port))
     done = _run("status", "--json", "--admin-port", str(server.port))
     assert done.returncode == 0
-    assert json.loads(done.stdout) == STATUS
-    assert server.requests[-1][1]["Authorization"] == "Bearer kept-key"
+    document = json.loads(done.stdout)
+    assert server.port in [entry["port"] for entry in document.pop("sockets")]
+    assert document == STATUS
+    assert server.requests[-1][1]["Authorization"] == "Bearer stored-key"
     heads, row, ranks = _run("status", "--admin-port", str(server.port), COLUMNS="80").stdout.splitlines()
     assert heads.split()[:4] == ["replica", "model", "role", "tp×pp"]
     assert row.split() == ["tiny-0", "tiny", "decode", "4×2", "ready", "3", "0", "12.5%"]
@@ -251,7 +293,7 @@ def test_status_and_profile_use_the_kept_key(server: FakeServer) -> None:
     path, headers, body = server.requests[-1]
     assert (path, headers["Authorization"], json.loads(body)) == (
         "/profile",
-        "Bearer kept-key",
+        "Bearer stored-key",
         {"replica": "tiny-0", "steps": 5},
     )
     lines = [line.split() for line in profiled.stdout.splitlines()]
@@ -262,4 +304,10 @@ def test_status_and_profile_use_the_kept_key(server: FakeServer) -> None:
     refused = _run("profile", "--admin-port", str(server.port))
     assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "headrace: the prompt is too long\n")
     elsewhere = _run("status", "--admin-port", "1")
-    assert f"servers run with --admin-port {server.port}" in elsewhere.stderr
+    assert elsewhere.returncode == 1 and f"admin {server.port}" in elsewhere.stderr
+
+
+def test_a_flag_of_another_server_is_wrong_usage() -> None:
+    done = _run("serve", "--tensor-parallel-size", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "headrace: no such option --tensor-parallel-size; here it is --tp\n"

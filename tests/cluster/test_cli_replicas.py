@@ -10,14 +10,28 @@ from typing import Any
 import pytest
 from scripted_admin import ScriptedAdmin
 
-Answers = dict[str, list[tuple[int, dict[str, Any]]]]
+from headrace_cluster.cli import client as client_module
+from headrace_cluster.cli import rollout as rollout_module
+from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.rollout import roll_out
+from headrace_cluster.cli.servers import ServerChoice
+from headrace_cluster.cli.stop import stop_server
+from headrace_cluster.errors import NotRunningError
+from headrace_cluster.local import state
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.state import ServeState
+
+Responses = dict[str, list[tuple[int, dict[str, Any]]]]
+
+LOST: tuple[int, dict[str, Any]] = (0, {})
+WAITING = "headrace: the controller does not answer; waiting for it, or for the next one"
 
 
 @pytest.fixture
-def scripted() -> Iterator[Callable[[Answers], ScriptedAdmin]]:
+def scripted() -> Iterator[Callable[[Responses], ScriptedAdmin]]:
     made: list[ScriptedAdmin] = []
 
-    def make(answers: Answers) -> ScriptedAdmin:
+    def make(answers: Responses) -> ScriptedAdmin:
         made.append(ScriptedAdmin(answers))
         return made[-1]
 
@@ -38,24 +52,24 @@ def _status(state: str, generation: int = 1, running: int = 0, note: str = "") -
     return 200, {"replicas": [{"id": "m-0", "state": "ready"}, entry], "routers": []}
 
 
-def _refusal(sentence: str) -> tuple[int, dict[str, Any]]:
+def _rejection(sentence: str) -> tuple[int, dict[str, Any]]:
     return 409, {"error": {"message": sentence}}
 
 
-def test_role(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
+def test_role(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     document = {"id": "m-1", "generation": 1, "role": "decode", "before": "both", "seconds": 0.0123}
     admin = scripted({"/role": [(200, document)]})
     done = _run(admin, "role", "m-1", "decode")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "headrace: m-1: decode, it was both (12 ms)\n"
-    assert admin.asked == [("/role", {"replica": "m-1", "role": "decode"})]
+    assert admin.requests == [("/role", {"replica": "m-1", "role": "decode"})]
     assert json.loads(_run(admin, "role", "m-1", "decode", "--json").stdout) == document
 
 
-def test_drain_tells_how_far_it_is(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
-    order = (200, {"id": "m-1", "generation": 1, "seconds": 3.5})
+def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    begun = (200, {"id": "m-1", "generation": 1, "seconds": 3.5})
     states = [_status("ready", running=2), _status("draining", running=2), _status("draining", running=1)]
-    admin = scripted({"/drain": [order], "/status": [*states, _status("drained")]})
+    admin = scripted({"/drain": [begun], "/status": [*states, _status("drained")]})
     done = _run(admin, "drain", "m-1", "--seconds", "3.5")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.splitlines() == [
@@ -64,24 +78,24 @@ def test_drain_tells_how_far_it_is(scripted: Callable[[Answers], ScriptedAdmin])
         "headrace: m-1: draining, 1 running, 0 waiting",
         "headrace: m-1 is drained; bring it back with: headrace undrain m-1",
     ]
-    assert admin.asked[0] == ("/drain", {"replica": "m-1", "seconds": 3.5, "force": False})
+    assert admin.requests[0] == ("/drain", {"replica": "m-1", "seconds": 3.5, "force": False})
     again = _run(admin, "drain", "m-1", "--force", "--json")
     assert json.loads(again.stdout)["state"] == "drained"
-    assert admin.asked[-2] == ("/drain", {"replica": "m-1", "force": True})
+    assert admin.requests[-2] == ("/drain", {"replica": "m-1", "force": True})
 
 
-def test_undrain_waits_until_it_is_ready(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
-    order = (200, {"id": "m-1", "generation": 1})
+def test_undrain_waits_until_it_is_ready(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    begun = (200, {"id": "m-1", "generation": 1})
     states = [_status("draining"), _status("starting", 2, note="loading weights"), _status("ready", 2)]
-    admin = scripted({"/undrain": [order], "/status": states})
+    admin = scripted({"/undrain": [begun], "/status": states})
     done = _run(admin, "undrain", "m-1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[1:] == ["headrace: m-1: starting: loading weights", "headrace: m-1 is ready"]
 
 
 @pytest.mark.parametrize("command", [("role", "m-1", "both"), ("drain", "m-1"), ("undrain", "m-1")])
-def test_a_refusal_is_its_sentence(scripted: Callable[[Answers], ScriptedAdmin], command: tuple[str, ...]) -> None:
-    admin = scripted({f"/{command[0]}": [_refusal("that cannot be")]})
+def test_a_rejection_is_printed(scripted: Callable[[Responses], ScriptedAdmin], command: tuple[str, ...]) -> None:
+    admin = scripted({f"/{command[0]}": [_rejection("that cannot be")]})
     done = _run(admin, *command)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "headrace: that cannot be\n")
 
@@ -95,46 +109,176 @@ def test_a_refusal_is_its_sentence(scripted: Callable[[Answers], ScriptedAdmin],
         ("undrain", [_status("drained", note="drained")], "m-1 is drained"),
     ],
 )
-def test_what_goes_wrong_meanwhile(
-    scripted: Callable[[Answers], ScriptedAdmin], command: str, states: list[Any], words: str
+def test_failures_during_the_wait(
+    scripted: Callable[[Responses], ScriptedAdmin], command: str, states: list[Any], words: str
 ) -> None:
-    order = (200, {"id": "m-1", "generation": 1, "seconds": 1})
-    done = _run(scripted({f"/{command}": [order], "/status": states}), command, "m-1")
+    begun = (200, {"id": "m-1", "generation": 1, "seconds": 1})
+    done = _run(scripted({f"/{command}": [begun], "/status": states}), command, "m-1")
     assert (done.returncode, done.stdout) == (1, "")
     assert words in done.stderr.splitlines()[-1]
 
 
-def test_a_rollout_takes_one_after_the_other(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
-    """Prompt computers first; those that an operator has drained stay so."""
-    states = {"a": ("ready", 1, "decode"), "b": ("ready", 1, "prefill"), "c": ("drained", 3, "decode")}
+def _entry(name: str, state: str = "ready", generation: int = 1, **given: Any) -> dict[str, Any]:
+    load = {"running": 0, "waiting": 0}
+    known = {"id": name, "model": "m", "role": "decode", "state": state, "generation": generation, "load": load}
+    return known | {"note": "", "connected": True, "beside": [], "roll_failed": ""} | given
 
-    def status(**changes: tuple[str, int]) -> tuple[int, dict[str, Any]]:
-        load = {"running": 0, "waiting": 0}
-        shown = [(name, *(changes.get(name) or known[:2]), known[2]) for name, known in states.items()]
-        entries = [
-            {"id": name, "state": state, "generation": generation, "role": role, "load": load, "note": ""}
-            for name, state, generation, role in shown
-        ]
-        return 200, {"replicas": entries, "routers": []}
 
-    looks = [status(), status(b=("drained", 1)), status(b=("ready", 2))]
-    looks += [status(b=("ready", 2), a=("drained", 1)), status(b=("ready", 2), a=("ready", 2))]
-    order = (200, {"generation": 1, "seconds": 1})
-    admin = scripted({"/status": looks, "/drain": [order], "/undrain": [order]})
+def _polls(*polls: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    return [(200, {"replicas": replicas, "routers": []}) for replicas in polls]
+
+
+def _begun(*, beside: bool = False) -> tuple[int, dict[str, Any]]:
+    return 200, {"generation": 1, "seconds": 1, "beside": beside}
+
+
+def test_a_rollout_rolls_one_after_the_other(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    """Prefill replicas first; replicas that an operator drained stay drained."""
+    a, b, c = _entry("a"), _entry("b", role="prefill"), _entry("c", "drained", 3)
+    rolled = _entry("b", generation=2, role="prefill")
+    polls = _polls(
+        [a, b, c], [a, _entry("b", "draining", role="prefill"), c], [a, rolled, c], [_entry("a", "starting", 2), rolled]
+    )
+    polls += _polls([_entry("a", generation=2, connected=False), rolled], [_entry("a", generation=2), rolled])
+    admin = scripted({"/status": polls, "/rollout": [_begun()]})
     done = _run(admin, "rollout", "--seconds", "1")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert [(path, body["replica"]) for path, body in admin.asked if path != "/status"] == [
-        ("/drain", "b"),
-        ("/undrain", "b"),
-        ("/drain", "a"),
-        ("/undrain", "a"),
+    assert "headrace: a: ready; not every router is connected to it yet" in done.stderr.splitlines()
+    bodies = [body for path, body in admin.requests if path == "/rollout"]
+    assert bodies == [{"replica": name, "seconds": 1, "allow_gap": False} for name in ("b", "a")]
+    assert "headrace: b: its next build starts after it has ended" in done.stderr
+    assert done.stderr.splitlines()[-1] == "headrace: m: 2 of 2 rolled"
+
+
+def test_each_model_is_rolled_on_its_own(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    """A failure of one model does not stop the next; the summary and the exit status report it."""
+    both = [_entry("a-0", model="a"), _entry("b-0", model="b")]
+    beside = {"generation": 2, "state": "starting", "note": "loading weights"}
+    polls = _polls(
+        both,
+        [_entry("a-0", model="a", beside=[beside]), both[1]],
+        [_entry("a-0", model="a", roll_failed="no memory; pass --allow-gap"), both[1]],
+        [both[0], _entry("b-0", model="b", beside=[beside])],
+        [both[0], _entry("b-0", generation=2, model="b", beside=[{"generation": 1, "state": "draining", "note": ""}])],
+        [both[0], _entry("b-0", generation=2, model="b")],
+    )
+    admin = scripted({"/status": polls, "/rollout": [_begun(beside=True)]})
+    done = _run(admin, "rollout", "--allow-gap")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert [body["allow_gap"] for path, body in admin.requests if path == "/rollout"] == [True, True]
+    assert done.stderr.splitlines() == [
+        "headrace: a-0: its next build starts beside it",
+        "headrace: a-0: generation 1 ready, generation 2 starting: loading weights",
+        "headrace: b-0: its next build starts beside it",
+        "headrace: b-0: generation 1 ready, generation 2 starting: loading weights",
+        "headrace: b-0: generation 2 ready, generation 1 draining",
+        "headrace: b-0 is rolled",
+        "headrace: a: 0 of 1 rolled",
+        "headrace:   a-0 was not rolled: no memory; pass --allow-gap",
+        "headrace: b: 1 of 1 rolled",
     ]
-    assert done.stderr.splitlines()[-1] == "headrace: 2 replicas were built again"
 
 
-def test_a_rollout_stops_at_a_refusal(scripted: Callable[[Answers], ScriptedAdmin]) -> None:
-    admin = scripted({"/status": [_status("ready")], "/drain": [_refusal("m-1 is the only one; use --force")]})
+def test_a_build_that_does_not_start_ends_the_rollout_of_its_model(
+    scripted: Callable[[Responses], ScriptedAdmin],
+) -> None:
+    first, second = _entry("m-0"), _entry("m-1")
+    polls = _polls([first, second], [_entry("m-0", "dead", 2, note="too little memory"), second])
+    admin = scripted({"/status": polls, "/rollout": [_begun()]})
+    done = _run(admin, "rollout")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len([path for path, _ in admin.requests if path == "/rollout"]) == 1, "the other one still serves"
+    assert done.stderr.splitlines()[-3:] == [
+        "headrace: m: 0 of 2 rolled",
+        "headrace:   m-0 was not rolled: it is dead: too little memory",
+        "headrace:   m-1 was not rolled: another one before it was not",
+    ]
+
+
+def test_a_rejected_rollout_prints_its_sentence(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    admin = scripted({"/status": _polls([_entry("m-0"), _entry("m-1")]), "/rollout": [_rejection("m-1 is starting")]})
     done = _run(admin, "rollout", "m-1")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace: m-1 is the only one; use --force")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace:   m-1 was not rolled: m-1 is starting")
     unknown = _run(admin, "rollout", "m-7")
     assert (unknown.returncode, unknown.stderr) == (1, "headrace: there is no replica 'm-7'; there are: m-0, m-1\n")
+
+
+def test_a_rollout_continues_with_the_next_controller(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    """Two losses: one while a replica is rolled, one at the request for the next."""
+    first, second = _entry("m-0"), _entry("m-1")
+    rolled = _entry("m-0", generation=2)
+    polls = [*_polls([first, second], [_entry("m-0", "draining"), second]), LOST, LOST, *_polls([rolled, second])]
+    polls += [LOST, *_polls([rolled, second], [rolled, _entry("m-1", generation=2)])]
+    admin = scripted({"/status": polls, "/rollout": [_begun(), LOST, _begun()]})
+    done = _run(admin, "rollout")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.splitlines().count(WAITING) == 2 and done.stderr.endswith("headrace: m: 2 of 2 rolled\n")
+    assert [body["replica"] for path, body in admin.requests if path == "/rollout"] == ["m-0", "m-1", "m-1"]
+
+
+def _of_two_models(**first: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The status during a rollout in which the first replica stays in this state."""
+    other = _entry("b-0", model="b")
+    return _polls([_entry("a-0", model="a"), other], [_entry("a-0", model="a", **first), other])
+
+
+def test_a_controller_that_does_not_answer_ends_the_rollout_of_one_model(
+    scripted: Callable[[Responses], ScriptedAdmin], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client_module, "RESTART_SECONDS", 0.4)
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.25)
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", "the-key")
+    monkeypatch.setenv("HEADRACE_COMMAND", "headrace")
+    polls = [*_of_two_models(state="draining"), LOST, LOST, LOST]  # at 0, 0.25 and 0.5 s
+    polls += _polls([_entry("a-0", model="a"), _entry("b-0", generation=2, model="b")])
+    admin = scripted({"/status": polls, "/rollout": [_begun()]})
+    assert not roll_out(ServerChoice(admin_port=admin.port), [], None)
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "headrace: a: 0 of 1 rolled",
+        "headrace:   a-0 was not rolled: the controller has not answered for 0.4 s; see `headrace logs controller`",
+        "headrace: b: 1 of 1 rolled",
+    ]
+
+
+def test_a_lost_request_ends_the_wait(
+    scripted: Callable[[Responses], ScriptedAdmin], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout_module, "NO_RECORD_SECONDS", 0.5)
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", "the-key")
+    admin = scripted({"/status": [*_of_two_models(), LOST, *_of_two_models()], "/rollout": [_begun()]})
+    assert not roll_out(ServerChoice(admin_port=admin.port), ["a-0"], None)
+    assert "has no record of this rollout" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_serve_process_the_wait_ends(
+    scripted: Callable[[Responses], ScriptedAdmin], capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin = scripted({"/status": [*_of_two_models(), LOST], "/rollout": [_begun()]})
+    with subprocess.Popen(["sleep", "60"]) as serve:
+        process = ProcessId.of(serve.pid)
+        assert process is not None
+        url = f"http://127.0.0.1:{admin.port}"
+        state.save(ServeState(process.pid, process.started, "headrace", url, "the-key", admin.port))
+        client = AdminClient(ServerChoice())
+        assert client.await_status()["replicas"]
+        serve.kill()
+    client.await_status()
+    with pytest.raises(NotRunningError):
+        client.await_status()
+    assert WAITING not in capsys.readouterr().err
+
+
+def test_a_stop_counts_requests_of_builds_that_drain_beside_the_next_one(
+    scripted: Callable[[Responses], ScriptedAdmin], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = {"generation": 1, "state": "draining", "note": "", "load": {"running": 2, "waiting": 1}}
+    admin = scripted({"/status": _polls([_entry("m-0", generation=2, beside=[old])])})
+    slow = "import signal, time; signal.signal(15, lambda *_: (time.sleep(1), exit())); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as serve:
+        assert serve.stdout is not None and serve.stdout.readline()
+        process = ProcessId.of(serve.pid)
+        assert process is not None
+        url = f"http://127.0.0.1:{admin.port}"
+        state.save(ServeState(process.pid, process.started, "headrace", url, "the-key", admin.port))
+        stop_server(ServerChoice(), 10.0)
+    assert "headrace: 3 requests in flight: up to 5 s to finish" in capsys.readouterr().err.splitlines()

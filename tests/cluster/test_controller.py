@@ -1,4 +1,4 @@
-"""Supervisor, member list, Control/Watch and admin API, over replicas that run in this process."""
+"""Supervisor, member list, Control/Watch and admin API, with fake replicas in this process."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ from fake_driver import FakeDriver
 
 from headrace_cluster.controller.admin import admin_app, listen
 from headrace_cluster.controller.control_service import start_control_server
-from headrace_cluster.controller.driver import StartFailedError
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.orders import Order, ProfileBody
-from headrace_cluster.controller.reconciler import State
+from headrace_cluster.controller.operations import Operation, ProfileBody
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.driver import StartFailedError
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.reconciler import State
 from headrace_cluster.errors import ProfileError
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.rank_config import ProfileOutcome
-from headrace_cluster.spec import parse_spec
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import secret_metadata
@@ -55,7 +55,7 @@ async def _supervised(
         await supervisor.stop()
 
 
-def test_life_and_status(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_start_status_and_stop(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _supervised(driver, secret, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
@@ -80,10 +80,10 @@ def test_life_and_status(driver: FakeDriver, secret: bytes, eventually: Eventual
     asyncio.run(scenario())
 
 
-def test_a_loop_that_dies_is_told(
+def test_a_failed_reconcile_loop_is_reported(
     driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would replace nobody any more; replicas are still ended in order, and at once."""
+    """It would not replace replicas any more; a stop still ends them in order, at once."""
 
     def fail(now: float) -> None:
         raise KeyError("a bug")
@@ -100,7 +100,7 @@ def test_a_loop_that_dies_is_told(
     asyncio.run(scenario())
 
 
-def test_a_killed_replica_leaves_the_list_and_comes_back(
+def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
@@ -114,35 +114,33 @@ def test_a_killed_replica_leaves_the_list_and_comes_back(
             assert again.epoch == first.epoch and again.version > first.version
             assert again.members[0].address != first.members[0].address
             assert [(entry.name, list(entry.aliases)) for entry in again.models] == [("smollm2", ["small"])]
-            # The old build is gone before the new one is placed: they want the same memory.
+            # The old build is ended before the new one is placed: both need the same memory.
             calls = [call for call in driver.calls if call[0] in ("launch", "stop")]
             assert calls[:3] == [("launch", FIRST), ("stop", FIRST), ("launch", SECOND)]
 
     asyncio.run(scenario())
 
 
-def test_a_silent_replica_is_out_then_replaced(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_replica_without_health_is_replaced(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _supervised(driver, secret) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             replica = driver.replicas[FIRST]
-            replica.silent.set()
+            replica.health_paused.set()
             record = supervisor.reconciler.records["smollm2-0"]
             await eventually(lambda: record.state is State.UNHEALTHY)
-            assert "silent" in supervisor.status()["replicas"][0]["note"]
-            replica.silent.clear()
+            assert "no health message" in supervisor.status()["replicas"][0]["note"]
+            replica.health_paused.clear()
             await eventually(lambda: supervisor.reconciler.ready)
             assert record.generation == 1
-            replica.silent.set()
+            replica.health_paused.set()
             await eventually(lambda: record.generation == 2 and supervisor.reconciler.ready)
             assert ("stop", FIRST) in driver.calls and FIRST not in driver.replicas
 
     asyncio.run(scenario())
 
 
-def test_the_first_start_that_fails_is_the_clusters_failure(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
-) -> None:
+def test_a_failed_first_start_is_fatal(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     driver.failures = [StartFailedError("too little memory", final=True)]
 
     async def scenario() -> None:
@@ -212,11 +210,11 @@ def test_admin_needs_key_and_host() -> None:
             raise ProfileError("a profile is being recorded")
         return {"asked": [body.replica, body.steps, body.seconds]}
 
-    orders = [Order("/profile", ProfileBody, profile)]
-    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, orders)
+    operations = [Operation("/profile", ProfileBody, profile)]
+    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, operations)
     good = {"Authorization": "Bearer the-key"}
 
-    async def ask(
+    async def send(
         method: str, path: str, headers: dict[str, str], host: str = LOOPBACK, content: str = ""
     ) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{host}") as client:
@@ -226,31 +224,31 @@ def test_admin_needs_key_and_host() -> None:
         for path in ("/status", "/stop", "/profile", "/nothing", "/docs", "/openapi.json"):
             for method in ("GET", "POST", "OPTIONS"):
                 for headers in ({}, {"Authorization": "Bearer the-kez"}, {"Authorization": "the-key"}):
-                    answer = await ask(method, path, headers)
+                    answer = await send(method, path, headers)
                     assert answer.status_code == 401 and "message" in answer.json()["error"]
-                assert (await ask(method, path, good, host="evil.example:8002")).status_code == 403
+                assert (await send(method, path, good, host="evil.example:8002")).status_code == 403
         assert stopped == []
         for host in ("localhost:8002", "[::1]:8002", "127.0.0.1"):
-            assert (await ask("GET", "/status", good, host)).json() == {"replicas": [], "routers": []}
-        answer = await ask("GET", "/status", good | {"Origin": "http://evil.example"})
+            assert (await send("GET", "/status", good, host)).json() == {"replicas": [], "routers": []}
+        answer = await send("GET", "/status", good | {"Origin": "http://evil.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert (await ask("GET", "/stop", good)).status_code == 405
-        assert (await ask("POST", "/profile", good)).json() == {"asked": [None, 20, 10.0]}
-        wanted = '{"replica": "m-1", "steps": 3, "seconds": 2.5}'
-        assert (await ask("POST", "/profile", good, content=wanted)).json() == {"asked": ["m-1", 3, 2.5]}
-        answer = await ask("POST", "/profile", good, content='{"replica": "busy"}')
+        assert (await send("GET", "/stop", good)).status_code == 405
+        assert (await send("POST", "/profile", good)).json() == {"asked": [None, 20, 10.0]}
+        content = '{"replica": "m-1", "steps": 3, "seconds": 2.5}'
+        assert (await send("POST", "/profile", good, content=content)).json() == {"asked": ["m-1", 3, 2.5]}
+        answer = await send("POST", "/profile", good, content='{"replica": "busy"}')
         assert (answer.status_code, answer.json()["error"]["message"]) == (409, "a profile is being recorded")
         for body, word in (('{"steps": "many"}', "steps"), ('{"folder": "/etc"}', "folder"), ("[", "json")):
-            answer = await ask("POST", "/profile", good, content=body)
+            answer = await send("POST", "/profile", good, content=body)
             assert answer.status_code == 400 and word in answer.json()["error"]["message"]
-        assert (await ask("GET", "/nothing", good)).status_code == 404
-        assert (await ask("POST", "/stop", good)).status_code == 202
+        assert (await send("GET", "/nothing", good)).status_code == 404
+        assert (await send("POST", "/stop", good)).status_code == 202
         assert stopped == [True]
 
     asyncio.run(scenario())
 
 
-def test_a_profile_of_the_replica_that_is_meant(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_profile_of_the_selected_replica(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
     report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
 
@@ -282,7 +280,7 @@ def test_a_profile_of_the_replica_that_is_meant(driver: FakeDriver, secret: byte
     asyncio.run(scenario())
 
 
-def test_of_several_replicas_one_is_named(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_with_several_replicas_one_must_be_named(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _supervised(driver, secret, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)

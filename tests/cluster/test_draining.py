@@ -1,21 +1,25 @@
-"""Drains on demand: what runs may finish, the replica stays down, and comes back when it is wanted."""
+"""Drains on demand: requests may finish, the replica stays down until it is undrained."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_driver import FakeDriver
 
+from headrace_cluster.cli.drain import progress
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.reconciler import Record, State
-from headrace_cluster.controller.status import trouble
+from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.reconciler import Record, State
+from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_cluster.errors import DrainError
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.spec import parse_spec
+from headrace_cluster.launch import serve
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -46,13 +50,13 @@ def _entry(supervisor: Supervisor, place: int) -> dict[str, Any]:
 
 
 async def _members(membership: Membership) -> dict[str, int]:
-    """Generations of those that are listed as ready."""
+    """Generations of the members that are listed as ready."""
     members = (await anext(membership.watch())).members
     ready = [member for member in members if member.state == replica_pb2.REPLICA_STATE_READY]
     return {member.identity.replica_id: member.identity.generation for member in ready}
 
 
-def test_a_drain_waits_for_what_runs_then_ends_and_stays_down(
+def test_a_drain_waits_for_requests_then_ends_and_stays_down(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
@@ -70,12 +74,12 @@ def test_a_drain_waits_for_what_runs_then_ends_and_stays_down(
             replica.running = 0
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained", 2)
             assert SECOND not in driver.replicas, "its memory is free"
-            assert supervisor.reconciler.ready, "nobody misses it"
+            assert supervisor.reconciler.ready, "it does not count as missing"
             await asyncio.sleep(0.5)
             drained = _entry(supervisor, 1)
             assert (drained["state"], drained["ranks"], drained["generation"]) == ("drained", [], 1)
             assert "headrace undrain smollm2-1" in drained["note"]
-            assert supervisor.drains.begin("smollm2-1")["generation"] == 1, "asking again is no mistake"
+            assert supervisor.drains.begin("smollm2-1")["generation"] == 1, "a second call is no error"
             supervisor.drains.end("smollm2-1")
             await eventually(lambda: supervisor.reconciler.records["smollm2-1"].generation == 2)
             await eventually(lambda: supervisor.reconciler.ready)
@@ -85,7 +89,7 @@ def test_a_drain_waits_for_what_runs_then_ends_and_stays_down(
     asyncio.run(scenario())
 
 
-def test_after_its_time_it_ends_whatever_runs(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_drain_ends_at_its_deadline(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             driver.replicas[SECOND].running = 1
@@ -99,19 +103,19 @@ def test_after_its_time_it_ends_whatever_runs(driver: FakeDriver, secret: bytes,
 def test_health_from_before_the_drain_does_not_end_it(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
-    """An idle replica may have been sent a request in the moment when the drain began."""
+    """A request may have been sent to an idle replica just when the drain began."""
 
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             replica = driver.replicas[SECOND]
-            replica.silent.set()
+            replica.health_paused.set()
             await asyncio.sleep(0.1)
             replica.running = 1
             supervisor.drains.begin("smollm2-1", 20)
             await eventually(lambda: replica.draining)
             await asyncio.sleep(0.2)
             assert ("stop", SECOND) not in driver.calls
-            replica.silent.clear()
+            replica.health_paused.clear()
             await asyncio.sleep(0.2)
             assert ("stop", SECOND) not in driver.calls
             replica.running = 0
@@ -120,7 +124,7 @@ def test_health_from_before_the_drain_does_not_end_it(
     asyncio.run(scenario())
 
 
-def test_one_that_dies_while_it_drains_is_drained(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_replica_that_dies_while_draining(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             driver.replicas[SECOND].running = 1
@@ -135,7 +139,7 @@ def test_one_that_dies_while_it_drains_is_drained(driver: FakeDriver, secret: by
     asyncio.run(scenario())
 
 
-def test_undrain_while_it_drains_brings_it_back_after(
+def test_undrain_during_a_drain_rebuilds_it_afterwards(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
@@ -153,7 +157,7 @@ def test_undrain_while_it_drains_brings_it_back_after(
     asyncio.run(scenario())
 
 
-def test_a_stop_of_all_does_not_wait_for_a_long_drain(
+def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
@@ -169,9 +173,7 @@ def test_a_stop_of_all_does_not_wait_for_a_long_drain(
     asyncio.run(scenario())
 
 
-def test_a_drained_replica_does_not_keep_a_stop_waiting(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
-) -> None:
+def test_a_drained_replica_does_not_delay_a_stop(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             supervisor.drains.begin("smollm2-1", 0)
@@ -189,10 +191,10 @@ def test_a_drained_replica_does_not_keep_a_stop_waiting(
         ("smollm2-0", ("without smollm2-0", "--force")),
     ],
 )
-def test_what_is_refused(
+def test_rejected_drains(
     driver: FakeDriver, secret: bytes, eventually: Eventually, replica_id: str, words: tuple[str, ...]
 ) -> None:
-    """smollm2-1 is asked to go in the same moment: it does not count any more."""
+    """smollm2-1 is drained at the same time: it does not count any more."""
 
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
@@ -208,7 +210,7 @@ def test_what_is_refused(
     asyncio.run(scenario())
 
 
-def test_the_last_that_can_decode_is_drained_by_force(
+def test_the_last_decoding_replica_is_drained_with_force(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     pools = {"prefill": {}, "decode": {}}
@@ -217,7 +219,7 @@ def test_the_last_that_can_decode_is_drained_by_force(
         async with _ready(driver, secret, eventually, **pools) as (supervisor, membership):
             with pytest.raises(DrainError, match="--force"):
                 supervisor.drains.begin("smollm2-0", 0)
-            supervisor.drains.begin("smollm2-1", 0)  # the one for prompts: nobody depends on it
+            supervisor.drains.begin("smollm2-1", 0)  # the prefill replica: not needed to serve
             supervisor.drains.begin("smollm2-0", 0, force=True)
             await eventually(lambda: {_entry(supervisor, i)["state"] for i in (0, 1)} == {"drained"})
             assert await _members(membership) == {}
@@ -225,7 +227,7 @@ def test_the_last_that_can_decode_is_drained_by_force(
     asyncio.run(scenario())
 
 
-def test_undrain_of_one_that_is_up_is_refused(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_undrain_of_a_ready_replica_is_rejected(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             with pytest.raises(DrainError, match="smollm2-0 is ready, not drained"):
@@ -236,8 +238,26 @@ def test_undrain_of_one_that_is_up_is_refused(driver: FakeDriver, secret: bytes,
     asyncio.run(scenario())
 
 
+def test_progress_without_a_note_is_the_state_alone() -> None:
+    assert progress({"state": "starting", "note": ""}) == "starting"
+    assert progress({"state": "starting", "note": "loading weights"}) == "starting: loading weights"
+
+
+def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[tuple[str, ...]] = []
+    monkeypatch.setattr(serve, "show_message", lambda *words, **facts: reported.append(words))
+    monkeypatch.setattr(serve, "WATCH_SECONDS", 0)
+    failures = {"m-0": BUILT_AGAIN, "m-1": "killed"}
+    owner = serve.Serve(parse_spec({}))
+    view = SimpleNamespace(failures=failures, in_flight=0, stop_requested=True)
+    monkeypatch.setattr(owner._session, "check_ray", lambda: None)
+    monkeypatch.setattr(owner._monitor, "poll", lambda: view)
+    owner._watch()
+    assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning")]
+
+
 @pytest.mark.parametrize(
-    ("state", "held", "cause", "said"),
+    ("state", "held", "cause", "reason"),
     [
         (State.READY, False, "", ""),
         (State.READY, True, "", "draining"),
@@ -249,8 +269,8 @@ def test_undrain_of_one_that_is_up_is_refused(driver: FakeDriver, secret: bytes,
         (State.UNHEALTHY, False, "", "the note"),
     ],
 )
-def test_what_serve_says_of_it(state: State, held: bool, cause: str, said: str) -> None:
+def test_the_reason_that_serve_shows(state: State, held: bool, cause: str, reason: str) -> None:
     spec = parse_spec({}).models[0]
     record = Record("m-0", spec, generation=2, state=state, ever_ready=True, held=held, cause=cause)
-    assert trouble(record, "the note") == said
-    assert trouble(Record("m-0", spec, generation=1, state=State.STARTING), "loading weights") == ""
+    assert down_reason(record, "the note") == reason
+    assert down_reason(Record("m-0", spec, generation=1, state=State.STARTING), "loading weights") == ""

@@ -1,4 +1,4 @@
-"""Ray for real: serves start, heal, stop and are killed as processes. The replicas run no engine."""
+"""With a real Ray: serves start, recover, stop and are killed as processes. The replicas have no engine."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.reaper import Mark
+from headrace_cluster.local.child_guard import ProcessMark
 
 HERE = Path(__file__).parent
 START_SECONDS = 90
 
 
 def _search_path() -> str:
-    """Ranks find the fake replica, and the checkout that this process uses."""
+    """Contains the fake replica for the ranks, and the checkout that this process uses."""
     return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
 
 
-class Live:
+class LiveServe:
     """One serve in a process group of its own."""
 
     def __init__(self, home: Path, **spec: Any) -> None:
@@ -33,7 +33,7 @@ class Live:
         environ = os.environ | {
             "HEADRACE_HOME": str(home),
             "PYTHONPATH": _search_path(),
-            # Somebody else's Ray: it must not be looked at.
+            # The address of another Ray: it must not be used.
             "RAY_ADDRESS": "192.0.2.55:6379",
         }
         self.process = subprocess.Popen(
@@ -68,23 +68,23 @@ class Live:
         return found
 
     def controller(self) -> int:
-        """Its process; 0 while there is none."""
-        said = self.headrace("status", "--json")
-        return int(json.loads(said.stdout)["controller"]["pid"]) if said.returncode == 0 else 0
+        """Its process id; 0 while there is none."""
+        done = self.headrace("status", "--json")
+        return int(json.loads(done.stdout)["controller"]["pid"]) if done.returncode == 0 else 0
 
     def await_ready(self) -> None:
-        _eventually(lambda: "is ready after" in self.said() or self.process.poll() is not None, START_SECONDS)
-        assert self.process.poll() is None, self.said()
+        _eventually(lambda: "is ready after" in self.stderr_text() or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, self.stderr_text()
         self.folder = next(folder for folder in map(_ray_folder, _children(self.process.pid)) if folder)
 
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         return self.log.read_text()
 
-    def left(self) -> list[int]:
+    def remaining(self) -> list[int]:
         """Processes that this serve started and that still run."""
-        mark = Mark("HEADRACE_SERVE_ID=unknown", self.folder)
+        mark = ProcessMark("HEADRACE_SERVE_ID=unknown", self.folder)
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return [pid for pid in pids if pid != os.getpid() and mark.on(pid)]
+        return [pid for pid in pids if pid != os.getpid() and mark.matches(pid)]
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -104,7 +104,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _ray_folder(pid: int) -> str:
-    """The folder that a Ray process logs into; empty for others."""
+    """The log folder of a Ray process; empty for other processes."""
     command = Path(f"/proc/{pid}/cmdline").read_text()
     before, found, _ = command.partition("/session_2")
     return before[before.rindex("/tmp/") :] if found else ""
@@ -118,30 +118,32 @@ def _eventually(condition: Callable[[], object], seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def serves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Live, Live]]:
-    """Three side by side: two that work, one whose model refuses to start."""
+def serves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServe, LiveServe, LiveServe]]:
+    """Three side by side: two that work, one whose model fails to start."""
     base = tmp_path_factory.mktemp("live")
     lean = {"dashboard": False}
     refused = [{"source": "smollm2", "name": "refuse-last", "tp": 2}]
-    found = (Live(base / "a"), Live(base / "b", ray=lean), Live(base / "c", ray=lean, models=refused))
+    found = (LiveServe(base / "a"), LiveServe(base / "b", ray=lean), LiveServe(base / "c", ray=lean, models=refused))
     yield found
     for live in found:
         live.close()
 
 
 @pytest.mark.slow  # tests/e2e/test_refusals.py starts several that cannot
-def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(serves: tuple[Live, Live, Live]) -> None:
+def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(
+    serves: tuple[LiveServe, LiveServe, LiveServe],
+) -> None:
     refused = serves[2]
     assert refused.process.wait(START_SECONDS) == 1
-    # The rank that is to blame has the word, though the other one fails too.
-    assert "headrace: too little memory on the last rank" in refused.said()
-    assert "Traceback" not in refused.said()
+    # The sentence is that of the causing rank, although the other one fails, too.
+    assert "error: too little memory on the last rank" in refused.stderr_text()
+    assert "Traceback" not in refused.stderr_text()
     assert list(refused.home.glob("serve-*")) == list(refused.home.glob("ray-token-*")) == []
-    assert list(refused.home.glob("logs/serve-*/worker-*")), "logs are kept where the message says"
+    assert list(refused.home.glob("logs/headrace-*/ray/worker-*")), "logs are kept at the path in the message"
 
 
-@pytest.mark.slow  # tests/e2e/test_life.py and test_routers.py do the same, one after the other
-def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) -> None:
+@pytest.mark.slow  # tests/e2e/test_process_failures.py and test_routers.py do the same, one after the other
+def test_two_serves_side_by_side_recover_and_stop(serves: tuple[LiveServe, LiveServe, LiveServe]) -> None:
     first, second, _ = serves
     for live in (first, second):
         live.await_ready()
@@ -151,58 +153,58 @@ def test_two_serves_side_by_side_heal_and_stop(serves: tuple[Live, Live, Live]) 
         ("smollm2-0", "ready", 1),
         ("smollm2-1", "ready", 1),
     ]
-    assert f"{max(1, cores // 2)} thread" in first.said()  # in the environment of a rank, before its libraries load
+    assert f"{max(1, cores // 2)} thread" in first.stderr_text()  # set before a rank's libraries load
 
-    # A killed rank is out at once, named, and comes back as the next generation.
+    # A killed rank is removed at once, reported, and rebuilt as the next generation.
     victim = status["replicas"][0]["ranks"][0]["pid"]
     os.kill(victim, signal.SIGKILL)
     _eventually(lambda: first.status()["replicas"][0]["generation"] == 2, 5)
     _eventually(lambda: first.status()["replicas"][0]["state"] == "ready", 15)
-    assert f"(process {victim}) was killed" in first.said()
+    assert f"(process {victim}) was killed" in first.stderr_text()
     assert first.status()["replicas"][1]["generation"] == 1
 
-    # SIGKILL leaves nothing; the neighbour does not notice.
+    # After SIGKILL no process remains; the other serve is not affected.
     first.process.kill()
-    _eventually(lambda: not first.left(), 10)
+    _eventually(lambda: not first.remaining(), 10)
     _eventually(lambda: list(first.home.glob("*-*")) == [], 2)
     assert [r["state"] for r in second.status()["replicas"]] == ["ready", "ready"]
     assert first.process.stdout is not None and first.process.stdout.read() == b""
 
-    # Ctrl-C reaches the whole process group; the stop is in order all the same.
+    # Ctrl-C reaches the whole process group; the stop is still in order.
     os.killpg(second.process.pid, signal.SIGINT)
     assert second.process.wait(30) == 0
-    assert second.said().rstrip().endswith("headrace: stopped")
-    assert "was killed" not in second.said()
-    assert second.left() == []
+    assert second.stderr_text().rstrip().endswith(" stopped")
+    assert "was killed" not in second.stderr_text()
+    assert second.remaining() == []
     assert list(second.home.glob("*-*")) == []
 
 
-@pytest.mark.slow  # tests/e2e/test_controller_return.py kills one under load
-def test_a_killed_controller_comes_back_to_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/e2e/test_controller_restart.py kills one under load
+def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
     models = [{"source": "smollm2", "name": "pair", "tp": 2}]
-    live = Live(tmp_path / "home", ray={"dashboard": False}, models=models)
+    live = LiveServe(tmp_path / "home", ray={"dashboard": False}, models=models)
     try:
         live.await_ready()
         before = live.status()
-        for signal_number in (signal.SIGKILL, signal.SIGSTOP):  # one that hangs is as good as dead
+        for signal_number in (signal.SIGKILL, signal.SIGSTOP):  # a hung controller counts as lost
             controller = live.status()["controller"]["pid"]
             os.kill(controller, signal_number)
             _eventually(lambda pid=controller: live.controller() not in (0, pid), 40)
             _eventually(lambda: live.status()["replicas"] == before["replicas"], 10)
-        # The ranks' ends are heard by the new controller, and both ranks of the next build are new.
+        # The new controller detects the end of a rank, and both ranks of the next build are new.
         pids = [rank["pid"] for rank in before["replicas"][0]["ranks"]]
         os.kill(pids[1], signal.SIGKILL)
         _eventually(lambda: live.status()["replicas"][0]["generation"] == 2, 5)
         _eventually(lambda: live.status()["replicas"][0]["state"] == "ready", 20)
-        assert f"rank 1 of pair-0 (process {pids[1]}) was killed" in live.said()
+        assert f"rank 1 of pair-0 (process {pids[1]}) was killed" in live.stderr_text()
         assert not {rank["pid"] for rank in live.status()["replicas"][0]["ranks"]} & set(pids)
-        assert live.headrace("stop").returncode == 0 and live.left() == []
+        assert live.headrace("stop").returncode == 0 and live.remaining() == []
     finally:
         live.close()
 
 
 @pytest.mark.slow
-def test_a_joined_ray_keeps_what_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text("0" * 64)
     holder_code = (
@@ -226,8 +228,17 @@ def test_a_joined_ray_keeps_what_is_not_ours(tmp_path: Path, monkeypatch: pytest
     live = None
     try:
         address = holder.stdout.readline().decode().strip()
-        live = Live(tmp_path / "home", ray={"address": address})
-        _eventually(lambda: live is not None and "is ready after" in live.said(), START_SECONDS)
+        early = LiveServe(tmp_path / "early", ray={"address": address}, cluster="early")
+        try:
+            _eventually(lambda: "starting the controller" in early.stderr_text(), START_SECONDS)
+            os.killpg(early.process.pid, signal.SIGTERM)
+            assert early.process.wait(60) == 128 + signal.SIGTERM
+            sentences = [line.split(maxsplit=2)[2] for line in early.stderr_text().splitlines()]
+            assert sentences[-2:] == ["stopping", "stopped"], early.stderr_text()
+        finally:
+            early.close()
+        live = LiveServe(tmp_path / "home", ray={"address": address})
+        _eventually(lambda: live is not None and "is ready after" in live.stderr_text(), START_SECONDS)
         stopped = live.headrace("stop")
         assert (stopped.returncode, stopped.stdout) == (0, "")
         assert live.process.wait(1) == 0

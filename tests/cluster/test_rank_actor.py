@@ -1,4 +1,4 @@
-"""The actor around a replica, without Ray: what it tells a controller that did not start it, how its end is told."""
+"""The actor around a replica, without Ray: its report to a controller that did not start it, and its end."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ import ray
 import ray.util
 from fake_replica import FakeReplica
 
-from headrace_cluster.rank_actor import RankActor
-from headrace_cluster.rank_config import NODE_HOST, RankReport, StartOrder, fingerprint
-from headrace_worker.config import ReplicaConfig
+from headrace_cluster.core.rank_config import NODE_HOST, RankReport, StartArgs, StartOutcome, fingerprint
+from headrace_cluster.ray.rank_actor import RankActor
+from headrace_worker.core.config import ReplicaConfig
 
 CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", secret=b"s" * 32, host=NODE_HOST)
 
@@ -36,7 +36,7 @@ def _report(actor: RankActor) -> RankReport:
 
 
 def _start(actor: RankActor) -> None:
-    actor.start(msgspec.msgpack.encode(StartOrder()))
+    actor.start(msgspec.msgpack.encode(StartArgs()))
 
 
 def _replica(actor: RankActor) -> FakeReplica:
@@ -44,11 +44,11 @@ def _replica(actor: RankActor) -> FakeReplica:
     return replica
 
 
-def test_a_rank_tells_what_it_is(make: Callable[..., RankActor]) -> None:
+def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     actor = make()
     before = _report(actor)
     assert (before.node, before.gpus, before.started, before.ended) == ("127.0.0.1", ["3"], None, False)
-    # Of the config as the controller wrote it, though the rank put its own address in.
+    # Of the controller's config, although the rank has set its own address in it.
     assert before.fingerprint == fingerprint(msgspec.structs.replace(CONFIG, generation=9))
     _start(actor)
     up = _report(actor)
@@ -59,9 +59,10 @@ def test_a_rank_tells_what_it_is(make: Callable[..., RankActor]) -> None:
     assert (_report(actor).role, _report(actor).draining) == ("decode", True)
 
 
-def test_a_start_that_fails_is_no_start(make: Callable[..., RankActor]) -> None:
+def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:
     actor = make(msgspec.structs.replace(CONFIG, model="refuse"))
-    _start(actor)
+    outcome = msgspec.msgpack.decode(actor.start(msgspec.msgpack.encode(StartArgs())), type=StartOutcome)
+    assert (outcome.final, outcome.lacks_resources) == (True, True), "two builds side by side may be the cause"
     assert _report(actor).started is None
 
 
@@ -72,11 +73,11 @@ def test_a_wait_ends_with_the_replica_or_in_time(make: Callable[..., RankActor])
     assert actor.wait(0.1) is None and time.monotonic() - began < 5
     _replica(actor).die("the step loop ended: ValueError")
     assert actor.wait(5) == "the step loop ended: ValueError"
-    assert actor.wait(5) == "the step loop ended: ValueError", "a second controller is told, too"
+    assert actor.wait(5) == "the step loop ended: ValueError", "a second controller receives it, too"
     assert _report(actor).ended
 
 
-def test_a_stop_is_told_as_one(make: Callable[..., RankActor]) -> None:
+def test_a_stop_is_reported_as_a_stop(make: Callable[..., RankActor]) -> None:
     actor = make()
     _start(actor)
     actor.stop()

@@ -1,4 +1,4 @@
-"""Ranks of one replica: who sees which GPU, and whose error is told. No Ray."""
+"""Ranks of one replica: which GPUs are visible to a rank, and which error is reported. No Ray."""
 
 import asyncio
 from typing import Any
@@ -7,21 +7,21 @@ import msgspec
 import pytest
 import ray.exceptions
 
-from headrace_cluster.controller.driver import StartFailedError
-from headrace_cluster.controller.rank_group import RankGroup
+from headrace_cluster.core.driver import StartFailedError
+from headrace_cluster.core.gpu_binding import GpuBinding, bind_gpus
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
 from headrace_cluster.errors import RoleError
-from headrace_cluster.gpu_binding import GpuBinding, bind_gpus
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.pools import Role
-from headrace_cluster.rank_actor import RankActor
-from headrace_cluster.rank_config import ProfileOutcome, StartOrder, StartOutcome
-from headrace_worker.config import Meeting, ReplicaStarted
+from headrace_cluster.ray.rank_actor import RankActor
+from headrace_cluster.ray.rank_group import RankGroup
+from headrace_cluster.spec.pools import Role
+from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport
 
-MEETING = Meeting("127.0.0.1", 1, 2, bytes(32))
+RENDEZVOUS = Rendezvous("127.0.0.1", 1, 2, bytes(32))
 
 
-def test_ranks_of_a_node_see_each_others_gpus() -> None:
+def test_all_gpus_of_a_node_are_visible_to_its_ranks() -> None:
     places = [("a", ["4"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
     assert bind_gpus(places) == [
         GpuBinding(("4", "2"), 0),
@@ -41,19 +41,19 @@ class _Method:
 
 
 class _Actor:
-    """An actor's handle, whose calls return what they are told after a while."""
+    """An actor's handle whose calls return the given outcome after a delay."""
 
     def __init__(self, outcome: StartOutcome | None, seconds: float = 0.0) -> None:
-        self.orders: list[StartOrder] = []
+        self.starts: list[StartArgs] = []
         self._outcome, self._seconds = outcome, seconds
-        self.open_meeting = _Method(self._open)
+        self.open_rendezvous = _Method(self._open)
         self.start = _Method(self._start)
 
     async def _open(self) -> bytes:
-        return msgspec.msgpack.encode(StartOutcome(meeting=MEETING))
+        return msgspec.msgpack.encode(StartOutcome(rendezvous=RENDEZVOUS))
 
-    async def _start(self, order: bytes) -> bytes:
-        self.orders.append(msgspec.msgpack.decode(order, type=StartOrder))
+    async def _start(self, encoded: bytes) -> bytes:
+        self.starts.append(msgspec.msgpack.decode(encoded, type=StartArgs))
         await asyncio.sleep(self._seconds)
         if self._outcome is None:
             await asyncio.Event().wait()
@@ -75,53 +75,53 @@ def _group(*actors: _Actor) -> RankGroup:
     return group
 
 
-def test_all_ranks_start_at_rank_0s_meeting_and_rank_0_speaks() -> None:
+def test_all_ranks_start_with_rank_0s_rendezvous_and_rank_0_reports() -> None:
     actors = [_Actor(_started("first")), _Actor(_started(""), 0.05), _Actor(_started(""))]
     started = asyncio.run(_group(*actors).start())
     assert started.address == "first"
-    assert [[order.meeting for order in actor.orders] for actor in actors] == [[MEETING]] * 3
+    assert [[start.rendezvous for start in actor.starts] for actor in actors] == [[RENDEZVOUS]] * 3
 
 
-def test_one_rank_needs_no_meeting() -> None:
+def test_one_rank_needs_no_rendezvous() -> None:
     actor = _Actor(_started("alone"))
     asyncio.run(_group(actor).start())
-    assert actor.orders == [StartOrder()]
+    assert actor.starts == [StartArgs()]
 
 
-def test_the_rank_to_blame_is_told_though_it_answers_last() -> None:
-    seen = StartOutcome(error="another rank is gone", secondary=True)
-    cause = StartOutcome(error="the second shard is corrupt", final=True)
+def test_the_causing_rank_is_reported_although_it_answers_last() -> None:
+    seen = StartOutcome(error="another rank was lost", secondary=True)
+    cause = StartOutcome(error="the second shard is corrupt", final=True, lacks_resources=True)
     with pytest.raises(StartFailedError, match="second shard") as raised:
         asyncio.run(_group(_Actor(seen), _Actor(cause, 0.1), _Actor(None)).start())
-    assert raised.value.final
+    assert raised.value.final and raised.value.lacks_resources
 
 
 class _Replica:
-    def __init__(self, brings: ProfileReport | Exception) -> None:
-        self._brings = brings
+    def __init__(self, result: ProfileReport | Exception) -> None:
+        self._result = result
 
     def profile(self, steps: int, seconds: float) -> ProfileReport:
-        if isinstance(self._brings, Exception):
-            raise self._brings
-        return msgspec.structs.replace(self._brings, steps=steps, seconds=seconds)
+        if isinstance(self._result, Exception):
+            raise self._result
+        return msgspec.structs.replace(self._result, steps=steps, seconds=seconds)
 
 
 class _Profiled:
     """The handle of a real RankActor around such a replica, or of one that was killed."""
 
-    def __init__(self, brings: ProfileReport | Exception) -> None:
+    def __init__(self, result: ProfileReport | Exception) -> None:
         self.profile = _Method(self._profile)
-        self._brings = brings
+        self._result = result
 
     async def _profile(self, steps: int, seconds: float) -> bytes:
-        if isinstance(self._brings, ray.exceptions.RayError):
-            raise self._brings
+        if isinstance(self._result, ray.exceptions.RayError):
+            raise self._result
         actor = RankActor.__new__(RankActor)
-        actor._replica = _Replica(self._brings)
+        actor._replica = _Replica(self._result)
         return actor.profile(steps, seconds)
 
 
-def test_a_profile_is_of_every_rank_and_each_says_what_it_has() -> None:
+def test_a_profile_has_the_outcome_of_every_rank() -> None:
     report = ProfileReport("/p/r0.gz", 0, 0.0, [])
     refused = ProfileRefusedError("serve with --profile DIR")
     actors: Any = [_Profiled(report), _Profiled(refused), _Profiled(ray.exceptions.RayActorError())]
@@ -134,27 +134,30 @@ def test_a_profile_is_of_every_rank_and_each_says_what_it_has() -> None:
 
 
 class _Rank0:
-    """An actor's handle that hears of a role, does not answer, or is dead."""
+    """An actor's handle that accepts a role, does not reply, or is dead."""
 
-    def __init__(self, error: Exception | None = None, *, deaf: bool = False) -> None:
+    def __init__(self, error: Exception | None = None, *, unresponsive: bool = False) -> None:
         self.roles: list[str] = []
-        self._error, self._deaf = error, deaf
+        self._error, self._unresponsive = error, unresponsive
         self.set_role = _Method(self._set_role)
 
     async def _set_role(self, role: str) -> None:
-        if self._deaf:
+        if self._unresponsive:
             await asyncio.Event().wait()
         if self._error is not None:
             raise self._error
         self.roles.append(role)
 
 
-def test_a_role_is_told_to_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_cluster.controller.rank_group.ROLE_SECONDS", 0.05)
+def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_cluster.ray.rank_group.ROLE_SECONDS", 0.05)
     ranks: list[Any] = [_Rank0(), _Rank0()]
     asyncio.run(_group(*ranks).set_role(Role.PREFILL))
     assert [rank.roles for rank in ranks] == [["prefill"], []]
-    for rank, words in ((_Rank0(deaf=True), "does not answer"), (_Rank0(ray.exceptions.RayActorError()), "just ended")):
-        dead: Any = rank
+    for rank, words in (
+        (_Rank0(unresponsive=True), "does not answer"),
+        (_Rank0(ray.exceptions.RayActorError()), "just ended"),
+    ):
+        handle: Any = rank
         with pytest.raises(RoleError, match=rf"rank 0 of m-0 \(process 100\).*{words}"):
-            asyncio.run(_group(dead).set_role(Role.DECODE))
+            asyncio.run(_group(handle).set_role(Role.DECODE))

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_cluster.controller.reconciler import (
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.reconciler import (
     BACKOFF_LIMIT_SECONDS,
     Launch,
     Reconciler,
@@ -12,9 +13,9 @@ from headrace_cluster.controller.reconciler import (
     Stop,
     desired_replicas,
 )
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.pools import Role
-from headrace_cluster.spec import HealthSpec, parse_spec
+from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.spec.pools import Role
+from headrace_cluster.spec.process_specs import HealthSpec
 
 HEALTH = HealthSpec()
 EVENTS = ("ready", "die", "fail", "silence", "stall", "hold", "release", "stopped")
@@ -27,7 +28,7 @@ def _reconciler(replicas: int = 1) -> Reconciler:
 def _ready(reconciler: Reconciler, now: float = 0.0) -> ReplicaName:
     (launch,) = reconciler.actions(now)
     assert isinstance(launch, Launch)
-    reconciler.heard(launch.name, State.READY, 0.01, now)
+    reconciler.health_received(launch.name, State.READY, 0.01, now)
     return launch.name
 
 
@@ -38,7 +39,7 @@ def test_builds_each_replica_once() -> None:
     assert reconciler.actions(1.0) == []
     assert not reconciler.ready
     for name in names:
-        reconciler.heard(name, State.READY, 0.01, 1.0)
+        reconciler.health_received(name, State.READY, 0.01, 1.0)
     assert reconciler.ready
 
 
@@ -51,7 +52,7 @@ def test_a_dead_replica_is_rebuilt_at_once_with_the_next_generation() -> None:
     assert launch.name == ReplicaName("smollm2-0", 2)
 
 
-def test_repeated_deaths_back_off_and_are_called_a_crash_loop() -> None:
+def test_repeated_deaths_back_off_and_are_reported_as_a_crash_loop() -> None:
     reconciler = _reconciler()
     now, waits = 0.0, []
     name = _ready(reconciler)
@@ -62,52 +63,52 @@ def test_repeated_deaths_back_off_and_are_called_a_crash_loop() -> None:
             now += 0.25
         waits.append(now - died)
         name = actions[0].name
-        reconciler.heard(name, State.READY, 0.01, now)
+        reconciler.health_received(name, State.READY, 0.01, now)
     assert waits[:5] == [0, 1, 2, 4, 8]
     assert max(waits) == BACKOFF_LIMIT_SECONDS
     reconciler.died(name, "out of memory", now)
     loop = reconciler.crash_loop(reconciler.records["smollm2-0"], now)
     assert "crash loop" in loop and "out of memory" in loop and "next try in" in loop
-    assert reconciler.fatal == ""  # it was ready once: the cluster goes on
+    assert reconciler.fatal == ""  # it was ready once: the cluster continues
 
 
-def test_old_failures_are_forgotten() -> None:
+def test_old_failures_do_not_count() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
     for now in (0.0, 1000.0, 2000.0):
         reconciler.died(name, "x", now)
         (launch,) = reconciler.actions(now)
         name = launch.name
-        reconciler.heard(name, State.READY, 0.01, now)
+        reconciler.health_received(name, State.READY, 0.01, now)
 
 
-def test_silence_makes_unhealthy_then_replaces() -> None:
+def test_missing_health_makes_unhealthy_then_replaces() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
     record = reconciler.records["smollm2-0"]
     assert reconciler.actions(HEALTH.silence_seconds) == [] and record.state is State.READY
     assert reconciler.actions(2.5) == [] and record.state is State.UNHEALTHY
-    assert "silent" in record.cause
+    assert "no health message" in record.cause
     assert reconciler.actions(2.5 + HEALTH.replace_seconds) == []
     assert reconciler.actions(2.6 + HEALTH.replace_seconds) == [Stop(name, drain=False)]
     (launch,) = reconciler.actions(2.7 + HEALTH.replace_seconds)
     assert launch.name.generation == 2
 
 
-def test_silence_that_ends_in_time_costs_nothing() -> None:
+def test_health_that_resumes_in_time_has_no_effect() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
     reconciler.actions(10.0)
-    reconciler.heard(name, State.READY, 0.01, 12.0)
+    reconciler.health_received(name, State.READY, 0.01, 12.0)
     assert reconciler.records["smollm2-0"].state is State.READY
     assert reconciler.records["smollm2-0"].cause == ""
     assert reconciler.actions(13.0) == []
 
 
-def test_a_long_step_is_no_silence() -> None:
+def test_a_long_step_extends_the_limit() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
-    reconciler.heard(name, State.READY, 3.0, 0.0)  # predicted: the next step takes 3 s
+    reconciler.health_received(name, State.READY, 3.0, 0.0)  # predicted: the next step takes 3 s
     reconciler.actions(11.9)
     assert reconciler.records["smollm2-0"].state is State.READY
     reconciler.actions(12.1)
@@ -122,7 +123,7 @@ def test_a_named_error_at_the_first_start_is_fatal() -> None:
     assert reconciler.actions(100.0) == []
 
 
-def test_an_unnamed_one_is_tried_again_twice() -> None:
+def test_an_unnamed_error_is_retried_twice() -> None:
     reconciler = _reconciler()
     now = 0.0
     for generation in (1, 2, 3):
@@ -134,7 +135,7 @@ def test_an_unnamed_one_is_tried_again_twice() -> None:
     assert reconciler.fatal == "killed"
 
 
-def test_a_failed_restart_of_what_was_ready_is_not_fatal() -> None:
+def test_a_failed_restart_of_a_replica_that_was_ready_is_not_fatal() -> None:
     reconciler = _reconciler()
     reconciler.died(_ready(reconciler), "killed", 1.0)
     (launch,) = reconciler.actions(1.0)
@@ -144,7 +145,7 @@ def test_a_failed_restart_of_what_was_ready_is_not_fatal() -> None:
     assert len(reconciler.actions(3.1)) == 1
 
 
-def test_a_start_that_never_ends_is_given_up() -> None:
+def test_a_start_that_takes_too_long_is_ended() -> None:
     reconciler = _reconciler()
     (launch,) = reconciler.actions(0.0)
     (stop,) = reconciler.actions(HEALTH.start_seconds + 1)
@@ -152,13 +153,13 @@ def test_a_start_that_never_ends_is_given_up() -> None:
     assert "not ready after" in reconciler.records["smollm2-0"].cause
 
 
-def test_last_words_of_an_old_generation_change_nothing() -> None:
+def test_late_events_of_an_old_generation_change_nothing() -> None:
     reconciler = _reconciler()
     old = _ready(reconciler)
     reconciler.died(old, "killed", 1.0)
     (launch,) = reconciler.actions(1.0)
     for event in (
-        lambda: reconciler.heard(old, State.READY, 0.01, 2.0),
+        lambda: reconciler.health_received(old, State.READY, 0.01, 2.0),
         lambda: reconciler.died(old, "again", 2.0),
         lambda: reconciler.start_failed(old, "again", 2.0, final=True),
         lambda: reconciler.stopped(old, 2.0),
@@ -168,12 +169,12 @@ def test_last_words_of_an_old_generation_change_nothing() -> None:
         assert (record.state, record.generation) == (State.STARTING, launch.name.generation)
 
 
-def test_what_is_not_wanted_any_more_drains_and_goes() -> None:
+def test_a_replica_that_is_no_longer_desired_drains_and_is_removed() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
     reconciler.set_desired(())
     assert reconciler.actions(1.0) == [Stop(name, drain=True)]
-    reconciler.heard(name, State.READY, 0.01, 1.1)  # a late message does not bring it back
+    reconciler.health_received(name, State.READY, 0.01, 1.1)  # a late message does not make it ready
     assert reconciler.records["smollm2-0"].state is State.DRAINING
     assert reconciler.actions(2.0) == [] and not reconciler.idle
     reconciler.stopped(name, 3.0)
@@ -181,17 +182,17 @@ def test_what_is_not_wanted_any_more_drains_and_goes() -> None:
     assert reconciler.idle and reconciler.records == {}
 
 
-def test_a_held_replica_drains_is_not_missed_and_comes_back_as_the_next_generation() -> None:
+def test_a_held_replica_drains_does_not_count_and_is_released_as_the_next_generation() -> None:
     reconciler = _reconciler(2)
     first, second = (action.name for action in reconciler.actions(0.0))
     for name in (first, second):
-        reconciler.heard(name, State.READY, 0.01, 0.0)
+        reconciler.health_received(name, State.READY, 0.01, 0.0)
     record = reconciler.records["smollm2-1"]
     assert record.answers
     reconciler.hold("smollm2-1")
     assert not record.answers and reconciler.ready
     assert reconciler.actions(1.0) == [Stop(second, drain=True)]
-    reconciler.heard(second, State.READY, 0.01, 1.1)  # a late message does not bring it back
+    reconciler.health_received(second, State.READY, 0.01, 1.1)  # a late message does not make it ready
     assert record.state is State.DRAINING and reconciler.actions(2.0) == []
     reconciler.stopped(second, 3.0)
     assert record.state is State.DRAINED and reconciler.ready and not reconciler.idle
@@ -202,12 +203,12 @@ def test_a_held_replica_drains_is_not_missed_and_comes_back_as_the_next_generati
     assert launch.name == ReplicaName("smollm2-1", 2)
 
 
-def test_held_in_any_state_it_ends_as_drained() -> None:
+def test_a_replica_held_in_any_state_ends_as_drained() -> None:
     for bring, drain in ((State.STARTING, False), (State.UNHEALTHY, False), (State.READY, True)):
         reconciler = _reconciler()
         (launch,) = reconciler.actions(0.0)
         if bring is not State.STARTING:
-            reconciler.heard(launch.name, bring, 0.01, 0.0)
+            reconciler.health_received(launch.name, bring, 0.01, 0.0)
         reconciler.hold("smollm2-0")
         assert reconciler.actions(1.0) == [Stop(launch.name, drain)]
         reconciler.stopped(launch.name, 2.0)
@@ -219,7 +220,7 @@ def test_held_in_any_state_it_ends_as_drained() -> None:
     assert reconciler.records["smollm2-0"].state is State.DRAINED
 
 
-def test_a_drained_replica_goes_with_the_spec() -> None:
+def test_a_drained_replica_is_removed_with_the_spec() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)
     reconciler.hold("smollm2-0")
@@ -229,7 +230,7 @@ def test_a_drained_replica_goes_with_the_spec() -> None:
     assert reconciler.actions(3.0) == [] and reconciler.idle and reconciler.records == {}
 
 
-def test_a_drain_forgives_a_crash_loop() -> None:
+def test_a_drain_resets_a_crash_loop() -> None:
     reconciler = _reconciler()
     now = 0.0
     name = _ready(reconciler)
@@ -238,12 +239,12 @@ def test_a_drain_forgives_a_crash_loop() -> None:
         while not (actions := reconciler.actions(now)):
             now += 0.25
         name = actions[0].name
-        reconciler.heard(name, State.READY, 0.01, now)
+        reconciler.health_received(name, State.READY, 0.01, now)
     reconciler.died(name, "killed", now)
     reconciler.hold("smollm2-0")
     assert reconciler.actions(now) == []
     reconciler.release("smollm2-0")
-    assert len(reconciler.actions(now)) == 1, "whoever brings it back has mended it"
+    assert len(reconciler.actions(now)) == 1, "an undrain is an explicit retry"
     assert reconciler.crash_loop(reconciler.records["smollm2-0"], now) == ""
 
 
@@ -257,7 +258,7 @@ def test_pools_are_built_with_their_shapes_and_keep_a_changed_role() -> None:
         ("smollm2-2", "prefill", 2, 3),
     ]
     for entry in launches:
-        reconciler.heard(entry.name, State.READY, 0.01, 0.0)
+        reconciler.health_received(entry.name, State.READY, 0.01, 0.0)
     assert [record.answers for record in reconciler.records.values()] == [True, True, False]
     reconciler.records["smollm2-2"].role = Role.DECODE
     reconciler.died(launches[2].name, "killed", 1.0)
@@ -272,8 +273,8 @@ def test_ids_stay_unique_where_models_end_alike() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @given(events=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(EVENTS), st.floats(0, 40))))
-def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tuple[int, str, float]]) -> None:
-    """Generations only grow, no build starts before the last one is dead or told to stop, nothing is lost."""
+def test_any_event_sequence_has_one_build_per_replica(replicas: int, events: list[tuple[int, str, float]]) -> None:
+    """Generations only grow, no build starts before the last one is dead or being stopped, no replica is lost."""
     reconciler = _reconciler(replicas)
     alive: dict[str, ReplicaName] = {}
     ending: dict[str, ReplicaName] = {}
@@ -290,7 +291,7 @@ def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tupl
                 alive[key] = action.name
             else:
                 assert alive.pop(key) == action.name
-                if reconciler.records[key].state is State.DRAINING:  # else it was given up, and may be built anew
+                if reconciler.records[key].state is State.DRAINING:  # else it failed and may be built again
                     ending[key] = action.name
 
     act()
@@ -304,9 +305,9 @@ def test_whatever_happens_one_build_per_replica(replicas: int, events: list[tupl
         elif kind == "stopped" and key in ending:
             reconciler.stopped(ending.pop(key), now)
         elif name is not None and kind == "ready":
-            reconciler.heard(name, State.READY, 0.01, now)
+            reconciler.health_received(name, State.READY, 0.01, now)
         elif name is not None and kind == "stall":
-            reconciler.heard(name, State.UNHEALTHY, 0.01, now)
+            reconciler.health_received(name, State.UNHEALTHY, 0.01, now)
         elif name is not None and kind == "die":
             alive.pop(name.replica_id)
             reconciler.died(name, "died", now)

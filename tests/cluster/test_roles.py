@@ -1,4 +1,4 @@
-"""Pools and roles: what is built, who may change its role, and what routers hear of it."""
+"""Pools and roles: which replicas are built, which role changes are allowed, and what routers receive."""
 
 import asyncio
 import json
@@ -11,9 +11,9 @@ from fake_driver import FakeDriver
 
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import RoleError
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.spec import parse_spec
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -38,7 +38,7 @@ async def _ready(
 
 
 async def _listed(membership: Membership) -> dict[str, str]:
-    """Roles as a router that asks now is told."""
+    """Roles in the current member list."""
     members = await anext(membership.watch())
     return {member.identity.replica_id: NAMES[member.identity.role] for member in members.members}
 
@@ -64,17 +64,17 @@ def test_each_replica_has_the_role_and_the_shape_of_its_pool(
     asyncio.run(scenario())
 
 
-def test_a_flip_reaches_routers_at_once_and_outlives_the_build(
+def test_a_role_change_is_published_at_once_and_outlives_the_build(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, membership):
             for replica_id, role in (("smollm2-2", "both"), ("smollm2-0", "prefill")):
-                document = await supervisor.roles.flip(replica_id, role)
+                document = await supervisor.roles.change(replica_id, role)
                 assert (document["id"], document["role"], document["generation"]) == (replica_id, role, 1)
-                assert (await _listed(membership))[replica_id] == role, "before the answer, whatever health says"
+                assert (await _listed(membership))[replica_id] == role, "before the response, whatever health reports"
                 assert driver.replicas[ReplicaName(replica_id, 1)].role == role
-            assert [name for name, _ in driver.calls].count("launch") == 3, "nothing is built for it"
+            assert [name for name, _ in driver.calls].count("launch") == 3, "no build is started"
             driver.kill(ReplicaName("smollm2-0", 1))
             await eventually(lambda: supervisor.reconciler.records["smollm2-0"].generation == 2)
             await eventually(lambda: supervisor.reconciler.ready)
@@ -85,10 +85,10 @@ def test_a_flip_reaches_routers_at_once_and_outlives_the_build(
     asyncio.run(scenario())
 
 
-def test_a_stale_health_message_says_no_role(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_stale_health_does_not_change_the_role(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, membership):
-            await supervisor.roles.flip("smollm2-0", "both")
+            await supervisor.roles.change("smollm2-0", "both")
             driver.replicas[ReplicaName("smollm2-0", 1)].role = "prefill"
             await asyncio.sleep(0.3)
             assert (await _listed(membership))["smollm2-0"] == "both"
@@ -106,10 +106,10 @@ def test_a_stale_health_message_says_no_role(driver: FakeDriver, secret: bytes, 
         ("smollm2-1", "prefill", ("smollm2-1 is dead", "ready")),
     ],
 )
-def test_what_is_refused(
+def test_rejected_role_changes(
     driver: FakeDriver, secret: bytes, eventually: Eventually, replica_id: str, role: str, words: tuple[str, ...]
 ) -> None:
-    """One of the two that decode is down, and stays so for a while."""
+    """One of the two decode replicas is down for some seconds."""
 
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, membership):
@@ -118,7 +118,7 @@ def test_what_is_refused(
             driver.kill(ReplicaName("smollm2-1", 1))
             await eventually(lambda: str(record.state) == "dead")
             with pytest.raises(RoleError) as raised:
-                await supervisor.roles.flip(replica_id, role)
+                await supervisor.roles.change(replica_id, role)
             assert all(word in str(raised.value) for word in words), str(raised.value)
             assert (await _listed(membership))["smollm2-0"] == "decode"
             assert "role" not in [name for name, _ in driver.calls]
@@ -126,28 +126,28 @@ def test_what_is_refused(
     asyncio.run(scenario())
 
 
-def test_two_flips_at_a_time_do_not_leave_nobody(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
-    """Each is allowed alone; while the first is on its way the second must see it."""
+def test_concurrent_changes_keep_one_that_decodes(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    """Each is allowed alone; during the first, the second must take it into account."""
 
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
             driver.role_gate.clear()
-            flips = [asyncio.create_task(supervisor.roles.flip(f"smollm2-{i}", "prefill")) for i in (0, 1)]
+            changes = [asyncio.create_task(supervisor.roles.change(f"smollm2-{i}", "prefill")) for i in (0, 1)]
             await eventually(lambda: "role" in [name for name, _ in driver.calls])
             driver.role_gate.set()
-            outcomes = await asyncio.gather(*flips, return_exceptions=True)
+            outcomes = await asyncio.gather(*changes, return_exceptions=True)
             assert [isinstance(outcome, RoleError) for outcome in outcomes] == [False, True]
             assert supervisor.reconciler.records["smollm2-1"].answers
 
     asyncio.run(scenario())
 
 
-def test_a_replica_that_does_not_hear_keeps_its_role(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_without_a_reply_the_role_is_kept(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, membership):
-            driver.deaf.add(ReplicaName("smollm2-2", 1))
+            driver.unresponsive.add(ReplicaName("smollm2-2", 1))
             with pytest.raises(RoleError, match="does not answer"):
-                await supervisor.roles.flip("smollm2-2", "decode")
+                await supervisor.roles.change("smollm2-2", "decode")
             assert (await _listed(membership))["smollm2-2"] == "prefill"
             assert supervisor.reconciler.records["smollm2-2"].role == "prefill"
 
@@ -158,10 +158,10 @@ def test_without_pools_every_replica_does_both(driver: FakeDriver, secret: bytes
     async def scenario() -> None:
         async with _ready(driver, secret, eventually, replicas=2) as (supervisor, membership):
             assert set((await _listed(membership)).values()) == {"both"}
-            await supervisor.roles.flip("smollm2-1", "prefill")
-            with pytest.raises(RoleError, match="leave nobody to answer"):
-                await supervisor.roles.flip("smollm2-0", "prefill")
-            again = await supervisor.roles.flip("smollm2-1", "prefill")
+            await supervisor.roles.change("smollm2-1", "prefill")
+            with pytest.raises(RoleError, match="leave no replica to serve"):
+                await supervisor.roles.change("smollm2-0", "prefill")
+            again = await supervisor.roles.change("smollm2-1", "prefill")
             assert (again["before"], again["role"]) == ("prefill", "prefill")
 
     asyncio.run(scenario())

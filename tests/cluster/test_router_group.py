@@ -1,4 +1,4 @@
-"""Several routers of one serve: their configs, the ports that they share, and who of them is where."""
+"""Several routers of one serve: their configs, the ports that they share, and their addresses."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.controller.view import RouterPlace
+from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.router_group import RouterGroup
-from headrace_cluster.router_process import RouterProcess
-from headrace_cluster.spec import parse_spec
+from headrace_cluster.launch.router_group import RouterGroup
+from headrace_cluster.launch.router_process import RouterProcess
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.errors import ListenError
 from headrace_router.config import RouterConfig
 
@@ -55,7 +55,16 @@ def test_one_router_shares_nothing(make: Callable[..., RouterGroup], started: li
     assert (config.port, config.grpc_port, config.share_port, config.metrics_port) == (0, 0, False, None)
 
 
-def test_several_get_one_port_and_metrics_of_their_own(
+def test_one_router_may_have_a_metrics_address_of_its_own(
+    make: Callable[..., RouterGroup], started: list[RouterConfig]
+) -> None:
+    make(port=0, grpc_port=0, metrics_port=9105, metrics_host="127.0.0.2").start()
+    make(port=0, grpc_port=0, host="0.0.0.0", metrics_no_auth=True).start()
+    found = [(config.metrics_host, config.metrics_port, config.metrics_no_auth) for config in started]
+    assert found == [("127.0.0.2", 9105, False), ("127.0.0.1", 8003, True)], "loopback by default without a key"
+
+
+def test_several_routers_share_one_port_and_have_own_metrics_ports(
     make: Callable[..., RouterGroup], started: list[RouterConfig]
 ) -> None:
     make(count=3, port=0, grpc_port=0, metrics_port=9001).start()
@@ -65,7 +74,7 @@ def test_several_get_one_port_and_metrics_of_their_own(
     assert len({config.router_id for config in started}) == 3
 
 
-def test_the_ports_are_held_while_no_router_lives(
+def test_the_ports_are_reserved_while_no_router_runs(
     make: Callable[..., RouterGroup], started: list[RouterConfig]
 ) -> None:
     group = make(count=2, port=0, grpc_port=0)
@@ -82,18 +91,18 @@ def test_the_ports_are_held_while_no_router_lives(
         foreign.bind(("127.0.0.1", started[0].port))
 
 
-def test_places_are_known_when_all_are(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
+def test_addresses_are_known_once_all_are_listed(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(count=2, port=0, grpc_port=0)
     group.start()
-    stranger = RouterPlace(99, "10.0.0.1:8000", "", "10.0.0.1:8000")  # `headrace router`, somewhere else
+    other = RouterPlace(99, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` on another machine
     first, second = (_place(pid, started[0], 9000 + pid) for pid in (1, 2))
-    assert group.places([stranger, second]) == [] and not group.ready([])
-    assert group.places([second, stranger, first]) == [first, second]
-    group.start()  # as if both had died: they come back where they were
+    assert group.places([other, second]) == [] and not group.ready([])
+    assert group.places([second, other, first]) == [first, second]
+    group.start()  # simulates a restart of both: they use the same ports
     assert [config.metrics_port for config in started[2:]] == [9001, 9002]
 
 
-def test_an_address_that_is_none_is_said(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
+def test_an_invalid_address_is_an_error(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(port=0, grpc_port=0)
     group.start()
     with pytest.raises(RouterFailedError, match="'nowhere'"):

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.ports import check_free
-from headrace_cluster.router_process import RouterProcess, decode_config, encode_config, router_config
-from headrace_cluster.spec import parse_spec
+from headrace_cluster.launch.router_process import RouterProcess, decode_config, encode_config, router_config
+from headrace_cluster.local.ports import is_taken
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_router.config import RouterConfig
 
 
 @pytest.fixture
-def config() -> RouterConfig:
+def config(tmp_path: Path) -> RouterConfig:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    auth = {"keys": [{"name": "me", "key": "key-12345"}]}
+    auth = {"keys": [{"name": "me", "key": "key-12345"}], "metrics_key": "mk-123456"}
     spec = parse_spec({"routers": {"port": port, "grpc_port": 0}, "auth": auth})
-    return router_config(spec, "127.0.0.1:1", bytes(range(1, 200)))
+    return router_config(spec, "127.0.0.1:1", bytes(range(1, 200)), log_folder=tmp_path / "run")
 
 
 @pytest.fixture
@@ -45,14 +45,17 @@ def _until_listening(port: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_config_crosses_the_pipe_whole(config: RouterConfig) -> None:
+def test_a_config_is_equal_after_the_pipe(config: RouterConfig) -> None:
     back = decode_config(encode_config(config))
     assert back == config
     assert back.secret.get_secret_value() == bytes(range(1, 200))
-    assert "key-12345" not in repr(back)
+    assert "key-12345" not in repr(back) and "mk-123456" not in repr(back)
+    assert back.auth.metrics_key is not None and back.auth.metrics_key.key.get_secret_value() == "mk-123456"
 
 
-def test_a_router_that_dies_comes_back_and_stops_in_order(config: RouterConfig, router: RouterProcess) -> None:
+def test_a_router_that_dies_is_restarted_and_stops_in_order(
+    config: RouterConfig, router: RouterProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     router.start()
     _until_listening(config.port)
     assert router.watch(may_restart=True) == ""
@@ -61,18 +64,25 @@ def test_a_router_that_dies_comes_back_and_stops_in_order(config: RouterConfig, 
     command = Path(f"/proc/{first}/cmdline").read_bytes()
     assert b"key-12345" not in command and os.getsid(first) == first
     os.kill(first, signal.SIGKILL)
-    said = ""
+    message = ""
     deadline = time.monotonic() + 5
-    while not said and time.monotonic() < deadline:
-        said = router.watch(may_restart=True)
+    while not message and time.monotonic() < deadline:
+        message = router.watch(may_restart=True)
         time.sleep(0.02)
-    assert said == "the router ended (killed by signal 9); starting it again in 0.2 s"
+    assert message == "the router ended (killed by signal 9); starting it again in 0.2 s"
     while router.pid == first:
         assert router.watch(may_restart=True) == ""
         time.sleep(0.02)
     _until_listening(config.port)
-    router.stop()
-    check_free("127.0.0.1", config.port, "--port")
+    router.terminate()
+    deadline = time.monotonic() + 10
+    while router.running:
+        assert time.monotonic() < deadline, "the router does not end"
+        time.sleep(0.02)
+    assert not is_taken("127.0.0.1", config.port, "--port")
+    written = (tmp_path / "run" / "router.log").read_text()
+    assert written.count(" router starts (") == 2 and written.rstrip().endswith(" router has stopped")
+    assert "listening" not in capfd.readouterr().err, "the terminal gets warnings"
 
 
 def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: RouterProcess) -> None:
@@ -80,7 +90,12 @@ def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: 
         taken.bind(("127.0.0.1", config.port))
         taken.listen()
         router.start()
-        with pytest.raises(RouterFailedError, match="the router ended"):
+        with pytest.raises(RouterFailedError, match=r"the router ended .*; its log: .*/run/router\.log"):
             for _ in range(400):
                 assert router.watch(may_restart=False) == ""
                 time.sleep(0.05)
+
+
+def test_the_setting_of_unknown_fields_reaches_the_router() -> None:
+    spec = parse_spec({"routers": {"unknown_fields": "ignore"}})
+    assert router_config(spec, "127.0.0.1:1", bytes(32)).unknown_fields == "ignore"

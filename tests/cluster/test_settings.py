@@ -1,11 +1,12 @@
 """Flag > environment > file > default, and what is not a setting."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace_cluster.errors import SpecError
-from headrace_cluster.settings import OPTIONS, build_spec, from_environment, unknown_variables
+from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment, unknown_variables
 
 KUBERNETES = {
     "HEADRACE_PORT": "tcp://10.0.0.7:8000",
@@ -51,15 +52,20 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
         "cuda_graphs": "off",
         "deterministic": "true",
         "profile": "/somewhere",
+        "defaults": '{"max_tokens": 7}',
         "allow_no_auth": "true",
+        "metrics_no_auth": "true",
         "cluster": "other",
         "disaggregation": "always",
+        "log_format": "json",
+        "verbose": "true",
         "rebalancing": "off",
+        "unknown_fields": "ignore",
         "model": "a/b",
         "served_model_name": "name",
     }
-    numbers = {option.name: str(4321 + place) for place, option in enumerate(OPTIONS) if option.name.endswith("port")}
-    for option in OPTIONS:
+    numbers = {option.name: str(4321 + place) for place, option in enumerate(SETTINGS) if option.name.endswith("port")}
+    for option in SETTINGS:
         value = values.get(option.name) or numbers.get(option.name) or "7"
         others = {"tp": "2"} if option.name == "ep" else {}
         if option.name.startswith(("prefill", "decode")):
@@ -70,26 +76,26 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
         assert by_flag == build_spec(rest, environ={option.variable: value}), option.name
 
 
-def test_what_kubernetes_injects_is_no_setting() -> None:
+def test_variables_of_kubernetes_are_no_settings() -> None:
     assert from_environment(KUBERNETES) == {}
     assert unknown_variables(KUBERNETES) == []
     assert build_spec({}, environ=KUBERNETES) == build_spec({}, environ={})
 
 
-def test_variables_of_others_and_empty_ones_are_left_alone() -> None:
+def test_other_and_empty_variables_are_ignored() -> None:
     environ = {"HEADRACE_TORCH": "skip", "HEADRACE_HOME": "/x", "HEADRACE_PORT": "  ", "PATH": "/bin"}
     assert from_environment(environ) == {}
     assert unknown_variables(environ) == []
 
 
-def test_a_slip_of_the_pen_is_named_with_its_neighbour() -> None:
+def test_a_typo_is_reported_with_the_closest_name() -> None:
     assert unknown_variables({"HEADRACE_REPLICSA": "2"}) == [
         "the environment variable HEADRACE_REPLICSA sets nothing (did you mean HEADRACE_REPLICAS?)"
     ]
 
 
 def test_a_wrong_variable_is_a_spec_error() -> None:
-    with pytest.raises(SpecError, match=r"models\[0\]\.replicas"):
+    with pytest.raises(SpecError, match="HEADRACE_REPLICAS: "):
         build_spec({}, environ={"HEADRACE_REPLICAS": "many"})
 
 
@@ -113,7 +119,7 @@ def test_keys_from_the_environment() -> None:
         ("a: [", "not YAML"),
         ("routers: 5", "routers"),
         ("models: {}", "models"),
-        ("routers: {port: 1, port: 2}", "stands twice"),
+        ("routers: {port: 1, port: 2}", "is given twice"),
         ("x: !!python/object/apply:os.getpid []", "not YAML"),
     ],
 )
@@ -127,6 +133,34 @@ def test_a_missing_file(tmp_path: Path) -> None:
         build_spec({}, tmp_path / "nowhere.yaml", {})
 
 
-def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+def test_the_file_may_be_set_by_the_environment(tmp_path: Path) -> None:
     path = _file(tmp_path, "cluster: from-file")
     assert build_spec({}, environ={"HEADRACE_CONFIG": str(path)}).cluster == "from-file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "sentence"),
+    [
+        ({"kv_cache_memory": "5XB"}, {}, "--kv-cache-memory: write an amount of memory like 2GiB, 512MiB or "),
+        ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: input should be greater than or equal to 1, not 0"),
+        ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: input should be"),
+        ({"port": 70000}, {}, "--port: input should be"),
+        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: input should be"),
+    ],
+)
+def test_an_error_has_the_flag_or_variable_that_was_used(flags: Any, environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        build_spec(flags, None, environ)
+    assert str(raised.value).startswith(sentence)
+    assert str(raised.value).count("5XB") <= 1
+
+
+def test_an_invalid_yaml_file_is_reported_with_line_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("models:\n  a: b: c\n")
+    with pytest.raises(SpecError) as raised:
+        build_spec({}, path, {})
+    assert (
+        str(raised.value)
+        == f"the config file {path} is not YAML: line 2, column 7: mapping values are not allowed here"
+    )

@@ -1,5 +1,6 @@
-"""./headrace, with stand-ins for Python and pip: what it does once, twice, at the same time, and when a step fails."""
+"""./headrace, with fakes of Python and pip: the first run, the second, two at the same time, and failing steps."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Plays python3, and the environment's python: it makes environments, "installs", and says what it was run with.
+# A fake of python3 and of the environment's python: it creates environments, "installs", and logs its arguments.
 FAKE_PYTHON = """#!/bin/sh
 log() { echo "$*" >>"$FAKE_LOG"; }
 case "$*" in
@@ -24,7 +25,12 @@ case "$*" in
     while [ $# -gt 0 ]; do [ "$1" = --report ] && report=$2; shift; done
     printf '{"install": [{"metadata": {"name": "%s", "version": "1"}}]}' $name >"$report" ;;
   *"pip"*" install "*) [ "${FAKE_BROKEN:-}" != yes ] || { echo "no route to host"; exit 1; }
-    log "install ${*##*--progress-bar off }"; sleep "${FAKE_SLOW:-0}" ;;
+    log "install ${*##*--progress-bar off }"
+    if [ -n "${FAKE_DOWNLOAD:-}" ]; then
+      mkdir "$TMPDIR/pip-unpack-1" && cat /dev/zero | head -c 3000000 >"$TMPDIR/pip-unpack-1/torch.whl"
+      echo "  Downloading https://host/whl/torch-2.13.0-cp311.whl (184.1 MB)"
+    fi
+    sleep "${FAKE_SLOW:-0}"; rm -rf "$TMPDIR"/pip-unpack-* ;;
   *"-m headrace_cluster"*) shift 2; echo "ran $*" ;;
   *importlib.metadata*) exit 1 ;;
   *sys.version_info*) ;;
@@ -36,7 +42,7 @@ esac
 
 
 class Checkout:
-    """A copy of the script with a home for its environment, on a PATH with nothing but what it needs."""
+    """A copy of the script with a folder for its environment, on a PATH with only the tools that it needs."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder = folder
@@ -46,7 +52,7 @@ class Checkout:
         tools = folder / "tools"
         tools.mkdir()
         names = ["sh", "dirname", "readlink", "cksum", "cat", "mkdir", "rm", "mv", "ls", "sleep", "cp", "grep", "uname"]
-        names += ["ln", "flock", "tail"]
+        names += ["ln", "flock", "tail", "du", "head"]
         for name in names:
             found = shutil.which(name)
             assert found is not None
@@ -64,11 +70,11 @@ class Checkout:
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
     def calls(self) -> list[str]:
-        """What was asked of Python since the last look."""
+        """The calls of Python since the last call of this method."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return lines
@@ -104,10 +110,13 @@ def test_a_changed_project_is_installed_again(checkout: Checkout) -> None:
     assert checkout.calls() == _all(checkout)
 
 
-def test_only_the_tests_want_the_dev_extra(checkout: Checkout) -> None:
+def test_only_the_tests_need_the_dev_extra(checkout: Checkout) -> None:
     checkout.run("version")
     assert not [call for call in checkout.calls() if "dev" in call]
-    checkout.run("test", "-k", "x")
+    assert checkout.run("test", "--help") == (0, "ran test --help\n", "")
+    assert checkout.run("test", "--slow", "-h") == (0, "ran test --slow -h\n", "")
+    assert checkout.calls() == []
+    checkout.run("test", "--", "--help")
     assert checkout.calls() == _all(checkout, "all,dev")
     checkout.run("test")
     checkout.run("version")
@@ -120,7 +129,7 @@ def test_no_cuda_on_a_machine_without_gpu(checkout: Checkout) -> None:
     assert torch.endswith("torch==2.13.0+cpu") and "--extra-index-url" in torch and "/cpu" in torch
 
 
-def test_with_a_gpu_torch_comes_as_pip_has_it(checkout: Checkout) -> None:
+def test_with_a_gpu_the_default_torch_is_installed(checkout: Checkout) -> None:
     smi = checkout.folder / "tools" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: H200'\n")
     smi.chmod(0o755)
@@ -131,7 +140,7 @@ def test_with_a_gpu_torch_comes_as_pip_has_it(checkout: Checkout) -> None:
 def test_torch_can_be_chosen(checkout: Checkout) -> None:
     checkout.run(HEADRACE_TORCH="torch==2.11.0 --pre")
     assert checkout.calls()[1] == "install torch==2.11.0 --pre"
-    checkout.run()  # nothing asked: what is there stays
+    checkout.run()  # no choice: the installed one is kept
     assert checkout.calls() == []
     checkout.run(HEADRACE_TORCH="torch==2.12.0")
     assert checkout.calls()[0] == "install torch==2.12.0"
@@ -142,7 +151,7 @@ def test_skipping_torch_needs_one(checkout: Checkout) -> None:
     assert code == 1 and "HEADRACE_TORCH=skip, but" in err
 
 
-def test_a_failed_step_says_what_to_do_and_leaves_no_stamp(checkout: Checkout) -> None:
+def test_a_failed_step_shows_what_to_do_and_writes_no_stamp(checkout: Checkout) -> None:
     code, out, err = checkout.run(FAKE_BROKEN="yes")
     assert (code, out) == (1, "")
     assert "could not install torch; check the network" in err
@@ -151,7 +160,7 @@ def test_a_failed_step_says_what_to_do_and_leaves_no_stamp(checkout: Checkout) -
     assert checkout.run("version")[:2] == (0, "ran version\n")
 
 
-def test_a_killed_set_up_is_done_again(checkout: Checkout) -> None:
+def test_a_killed_set_up_is_repeated(checkout: Checkout) -> None:
     process = checkout.start(FAKE_SLOW="30")
     while not checkout.log.exists() or "install" not in checkout.log.read_text():
         time.sleep(0.02)
@@ -160,6 +169,35 @@ def test_a_killed_set_up_is_done_again(checkout: Checkout) -> None:
     checkout.calls()
     assert checkout.run("version")[0] == 0
     assert checkout.calls() == _all(checkout)
+
+
+def test_a_download_shows_its_progress(checkout: Checkout) -> None:
+    """In one line that is overwritten on a terminal; every ten seconds elsewhere."""
+    ours, theirs = os.openpty()
+    command = [str(checkout.folder / "headrace"), "version"]
+    environ = checkout.environ | {"FAKE_DOWNLOAD": "yes", "FAKE_SLOW": "1.5"}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while data := os.read(ours, 4096):
+            shown += data
+    os.close(ours)
+    assert process.wait(20) == 0
+    lines = [line for line in shown.decode().split("\r") if "downloading" in line]
+    assert "\x1b[Kheadrace: torch: 2 MB so far, downloading torch-2.13.0-cp311.whl (184.1 MB)" in lines
+    assert all(len(line) <= 79 + len("\x1b[K") for line in lines)
+    assert shown.decode().endswith("\x1b[Kheadrace: ready\r\n")
+    assert not (checkout.folder / ".venv" / "tmp").exists()
+
+
+@pytest.mark.slow  # twelve seconds of waiting
+def test_without_a_terminal_a_line_every_ten_seconds(checkout: Checkout) -> None:
+    code, _, err = checkout.run("version", FAKE_DOWNLOAD="yes", FAKE_SLOW="11")
+    lines = [line for line in err.splitlines() if "so far" in line]
+    assert code == 0 and len(lines) == 3, err  # one for each of three steps
+    assert lines[0] == "headrace: torch: 2 MB so far, downloading torch-2.13.0-cp311.whl (184.1 MB) (10 s)"
+    assert "\x1b" not in err
 
 
 @pytest.mark.parametrize("flock", [True, False])
@@ -175,7 +213,7 @@ def test_two_at_once_set_up_once(checkout: Checkout, flock: bool) -> None:
     assert not list(checkout.folder.glob(".headrace.lock.*"))
 
 
-def test_a_folder_that_is_not_ours_is_not_touched(checkout: Checkout, tmp_path: Path) -> None:
+def test_a_foreign_folder_is_not_changed(checkout: Checkout, tmp_path: Path) -> None:
     other = tmp_path / "precious"
     other.mkdir()
     (other / "file").write_text("x")

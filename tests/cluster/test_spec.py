@@ -1,13 +1,15 @@
-"""The spec: what is accepted, and what a refusal says."""
+"""The spec: what is accepted, and the errors of what is not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace_cluster.errors import SpecError
-from headrace_cluster.pools import Pool, Role
-from headrace_cluster.sizes import format_bytes, parse_bytes
-from headrace_cluster.spec import ClusterSpec, default_name, parse_spec
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_cluster.spec.model_spec import default_name
+from headrace_cluster.spec.pools import Pool, Role
+from headrace_cluster.spec.sizes import format_bytes, parse_bytes
 
 
 def test_an_empty_spec_serves_the_embedded_model() -> None:
@@ -34,10 +36,29 @@ def test_a_model_is_named_after_its_source(source: str, name: str) -> None:
     assert default_name(source) == name
 
 
-def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_named_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert default_name("a/b") == "b"
+
+
+@pytest.mark.parametrize(
+    ("data", "ports"),
+    [
+        ({}, ()),
+        ({"routers": {"count": 3}}, (8003, 8004, 8005)),
+        ({"routers": {"count": 2}, "admin": {"port": 9002}}, (9003, 9004)),
+        ({"routers": {"count": 2}, "admin": {"port": 7999}}, (8002, 8003)),
+        ({"routers": {"count": 2}, "admin": {"port": 0}}, (0, 0)),
+        ({"routers": {"count": 2, "metrics_port": 0}}, (0, 0)),
+        ({"routers": {"metrics_port": 9100}}, (9100,)),
+        ({"routers": {"metrics_no_auth": True}}, (8003,)),
+        ({"routers": {"metrics_host": "127.0.0.2"}}, (8003,)),
+    ],
+)
+def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tuple[int, ...]) -> None:
+    """They start at the first port above the admin port that is no other port of the cluster."""
+    assert parse_spec(data).metrics_ports == ports
 
 
 @pytest.mark.parametrize(
@@ -46,8 +67,8 @@ def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: p
         ({"routers": {"count": 0}}, "routers.count"),
         ({"routers": {"count": 3, "port": 9001, "metrics_port": 9000}}, "routers.metrics_port + 1 are both 9001"),
         ({"routers": {"count": 3, "metrics_port": 65534}}, "3 routers need that many"),
-        ({"model": []}, "unknown key 'model'"),
-        ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce'"),
+        ({"model": []}, "unknown key 'model' (did you mean models? "),
+        ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce' (did you mean source? "),
         ({"models": []}, "models"),
         ({"models": [{"tp": 0}]}, "models[0].tp"),
         ({"models": [{"kv_cache_memory": "lots"}]}, "2GiB"),
@@ -68,7 +89,7 @@ def test_a_folder_below_here_is_named_like_a_path(tmp_path: Path, monkeypatch: p
         ({"models": [{"prefill": {"tp": 1}, "decode": {}, "tp": 2, "ep": True}]}, "ep"),
     ],
 )
-def test_a_wrong_spec_is_refused_with_its_field(data: dict[str, object], words: str) -> None:
+def test_a_wrong_spec_is_rejected_with_its_field(data: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError) as raised:
         parse_spec(data)
     assert words in str(raised.value)
@@ -87,7 +108,7 @@ def test_one_wrong_model_is_one_sentence() -> None:
     assert str(raised.value).startswith("models[0].replicas") and ";" not in str(raised.value)
 
 
-def test_the_spec_survives_json() -> None:
+def test_the_spec_is_equal_after_json() -> None:
     spec = parse_spec({"models": [{"source": "smollm2", "kv_cache_memory": "1.5GiB"}], "ray": {"address": "auto"}})
     assert spec.models[0].kv_cache_memory == 3 << 29
     assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -119,5 +140,5 @@ def test_wrong_sizes(text: str) -> None:
         parse_bytes(text)
 
 
-def test_sizes_for_people() -> None:
+def test_formatted_sizes() -> None:
     assert [format_bytes(n) for n in (5, 2048, 3 << 20, 5 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]

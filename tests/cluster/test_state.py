@@ -7,20 +7,23 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace_cluster import naming, ports, state
+from headrace_cluster.core import naming
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import StateError
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.processes import ProcessId
-from headrace_cluster.state import ServeState
+from headrace_cluster.local import ports, state
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.state import ServeState
 from headrace_proto.errors import ListenError
 
 
-def _state(process: ProcessId, admin_port: int = 8002) -> ServeState:
+def _state(process: ProcessId, admin_port: int = 8002, **given: Any) -> ServeState:
     url = f"http://127.0.0.1:{admin_port}"
-    return ServeState(process.pid, process.started, "headrace", url, state.new_key(), admin_port, models=("m",))
+    known = {"models": ("m",), "metrics": ("127.0.0.1:9003",)} | given
+    return ServeState(process.pid, process.started, "headrace", url, state.new_key(), admin_port, **known)
 
 
 def _me() -> ProcessId:
@@ -29,35 +32,60 @@ def _me() -> ProcessId:
     return process
 
 
-def test_a_state_file_is_private_and_comes_back(private_home: Path) -> None:
+def test_a_state_file_is_private_and_can_be_read_back(private_home: Path) -> None:
     saved = _state(_me())
     path = state.save(saved)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(private_home.stat().st_mode) == 0o700
-    assert state.load(8002) == saved
+    assert state.running() == [saved]
     assert list(private_home.iterdir()) == [path]  # no temporary file stays
 
 
-def test_a_reused_pid_is_not_taken_for_the_server() -> None:
+def test_a_reused_pid_does_not_match() -> None:
     me = _me()
-    state.save(_state(ProcessId(me.pid, me.started - 1)))
-    assert state.load(8002) is None
+    ended = _state(ProcessId(me.pid, me.started - 1))
+    state.save(ended)
     assert state.running() == []
+    assert state.ended() == [ended], "in a joined Ray its cluster may still run"
 
 
-def test_running_servers_by_admin_port() -> None:
-    for port in (9002, 8002):
-        state.save(_state(_me(), port))
-    assert [entry.admin_port for entry in state.running()] == [8002, 9002]
+def test_running_servers_by_start(private_home: Path) -> None:
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        for port, since, child in ((9002, 7, others[0]), (8002, 9, others[1])):
+            process = ProcessId.of(child.pid)
+            assert process is not None
+            state.save(_state(process, port, since=since))
+            assert state.save(_state(process, 0, since=since, starting=True)).name == f"starting-{child.pid}.json"
+        assert [(entry.admin_port, entry.starting) for entry in state.running()] == [(9002, False), (8002, False)]
+        for path in private_home.glob("serve-*"):
+            path.unlink()
+        assert [entry.starting for entry in state.running()] == [True, True]
+        state.remove_stale()
+        assert len(list(private_home.iterdir())) == 2, "both are alive"
+    finally:
+        for child in others:
+            child.kill()
+            child.wait()
+    assert state.running() == state.ended() == []
+    state.remove_stale()
+    assert list(private_home.iterdir()) == []
+
+
+def test_the_ports_of_a_server() -> None:
+    addresses = {"http_url": "http://[::1]:9000", "grpc_address": "[::1]:9001", "control_address": "10.0.0.1:9004"}
+    saved = _state(_me(), 9002, ray_dashboard="http://127.0.0.1:8265", **addresses)
+    assert saved.ports == {9000, 9001, 9002, 9003, 9004, 8265}
+    assert _state(_me(), 0, http_url="http://127.0.0.1:0").ports == {9003}, "a port chosen by the system is unknown"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x"}'])
 def test_a_broken_file_counts_as_no_server(text: str) -> None:
-    state.write_private(state.state_path(8002), text)
-    assert state.load(8002) is None
+    state.write_private(state.path_of(_state(_me())), text)
+    assert state.running() == state.ended() == []
 
 
-def test_a_home_that_is_a_file_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_a_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
     with pytest.raises(StateError, match="set HEADRACE_HOME"):
@@ -75,13 +103,13 @@ def test_a_zombie_is_not_alive() -> None:
     child.wait()
 
 
-def test_names_lead_back() -> None:
+def test_names_can_be_parsed() -> None:
     name = ReplicaName("tiny.v1-0", 3)
     assert naming.parse_rank(name.rank(2)) == (name, 2)
     assert naming.parse_group(name.group("blue"), "blue") == name
     assert naming.parse_group(name.group("blue"), "green") is None
     assert naming.parse_rank(naming.CONTROLLER) is None
-    assert naming.parse_rank("somebody-elses-actor") is None
+    assert naming.parse_rank("another-actor") is None
 
 
 @pytest.mark.parametrize(
@@ -92,25 +120,23 @@ def test_replica_ids(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_port_in_use_is_named_with_its_flag(reuse: bool) -> None:
+def test_a_port_in_use_is_found(reuse: bool) -> None:
     with socket.socket() as taken:
         if reuse:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ListenError, match=f"port {port} on 127.0.0.1 is in use; choose another with --grpc-port"):
-            ports.check_free("127.0.0.1", port, "--grpc-port")
-    ports.check_free("127.0.0.1", port, "--grpc-port")
-    ports.check_free("127.0.0.1", 0, "--grpc-port")
+        assert ports.is_taken("127.0.0.1", port, "--grpc-port")
+        assert ports.free_port_after("127.0.0.1", port - 1, 1, {port + 1}) > port + 1
+    assert not ports.is_taken("127.0.0.1", port, "--grpc-port")
+    assert not ports.is_taken("127.0.0.1", 0, "--grpc-port")
 
 
-def test_a_host_that_is_not_ours_is_a_sentence() -> None:
+def test_a_foreign_host_is_one_sentence() -> None:
     with pytest.raises(ListenError, match="cannot be listened on"):
-        ports.check_free("203.0.113.9", 8000, "--port")
+        ports.is_taken("203.0.113.9", 8000, "--port")
 
 
-def test_addresses() -> None:
-    assert ports.host_port("::1", 5) == "[::1]:5"
-    assert ports.host_port("127.0.0.1", 5) == "127.0.0.1:5"
+def test_a_client_reaches_a_listener_on_all_interfaces() -> None:
     assert ports.reachable("0.0.0.0") == "127.0.0.1"

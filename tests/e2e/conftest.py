@@ -9,7 +9,7 @@ import openai
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # helpers of this folder, whatever the import mode
+sys.path.insert(0, str(HERE))  # helpers of this folder, in any import mode
 
 import headrace_process  # noqa: E402
 from headrace_process import SMALL, Serve  # noqa: E402
@@ -18,7 +18,7 @@ from metrics_page import Metrics  # noqa: E402
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """The embedded model, as `headrace serve` starts it, with a small KV cache. For tests that break nothing."""
+    """The embedded model, started by `headrace serve`, with a small KV cache. Tests must not change it."""
     serve = Serve(tmp_path_factory.mktemp("e2e") / "home", *SMALL)
     try:
         yield serve.await_ready()
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
-    """start(*flags): one more serve, with a home of its own; it is ended after the test."""
+    """start(*flags): one more serve, with its own home; it is ended after the test."""
     started: list[Serve] = []
 
     def make(*flags: str, ports: bool = True) -> Serve:
@@ -49,7 +49,7 @@ def http(server: Serve) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def client(server: Serve) -> Iterator[openai.OpenAI]:
-    """The official client, retries off: the first answer is what is tested."""
+    """The official client without retries: tests check the first response."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
@@ -61,5 +61,5 @@ def metrics(server: Serve) -> Callable[[], Metrics]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """eventually(condition, seconds, what): until it holds, or fails."""
+    """eventually(condition, seconds, what): waits until it holds, or fails."""
     return headrace_process.eventually

@@ -1,4 +1,4 @@
-"""`headrace serve` as its users start it: a process of its own, found by what it prints, judged from outside."""
+"""`headrace serve` as users start it: a separate process, identified by its output, checked from outside."""
 
 import os
 import re
@@ -14,8 +14,8 @@ import httpx
 import psutil
 
 START_SECONDS = 120
-SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are taken when they are first used
-NOBODY = "192.0.2.55:6379"  # an address of documentation (RFC 5737): no Ray answers there
+SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are allocated when they are first used
+UNREACHABLE_RAY = "192.0.2.55:6379"  # a documentation address (RFC 5737): no Ray answers there
 
 
 def eventually(condition: Callable[[], object], seconds: float, what: str = "the condition") -> None:
@@ -27,13 +27,18 @@ def eventually(condition: Callable[[], object], seconds: float, what: str = "the
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Ours, without settings of the caller, and with somebody else's Ray in it: it must not be looked at."""
+    """The environment without the caller's settings, and with the address of another Ray, which must not be used."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "RAY_"))}
-    return kept | {"HEADRACE_HOME": str(home), "RAY_ADDRESS": NOBODY, "OMP_WAIT_POLICY": "passive", "NO_COLOR": "1"}
+    return kept | {
+        "HEADRACE_HOME": str(home),
+        "RAY_ADDRESS": UNREACHABLE_RAY,
+        "OMP_WAIT_POLICY": "passive",
+        "NO_COLOR": "1",
+    }
 
 
 def headrace(home: Path, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
-    """One command, to its end."""
+    """Runs one command to its end."""
     command = [sys.executable, "-m", "headrace_cluster", *arguments]
     options = {"capture_output": True, "text": True, "timeout": seconds, "check": False}
     return subprocess.run(command, env=environment(home), **options)  # type: ignore[call-overload, no-any-return]
@@ -49,7 +54,7 @@ class Socket:
 
 
 class Serve:
-    """One `headrace serve` on ports that the system picks, in a process group of its own."""
+    """One `headrace serve` on ports that the system chooses, in its own process group."""
 
     def __init__(self, home: Path, *flags: str, ports: bool = True) -> None:
         self.home = home
@@ -64,60 +69,62 @@ class Serve:
                 stderr=log,
                 start_new_session=True,
             )
-        self.family: dict[int, psutil.Process] = {}
+        self.processes: dict[int, psutil.Process] = {}
         self.memory_when_ready: dict[int, int] = {}
         self.url = ""
         self.grpc = ""
         self.admin_port = 0
 
-    # -- what it says -----------------------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------------------
 
     @property
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         return self.log.read_text()
 
     @property
-    def printed(self) -> str:
+    def stdout_text(self) -> str:
         return self.home.with_suffix(".out").read_text()
 
     def await_ready(self) -> "Serve":
-        """Until the banner is out and /health/ready says so."""
-        eventually(lambda: "Talk to it" in self.said or self.process.poll() is not None, START_SECONDS, "the banner")
-        assert self.process.poll() is None, self.said
+        """Waits for the banner and for /health/ready."""
+        eventually(
+            lambda: "Talk to it" in self.stderr_text or self.process.poll() is not None, START_SECONDS, "the banner"
+        )
+        assert self.process.poll() is None, self.stderr_text
         self.url = self._listed(r"API +(http://\S+)/v1")
         self.grpc = self._listed(r"gRPC +(\S+)")
         self.admin_port = int(self._listed(r"admin +http://[\d.]+:(\d+)"))
         assert httpx.get(f"{self.url}/health/ready", trust_env=False).status_code == 200
-        self.remember()
-        self.memory_when_ready = {pid: self.memory(pid) for pid, process in self.family.items() if _alive(process)}
+        self.record_processes()
+        self.memory_when_ready = {pid: self.memory(pid) for pid, process in self.processes.items() if _alive(process)}
         return self
 
     def _listed(self, pattern: str) -> str:
-        found = re.search(rf"^  {pattern}", self.said, re.MULTILINE)
-        assert found, f"the banner has no {pattern}:\n{self.said}"
+        found = re.search(rf"^  {pattern}", self.stderr_text, re.MULTILINE)
+        assert found, f"the banner has no {pattern}:\n{self.stderr_text}"
         return found[1]
 
-    # -- who it is --------------------------------------------------------------------------------------------
+    # -- processes --------------------------------------------------------------------------------------------
 
-    def remember(self) -> None:
-        """Notes every process below it, so that those that lose their parent are still known."""
+    def record_processes(self) -> None:
+        """Records every descendant process, so that orphans are still known."""
         root = psutil.Process(self.process.pid)
-        self.family |= {process.pid: process for process in [root, *root.children(recursive=True)]}
+        self.processes |= {process.pid: process for process in [root, *root.children(recursive=True)]}
 
-    def left(self) -> list[str]:
-        """What still runs of all that it started: known processes, and any with its home in the environment."""
-        found = [process for process in self.family.values() if _alive(process)]
+    def remaining(self) -> list[str]:
+        """Its processes that still run: recorded ones, and any with its home in the environment."""
+        found = [process for process in self.processes.values() if _alive(process)]
         mark = f"HEADRACE_HOME={self.home}".encode()
         for process in psutil.process_iter():
-            if process.pid not in self.family and _alive(process) and _in_environment(mark, process.pid):
+            if process.pid not in self.processes and _alive(process) and _in_environment(mark, process.pid):
                 found.append(process)
         return [f"{process.pid} {_title(process)}" for process in found]
 
     def listening(self) -> list[Socket]:
-        """Every TCP socket on which a process of ours, or of our Ray, listens."""
-        self.remember()
+        """Every TCP socket on which one of its processes, Ray's included, listens."""
+        self.record_processes()
         found = []
-        for process in self.family.values():
+        for process in self.processes.values():
             if _alive(process):
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN:
@@ -129,14 +136,14 @@ class Serve:
         """Resident bytes of one of its processes."""
         return int(psutil.Process(pid).memory_info().rss)
 
-    # -- its life ---------------------------------------------------------------------------------------------
+    # -- commands and end -------------------------------------------------------------------------------------
 
     def run(self, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
         """A client command against it."""
         return headrace(self.home, *arguments, seconds=seconds)
 
     def close(self) -> None:
-        """Ends it whatever state it is in; its reaper does the rest."""
+        """Ends it in any state; its child-process guard ends the rest."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

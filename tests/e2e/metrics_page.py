@@ -1,4 +1,4 @@
-"""Reads /metrics as Prometheus would."""
+"""Reads /metrics with the Prometheus parser."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Metrics:
-    """One scrape; values are summed over labels that are not asked for."""
+    """One scrape; values are summed over labels that are not given."""
 
     def __init__(self, url: str) -> None:
         answer = httpx.get(f"{url}/metrics", trust_env=False, timeout=20)
@@ -24,16 +24,21 @@ class Metrics:
         assert found, f"no sample {name} {labels}"
         return sum(found)
 
+    def count(self, name: str) -> float:
+        """The sum of a counter with labels: 0 before the first event; fails if there is no such counter."""
+        assert any(family.name == name.removesuffix("_total") for family in self._families), f"no counter {name}"
+        return sum(value for _, value in self._samples(name))
+
     def names(self) -> set[str]:
         return {sample.name for family in self._families for sample in family.samples}
 
     def labels(self, name: str) -> set[str]:
-        """Names of the labels that its samples bear."""
+        """Names of the labels of its samples."""
         return {label for given, _ in self._samples(name) for label in given}
 
     @property
     def busy(self) -> dict[str, float]:
-        """What is not zero of everything that must be zero when nobody asks for anything."""
+        """The values that are not zero although they must be zero without requests."""
         idle = (
             "vllm:num_requests_running",
             "vllm:num_requests_waiting",

@@ -1,4 +1,4 @@
-"""A streamed completion on a connection of which one knows which router has it."""
+"""A streamed completion on a connection whose router is known."""
 
 import http.client
 import json
@@ -11,7 +11,7 @@ import psutil
 
 
 class PinnedStream(threading.Thread):
-    """Connects at once; streams when it is started, and notes how that ended."""
+    """Connects at once; streams when it is started, and records the end."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -21,20 +21,20 @@ class PinnedStream(threading.Thread):
         self.body: dict[str, Any] = {}
         self.text = ""
         self.events = 0
-        self.finished = False  # [DONE] came
+        self.finished = False  # [DONE] was received
         self.failure = ""
 
     def run(self) -> None:
-        """Reads events until the stream ends, in whatever way."""
-        asked = json.dumps(self.body | {"stream": True})
+        """Reads events until the stream ends in any way."""
+        body = json.dumps(self.body | {"stream": True})
         try:
-            self._connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+            self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             for line in self._connection.getresponse():
                 data = line.decode().strip().removeprefix("data: ")
                 if data == "[DONE]":
                     self.finished = True
                 elif data.startswith("{"):
-                    self._take(json.loads(data))
+                    self._record_event(json.loads(data))
             if not self.finished and not self.failure:
                 self.failure = "the stream ended early"
         except (OSError, http.client.HTTPException) as error:
@@ -42,20 +42,20 @@ class PinnedStream(threading.Thread):
         finally:
             self._connection.close()
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _record_event(self, event: dict[str, Any]) -> None:
         if "error" in event:
             self.failure = event["error"]["message"]
             return
         self.events += 1
         self.text += event["choices"][0]["text"]
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Closes a connection that was not used."""
         self._connection.close()
 
 
 def streams_at(url: str, pids: list[int], each: int) -> dict[int, list[PinnedStream]]:
-    """So many connections at each of these processes, which share a port; the kernel deals them out at random."""
+    """`each` connections at each of these processes, which share a port; the kernel distributes them at random."""
     found: dict[int, list[PinnedStream]] = {pid: [] for pid in pids}
     for _ in range(40 * each):
         stream = PinnedStream(url)
@@ -63,11 +63,11 @@ def streams_at(url: str, pids: list[int], each: int) -> dict[int, list[PinnedStr
         if len(found[pid]) < each:
             found[pid].append(stream)
         else:
-            stream.hang_up()
+            stream.disconnect()
         if all(len(streams) == each for streams in found.values()):
             return found
     raise AssertionError(
-        f"not every process gets connections: { {pid: len(streams) for pid, streams in found.items()} }"
+        f"not every process has connections: { {pid: len(streams) for pid, streams in found.items()} }"
     )
 
 
@@ -77,5 +77,5 @@ def _holder(pids: list[int], port: int) -> int:
             for connection in psutil.Process(pid).net_connections("tcp"):
                 if connection.raddr and connection.raddr.port == port and connection.status == psutil.CONN_ESTABLISHED:
                     return pid
-        time.sleep(0.01)  # it is in the queue of one of them
-    raise AssertionError(f"no router has taken the connection from port {port}")
+        time.sleep(0.01)  # it is in the accept queue of one of them
+    raise AssertionError(f"no router has accepted the connection from port {port}")

@@ -1,4 +1,4 @@
-"""The oracle: the embedded model in an untouched transformers model, float32."""
+"""The oracle: the embedded model in an unmodified transformers model, float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 
-TIE = 1e-3  # where the two best logits are closer, either may win (docs/design.md)
+TIE = 1e-3  # if the two best logits are closer, either may be chosen (docs/design.md)
 
 
 class PlainModel:
-    """Judges greedy tokens by one forward over prompt + outputs: each must be the best after all before it."""
+    """Checks greedy tokens by one forward over prompt + outputs: each must be the best after those before it."""
 
     def __init__(self) -> None:
         config = ReplicaConfig(replica_id="plain", model="plain", source="smollm2", secret=b"", dtype="float32")
@@ -27,7 +27,7 @@ class PlainModel:
         self._model.eval()
 
     def ties(self, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float] = ()) -> int:
-        """How many of `output` are ties; fails where a token is not the best, or a logprob is off by 1e-3."""
+        """The number of ties in `output`; fails if a token is not the best, or a logprob differs by 1e-3."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
         expected = logits.log_softmax(-1)
@@ -46,7 +46,7 @@ class PlainModel:
 def same_but_for_ties(
     bodies: Sequence[dict[str, Any]], found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 ) -> None:
-    """Greedy tokens, as many as expected and the same; where they are not, plain transformers judges each of them."""
+    """Asserts equal greedy tokens; where they differ, plain transformers checks each of them."""
     assert [len(one) for one in found] == [len(other) for other in expected]
     different = [
         (body["prompt"], list(one))

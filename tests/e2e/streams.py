@@ -1,4 +1,4 @@
-"""Many completions at once over HTTP, each watched event by event, some of them hung up on."""
+"""Many completions at once over HTTP, each checked event by event, some with a disconnect of the client."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ import aiohttp
 
 @dataclass
 class Outcome:
-    """What became of one streamed completion."""
+    """The result of one streamed completion."""
 
     status: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -21,13 +21,13 @@ class Outcome:
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
-    done: bool = False  # [DONE] came
-    dropped: bool = False  # by us
+    done: bool = False  # [DONE] was received
+    dropped: bool = False  # the client disconnected
     error: str = ""
 
     @property
     def complete(self) -> bool:
-        """As promised (RELIABILITY I1, I3): one finish reason, usage that counts what came, [DONE], no error."""
+        """As guaranteed (RELIABILITY I1, I3): one finish reason, usage equal to the tokens, [DONE], no error."""
         if not self.done or self.error or self.finish_reason is None or self.usage is None:
             return False
         return bool(self.usage["completion_tokens"] == len(self.token_ids))
@@ -35,8 +35,8 @@ class Outcome:
 
 async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_after: int | None) -> Outcome:
     outcome = Outcome()
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    async with session.post("/v1/completions", json=asked) as answer:
+    full_body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    async with session.post("/v1/completions", json=full_body) as answer:
         outcome.status = answer.status
         if answer.status != 200:
             outcome.error = await answer.text()
@@ -49,7 +49,7 @@ async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_aft
                 assert not outcome.done
                 outcome.done = True
                 continue
-            _take(outcome, json.loads(line[6:]))
+            _record_event(outcome, json.loads(line[6:]))
             if drop_after is not None and len(outcome.token_ids) >= drop_after:
                 outcome.dropped = True
                 answer.close()
@@ -57,7 +57,7 @@ async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_aft
     return outcome
 
 
-def _take(outcome: Outcome, event: dict[str, Any]) -> None:
+def _record_event(outcome: Outcome, event: dict[str, Any]) -> None:
     assert not outcome.done, "an event after [DONE]"
     if "error" in event:
         outcome.error = event["error"]["message"]
@@ -76,7 +76,7 @@ def _take(outcome: Outcome, event: dict[str, Any]) -> None:
 def run_streams(
     url: str, bodies: Sequence[dict[str, Any]], drops: dict[int, int | float] | None = None, seconds: float = 120
 ) -> list[Outcome]:
-    """All bodies at once. `drops`: hang up on request i after that many tokens (int) or seconds (float)."""
+    """Sends all bodies at once. `drops`: disconnect request i after that many tokens (int) or seconds (float)."""
 
     async def one(session: aiohttp.ClientSession, index: int, body: dict[str, Any]) -> Outcome:
         drop = (drops or {}).get(index)
@@ -98,18 +98,18 @@ def run_streams(
 
 @contextmanager
 def steady_streams(url: str, bodies: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, Outcome]]]:
-    """Each body is asked for again as soon as it is answered, until the block ends; then what became of all.
+    """Repeats each body as soon as its stream ends, until the block ends; yields the list of all outcomes.
 
-    So there is load for as long as something takes, however fast the machine is.
+    This keeps up the load for any duration, independent of the speed of the machine.
     """
     outcomes: list[tuple[int, Outcome]] = []
     over = threading.Event()
 
-    def ask(index: int) -> None:
+    def repeat(index: int) -> None:
         while not over.is_set():
             outcomes.append((index, run_streams(url, [bodies[index]])[0]))
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(len(bodies))]
     for thread in threads:
         thread.start()
     try:

@@ -1,4 +1,4 @@
-"""The commands that talk to a running server: what they print where, and how they end."""
+"""The client commands with a running server: their output, streams and exit status."""
 
 import json
 import re
@@ -11,23 +11,27 @@ from headrace_process import Serve, headrace
 
 
 def test_the_banner_lists_every_address(server: Serve) -> None:
-    said = server.said
+    stderr_text = server.stderr_text
     for path in ("/v1", "/docs", "/health", "/metrics"):
-        assert f"{server.url}{path}" in said
+        assert f"{server.url}{path}" in stderr_text
     for pattern in (
         r"gRPC +127\.0\.0\.1:\d+",
         r"admin +http://127\.0\.0\.1:\d+",
         r"Ray +http://\S+ +\(token: cat \S+\)",
     ):
-        assert re.search(pattern, said), pattern
-    assert re.search(r"smollm2-0 +cpu, float32, \d+ threads, weights .*, KV cache .* \([\d,]+ tokens\)", said)
-    token = re.search(r"token: cat (\S+?)\)", said)
+        assert re.search(pattern, stderr_text), pattern
+    assert re.search(r"defaults +max_tokens 512, temperature 0, .*\(a request's own values win\)", stderr_text)
+    assert re.search(r"smollm2-0 +cpu, float32, \d+ threads?, KV cache [\d,]+ tokens, context 2,048\n", stderr_text)
+    assert stderr_text.count("smollm2-0 ") == 1, "internals are shown with --verbose"
+    logs = re.search(r"logs +(\S+)  \(\./headrace logs\)", stderr_text)
+    assert logs and Path(logs[1], "smollm2-0-rank0.log").is_file()
+    token = re.search(r"token: cat (\S+?)\)", stderr_text)
     assert token and Path(token[1]).stat().st_mode & 0o777 == 0o600
-    assert server.printed == "", "stdout is for data"
-    assert "Traceback" not in said
+    assert server.stdout_text == "", "stdout is for data"
+    assert "Traceback" not in stderr_text
 
 
-def test_status_for_programs(server: Serve) -> None:
+def test_status_as_json(server: Serve) -> None:
     began = time.monotonic()
     done = server.run("status", "--json", "--admin-port", str(server.admin_port))
     assert time.monotonic() - began < 5  # one second when nothing else runs
@@ -48,11 +52,11 @@ def test_status_for_programs(server: Serve) -> None:
     (router,) = document["routers"]
     assert {"id", "pid", "http", "grpc"} <= router.keys()
     assert server.url.endswith(router["http"]) and router["grpc"] == server.grpc
-    server.remember()
-    assert {rank["pid"], router["pid"]} <= server.family.keys()
+    server.record_processes()
+    assert {rank["pid"], router["pid"]} <= server.processes.keys()
 
 
-def test_status_for_people(server: Serve) -> None:
+def test_status_as_a_table(server: Serve) -> None:
     done = server.run("status", "--admin-port", str(server.admin_port))
     assert done.returncode == 0 and "smollm2-0" in done.stdout and "ready" in done.stdout
 
@@ -68,7 +72,7 @@ def test_chat_once(server: Serve) -> None:
     assert "gpt-9" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-def test_without_a_server_a_sentence_says_what_starts_one(tmp_path: Path) -> None:
+def test_without_a_server_a_sentence_names_the_start_command(tmp_path: Path) -> None:
     for command in (
         ["chat", "--once", "x", "--port", "1"],
         ["status", "--admin-port", "1"],
@@ -102,25 +106,18 @@ def test_the_admin_port_needs_its_key(server: Serve, tmp_path: Path) -> None:
     rebound = httpx.get(f"{url}/status", headers=good | {"host": "evil.example"}, trust_env=False)
     assert rebound.status_code in (400, 403, 421), "DNS rebinding"
     assert server.process.poll() is None
-    stranger = headrace(tmp_path / "home", "status", "--admin-port", str(server.admin_port))
-    assert stranger.returncode == 1
+    without_key = headrace(tmp_path / "home", "status", "--admin-port", str(server.admin_port))
+    assert without_key.returncode == 1
 
 
-def test_our_sockets_are_on_loopback_only(server: Serve) -> None:
-    """All but Ray's, which bind every interface (or the node's) and need its token; those are listed by name."""
-    beyond = [socket for socket in server.listening() if socket.address not in ("127.0.0.1", "::1")]
-    ours = [socket for socket in beyond if not _is_of_ray(socket.process)]
-    assert ours == []
-    # Our own code lives in these processes too: each of them has one socket of Ray's core worker beyond loopback.
-    for name in ("ray::RankActor", "ray::ControllerActor"):
-        assert sum(socket.process.startswith(name) for socket in beyond) == 1
-    assert sum(socket.process.endswith("serve") or " serve " in socket.process for socket in beyond) == 1
-    local = {socket.port for socket in server.listening()} - {socket.port for socket in beyond}
+def test_all_sockets_are_on_loopback_only(server: Serve) -> None:
+    """Ray's included: those of its metrics need no token."""
+    listening = server.listening()
+    assert [socket for socket in listening if socket.address not in ("127.0.0.1", "::1")] == []
+    assert "listens beyond" not in server.stderr_text
     ports = {int(address.rpartition(":")[2]) for address in (server.url, server.grpc)} | {server.admin_port}
-    assert ports <= local
-
-
-def _is_of_ray(command: str) -> bool:
-    of_ray = ("ray::", "ray-dashboard", "/ray/core/src/ray/", "/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/")
-    # The process of `serve` is a Ray driver: Ray's core worker listens in it.
-    return any(part in command for part in of_ray) or " serve" in command
+    status = json.loads(server.run("status", "--json", "--admin-port", str(server.admin_port)).stdout)
+    listed = {entry["port"]: entry for entry in status["sockets"]}
+    assert ports < listed.keys() and {entry["address"] for entry in listed.values()} <= {"127.0.0.1", "::1"}
+    processes = " ".join(entry["process"] for entry in listed.values())
+    assert all(name in processes for name in ("gcs_server", "raylet", "ray::RankActor", "ray::ControllerActor"))

@@ -1,4 +1,4 @@
-"""The gRPC port as a stranger meets it: through reflection, with no stubs of ours."""
+"""The gRPC port through reflection, without our stubs."""
 
 import math
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ SERVICE = "headrace.v1.Inference"
 
 
 class Reflected:
-    """A client of a service that it only knows from the server's own description."""
+    """A client that uses only the server's own description of a service."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
-        self._ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        self._reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         self._pool = descriptor_pool.DescriptorPool()
 
     def services(self) -> set[str]:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = self._ask(iter([request]))
+        (answer,) = self._reflect(iter([request]))
         return {service.name for service in answer.list_services_response.service}
 
-    def learn(self, symbol: str) -> None:
+    def load_symbol(self, symbol: str) -> None:
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
-        (answer,) = self._ask(iter([request]))
+        (answer,) = self._reflect(iter([request]))
         for raw in answer.file_descriptor_response.file_descriptor_proto:
             self._pool.Add(descriptor_pb2.FileDescriptorProto.FromString(raw))
 
@@ -57,11 +57,11 @@ def channel(server: Serve) -> Iterator[grpc.Channel]:
 @pytest.fixture
 def reflected(channel: grpc.Channel) -> Reflected:
     client = Reflected(channel)
-    client.learn(SERVICE)
+    client.load_symbol(SERVICE)
     return client
 
 
-def test_generate_says_what_http_says(reflected: Reflected, http: httpx.Client) -> None:
+def test_generate_equals_http(reflected: Reflected, http: httpx.Client) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= reflected.services()
     question = "What is the capital of France? Answer in one sentence."
     options = {"max_tokens": 24, "temperature": 0.0}
@@ -115,4 +115,4 @@ def test_a_cancelled_call_frees_its_blocks(reflected: Reflected, metrics: Any, e
     next(events)
     assert metrics()["headrace_requests_in_flight"] >= 1
     events.cancel()  # type: ignore[attr-defined]
-    eventually(lambda: metrics().busy == {}, 3, "that a cancelled call leaves nothing")
+    eventually(lambda: metrics().busy == {}, 3, "that a cancelled call frees everything")

@@ -1,10 +1,11 @@
-"""What is on the wire: events, headers, routes, hostile bodies."""
+"""HTTP on the wire: events, headers, routes, hostile bodies."""
 
 import json
 import re
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import pytest
 from headrace_process import Serve
 from metrics_page import Metrics
 
+README = Path(__file__).parents[2] / "README.md"
 MODEL = "smollm2"
 GOOD: dict[str, Any] = {
     "model": MODEL,
@@ -29,7 +31,7 @@ def _with(**fields: Any) -> bytes:
 
 
 def _raw(fragment: str) -> bytes:
-    """The good request with one more field, spelled by hand."""
+    """The good request with one more field, as raw JSON."""
     return (json.dumps(GOOD)[:-1] + "," + fragment + "}").encode()
 
 
@@ -71,7 +73,7 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_get_an_error_object_and_harm_nobody(http: httpx.Client, name: str, stream: bool) -> None:
+def test_hostile_bodies_get_an_error_object_and_have_no_effect(http: httpx.Client, name: str, stream: bool) -> None:
     body, status = HOSTILE[name]
     if stream and body.endswith(b"}"):
         body = body[:-1] + b',"stream":true}'
@@ -94,7 +96,7 @@ def _check_error(answer: httpx.Response) -> None:
         assert leak not in answer.text
 
 
-def test_hostile_bodies_while_a_stream_goes_on(http: httpx.Client) -> None:
+def test_hostile_bodies_during_a_stream(http: httpx.Client) -> None:
     body = GOOD | {"max_tokens": 48, "ignore_eos": True, "stream": True}
     with http.stream("POST", CHAT, json=body) as stream:
         lines = stream.iter_lines()
@@ -163,7 +165,7 @@ def test_events_of_a_stream(http: httpx.Client) -> None:
 
 
 def test_characters_are_never_cut(http: httpx.Client) -> None:
-    """Every piece of a stream is whole characters, though one character may be several tokens."""
+    """Every piece of a stream has whole characters, although one character may be several tokens."""
     text = "naïve 🙂 日本語 "
     bias = {"model": MODEL, "prompt": text * 6, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = http.post("/v1/completions", json=bias).json()["choices"][0]["text"]
@@ -171,12 +173,12 @@ def test_characters_are_never_cut(http: httpx.Client) -> None:
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     pieces = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
     assert "".join(pieces) == whole
-    assert any(ord(character) > 0x2000 for character in whole), "the model goes on with characters of many bytes"
+    assert any(ord(character) > 0x2000 for character in whole), "the model generates multi-byte characters"
     assert not any("�" in piece for piece in pieces)
 
 
 def test_raw_sockets(server: Serve) -> None:
-    """Requests spelled by hand: broken, slow to come, cut off."""
+    """Raw requests: invalid, slow, truncated."""
     where = urlsplit(server.url)
     body = json.dumps(GOOD).encode()
 
@@ -196,7 +198,7 @@ def test_raw_sockets(server: Serve) -> None:
     assert b" 400 " in send(b"nonsense\r\n\r\n").splitlines()[0]
     assert b" 400 " in send(head + b"Content-Length: -5\r\n\r\n").splitlines()[0]
     length = b"Content-Length: %d\r\n\r\n" % len(body)
-    send(head + length + body[:10])  # cut off in the body
+    send(head + length + body[:10])  # truncated in the body
     assert (
         send(b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"y" * 100_000 + b"\r\n\r\n")
         .split(b" ")[1]
@@ -212,23 +214,35 @@ def test_raw_sockets(server: Serve) -> None:
     assert b" 200 " in received.splitlines()[0]
 
 
+def test_the_first_request_of_the_readme_has_a_short_correct_answer(http: httpx.Client) -> None:
+    body = re.search(r"-d '(\{.*\})'", README.read_text())
+    assert body is not None
+    answer = http.post(CHAT, content=body[1].encode(), headers=JSON).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and "Paris" in choice["message"]["content"]
+    (model,) = http.get("/v1/models").json()["data"]
+    assert model["defaults"] == {"max_tokens": 512, "temperature": 0.0, "top_p": 0.9}
+    assert answer["usage"]["completion_tokens"] < 40
+
+
 def test_health_version_and_docs(http: httpx.Client) -> None:
     for path in ("/health", "/health/live", "/health/ready"):
         assert http.get(path).status_code == 200
         assert http.head(path).status_code == 200
     assert re.match(r"\d+\.\d+", http.get("/version").json()["version"])
     page = http.get("/docs")
-    assert page.status_code == 200 and CHAT in page.text
+    assert page.status_code == 200 and "openapi.json" in page.text
     loaded = re.findall(r"""(?:src|href)=["']?([^"'\s>]+)""", page.text)
-    assert not [address for address in loaded if "//" in address], "nothing is loaded from outside"
+    assert loaded == ["data:,"], "nothing is loaded: the icon is empty"
     assert CHAT in http.get("/openapi.json").json()["paths"]
 
 
-def test_metrics_have_the_names_of_the_field_and_add_up(
+def test_metrics_have_standard_names_and_correct_sums(
     http: httpx.Client, metrics: Callable[[], Metrics], eventually: Callable[..., None]
 ) -> None:
     before = metrics()
-    usages = [http.post(CHAT, json=GOOD | {"max_tokens": count}).json()["usage"] for count in (1, 3, 6)]
+    requests: list[dict[str, int]] = [{"max_tokens": 1}, {"max_tokens": 3, "n": 2}, {"max_tokens": 6}]
+    usages = [http.post(CHAT, json=GOOD | options).json()["usage"] for options in requests]
     spent = sum(usage["completion_tokens"] for usage in usages)
     read = sum(usage["prompt_tokens"] for usage in usages)
 

@@ -1,4 +1,4 @@
-"""What programs written for OpenAI's API get."""
+"""The API with OpenAI's official client."""
 
 import asyncio
 from typing import Any
@@ -58,12 +58,12 @@ def test_a_stream_equals_the_whole_answer(client: openai.OpenAI) -> None:
 def test_the_second_call_finds_its_prompt_in_the_cache(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": f"{uuid4()} " + "The river runs to the sea. " * 12}]
     first, second = (_chat(client, messages=messages, max_tokens=4).usage for _ in range(2))
-    assert first.prompt_tokens_details.cached_tokens < 48  # of the template's own beginning, at most
+    assert first.prompt_tokens_details.cached_tokens < 48  # at most the beginning of the template
     assert 0 < second.prompt_tokens - second.prompt_tokens_details.cached_tokens <= 16
     assert second.prompt_tokens == first.prompt_tokens
 
 
-def test_stop_strings_are_cut_and_named(client: openai.OpenAI) -> None:
+def test_stop_strings_end_the_text_and_set_the_reason(client: openai.OpenAI) -> None:
     whole = _chat(client).choices[0].message.content
     cut = _chat(client, stop=["zzz", "of France"])
     assert cut.choices[0].message.content == whole[: whole.index("of France")]
@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_greedy_choice(client: openai.OpenAI) -> None:
         assert bytes(entry.bytes).decode(errors="replace") == entry.token
 
 
-def test_choices_of_one_request_differ_and_come_back(client: openai.OpenAI) -> None:
+def test_choices_of_one_request_differ_and_are_reproducible(client: openai.OpenAI) -> None:
     tale = [{"role": "user", "content": "Tell me a strange tale."}]
     options = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 16, "messages": tale}
     answers = [_chat(client, **options) for _ in range(2)]
@@ -96,7 +96,7 @@ def test_choices_of_one_request_differ_and_come_back(client: openai.OpenAI) -> N
     assert [choice.message.content for choice in other.choices] != texts[0]
 
 
-def test_completions_take_text_ids_and_lists(client: openai.OpenAI) -> None:
+def test_completions_accept_text_ids_and_lists(client: openai.OpenAI) -> None:
     def complete(prompt: Any, **options: Any) -> Any:
         return client.completions.create(
             **{"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 6} | options

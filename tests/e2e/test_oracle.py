@@ -1,4 +1,4 @@
-"""Through the whole path, tokens are those of plain transformers, and of nobody's neighbours (RELIABILITY I6, I16)."""
+"""Through the whole path, tokens equal those of plain transformers in any batch (RELIABILITY I6, I16)."""
 
 from collections.abc import Iterator
 from random import Random
@@ -9,8 +9,8 @@ from headrace_process import Serve
 from plain_model import PlainModel
 from streams import Outcome, run_streams
 
-# Every sampling option that the engine has, one neighbour each and all together.
-NEIGHBOURS: list[dict[str, Any]] = [
+# Every sampling option of the engine, separately and combined.
+SAMPLING_OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20},
@@ -38,7 +38,7 @@ def _greedy(prompt: list[int], tokens: int = 16) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": prompt, **options}
 
 
-def _judge(plain: PlainModel, bodies: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
+def _check(plain: PlainModel, bodies: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
     ties = 0
     for body, outcome in zip(bodies, outcomes, strict=True):
         assert outcome.complete and len(outcome.token_ids) == body["max_tokens"], outcome
@@ -48,18 +48,18 @@ def _judge(plain: PlainModel, bodies: list[dict[str, Any]], outcomes: list[Outco
 
 def test_alone(server: Serve, plain: PlainModel) -> None:
     bodies = [_greedy(prompt) for prompt in _prompts(4, seed=1)]
-    _judge(plain, bodies, [run_streams(server.url, [body])[0] for body in bodies])
+    _check(plain, bodies, [run_streams(server.url, [body])[0] for body in bodies])
 
 
-def test_among_32_neighbours_with_mixed_options(server: Serve, plain: PlainModel) -> None:
+def test_in_a_batch_of_32_with_mixed_options(server: Serve, plain: PlainModel) -> None:
     greedy = [_greedy(prompt) for prompt in _prompts(8, seed=2)]
     others = [
         {"model": "smollm2", "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": place, **options}
-        for place, (prompt, options) in enumerate(zip(_prompts(24, seed=3), NEIGHBOURS * 3, strict=False))
+        for place, (prompt, options) in enumerate(zip(_prompts(24, seed=3), SAMPLING_OPTIONS * 3, strict=False))
     ]
     outcomes = run_streams(server.url, greedy + others)
-    _judge(plain, greedy, outcomes[: len(greedy)])
-    # The sampled ones are what they are alone. One may differ by a tie of two perturbed scores; a leak moves many.
+    _check(plain, greedy, outcomes[: len(greedy)])
+    # Sampled tokens equal those of a run alone. One may differ by a tie of two perturbed scores; a leak changes many.
     differ = 0
     for body, among in zip(others, outcomes[len(greedy) :], strict=True):
         (alone,) = run_streams(server.url, [body])

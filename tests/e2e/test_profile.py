@@ -1,4 +1,4 @@
-"""`headrace serve --profile DIR` and `headrace profile`: every rank of a replica writes what its steps did."""
+"""`headrace serve --profile DIR` and `headrace profile`: every rank of a replica writes a trace of its steps."""
 
 import gzip
 import json
@@ -66,18 +66,18 @@ def test_every_rank_writes_a_trace(profiled: Serve) -> None:
     assert "operator of rank 0" in done.stdout and "aten::" in done.stdout and "%" in done.stdout
 
 
-def test_an_idle_replica_says_that_nothing_ran(profiled: Serve) -> None:
+def test_an_idle_replica_reports_that_nothing_ran(profiled: Serve) -> None:
     before = sorted(_folder(profiled).iterdir())
     done = _profile(profiled, "--seconds", "0.5")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no step ran" in done.stderr
-    for _ in range(2):  # no rank has a window left open
+    for _ in range(2):  # no rank is still recording
         assert "no step ran" in _profile(profiled, "--seconds", "0.5").stderr
     assert sorted(_folder(profiled).iterdir()) == before
     assert "at most 60 seconds" in _profile(profiled, "--seconds", "61").stderr
 
 
-def test_a_signal_starts_a_window_on_one_rank(profiled: Serve, eventually: Callable[..., None]) -> None:
+def test_a_signal_starts_a_profile_on_one_rank(profiled: Serve, eventually: Callable[..., None]) -> None:
     before = set(_folder(profiled).iterdir())
     document = json.loads(profiled.run("status", "--json", "--admin-port", str(profiled.admin_port)).stdout)
     pid = document["replicas"][0]["ranks"][1]["pid"]
@@ -88,18 +88,18 @@ def test_a_signal_starts_a_window_on_one_rank(profiled: Serve, eventually: Calla
     assert "-r1-" in new.name
     assert sum(span["name"].startswith("step ") for span in _spans(new)) == 20
     document = json.loads(profiled.run("status", "--json", "--admin-port", str(profiled.admin_port)).stdout)
-    assert document["replicas"][0]["generation"] == 1, "nobody died of it"
+    assert document["replicas"][0]["generation"] == 1, "no rank died"
 
 
-def test_without_a_folder_it_is_refused(server: Serve) -> None:
+def test_without_a_folder_it_is_rejected(server: Serve) -> None:
     done = _profile(server)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "headrace: this replica has no folder for profiles: serve with --profile DIR\n"
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_refused(start: Callable[..., Serve]) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(start: Callable[..., Serve]) -> None:
     serve = start(*SMALL, "--profile", "/proc/profiles")
     assert serve.process.wait(120) == 1
-    assert "headrace: profiles cannot be written to /proc/profiles" in serve.said
-    assert "Traceback" not in serve.said
+    assert "error: profiles cannot be written to /proc/profiles" in serve.stderr_text
+    assert "Traceback" not in serve.stderr_text

@@ -1,4 +1,4 @@
-"""A replica of several ranks: same tokens, half the weights each, and any rank's death ends, names and rebuilds it."""
+"""A replica of several ranks: equal tokens, half the weights each; after the death of any rank it is rebuilt."""
 
 import json
 import os
@@ -15,11 +15,10 @@ from headrace_process import SMALL, Serve
 from metrics_page import Metrics
 from plain_model import PlainModel, same_but_for_ties
 from streams import Outcome, run_streams
-from test_oracle import NEIGHBOURS
+from test_oracle import SAMPLING_OPTIONS
 
 GREEDY, SAMPLED, OUTPUT = 12, 20, 12
-GONE_SECONDS = 2.0
-
+END_SECONDS = 2.0
 
 SPLITS = [("--tp", "2"), ("--pp", "2"), pytest.param(("--tp", "2", "--pp", "2"), marks=pytest.mark.slow)]
 
@@ -55,12 +54,12 @@ def _body(prompt: list[int], **options: Any) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, **options}
 
 
-def test_32_streams_are_those_of_plain_transformers(split: Serve, server: Serve, plain: PlainModel) -> None:
+def test_32_streams_equal_plain_transformers(split: Serve, server: Serve, plain: PlainModel) -> None:
     random = Random(5)
     prompts = [[random.randrange(20, 40_000) for _ in range(random.randrange(1, 60))] for _ in range(32)]
     greedy = [_body(prompt, temperature=0, logprobs=1) for prompt in prompts[:GREEDY]]
     sampled = [
-        _body(prompt, seed=place, **NEIGHBOURS[place % len(NEIGHBOURS)])
+        _body(prompt, seed=place, **SAMPLING_OPTIONS[place % len(SAMPLING_OPTIONS)])
         for place, prompt in enumerate(prompts[GREEDY:])
     ]
     outcomes = run_streams(split.url, greedy + sampled)
@@ -69,7 +68,7 @@ def test_32_streams_are_those_of_plain_transformers(split: Serve, server: Serve,
         assert outcome.complete and len(outcome.token_ids) == OUTPUT, outcome
         ties += plain.ties(body["prompt"], outcome.token_ids, outcome.logprobs)
     assert ties <= 2
-    # Sampled ones are what one rank draws; sums in another order may turn a tie of two perturbed scores.
+    # Sampled tokens equal those of one rank; sums in another order may change a tie of two perturbed scores.
     single = run_streams(server.url, sampled)
     assert all(outcome.complete for outcome in [*single, *outcomes[GREEDY:]])
     differ = sum(one.token_ids != many.token_ids for one, many in zip(single, outcomes[GREEDY:], strict=True))
@@ -90,9 +89,9 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     time.sleep(0.5)
     killed = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
-    eventually(lambda: not any(map(_running, pids)), GONE_SECONDS, "all ranks of the group are gone")
+    eventually(lambda: not any(map(_running, pids)), END_SECONDS, "all ranks of the group have ended")
     eventually(
-        lambda: f"rank {victim['rank']} of {before['id']} (process {victim['pid']})" in split.said, 3, "its name"
+        lambda: f"rank {victim['rank']} of {before['id']} (process {victim['pid']})" in split.stderr_text, 3, "its name"
     )
     eventually(lambda: _status(split)["state"] == "ready", 90, "the group is rebuilt")
     after = _status(split)
@@ -100,5 +99,5 @@ def test_every_rank_may_be_killed(split: Serve, eventually: Callable[..., None])
     assert not set(pids) & {rank["pid"] for rank in after["ranks"]}
     assert time.monotonic() - killed < 90
     streams.join(60)
-    assert all(outcome.complete for outcome in found), "the streams went on where they were"
+    assert all(outcome.complete for outcome in found), "the streams continued"
     same_but_for_ties(bodies, [outcome.token_ids for outcome in found], [outcome.token_ids for outcome in expected])

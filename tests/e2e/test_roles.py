@@ -1,7 +1,8 @@
-"""Pools, roles that flip and replicas that are drained, under load: nobody's stream fails, no token is another."""
+"""Pools, role changes and drains under load: no stream fails, all tokens are equal."""
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -21,7 +22,7 @@ TOKENS = 160
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """smollm2-0 and smollm2-1 answer, smollm2-2 computes prompts. The tests hand it on, in order."""
+    """smollm2-0 and smollm2-1 decode, smollm2-2 computes prompts. The tests depend on their order."""
     serve = Serve(tmp_path_factory.mktemp("roles") / "home", *LEAN, "--prefill", "1", "--decode", "2")
     try:
         yield serve.await_ready()
@@ -31,7 +32,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, half of them with prompts that are worth a prefill replica."""
+    """Greedy, half of them with prompts that are long enough for a prefill replica."""
     random = Random(3)
     lengths = [12, 200] * (COUNT // 2)
     return [
@@ -68,7 +69,7 @@ def _generated(serve: Serve, replica: str) -> float:
 def _under_load(
     serve: Serve, bodies: list[dict[str, Any]], on: str, eventually: Callable[..., None]
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """Streams run all the while, and `on` has answered some; what became of them is there after the block."""
+    """Streams run during the block, and `on` has decoded for some; the outcomes are complete after the block."""
     before = _generated(serve, on)
     with steady_streams(serve.url, bodies) as outcomes:
         eventually(lambda: _generated(serve, on) > before + 8, 30, f"that {on} answers")
@@ -76,7 +77,7 @@ def _under_load(
 
 
 def _same(outcomes: list[tuple[int, Outcome]], expected: list[Outcome], bodies: list[dict[str, Any]]) -> None:
-    """Every stream complete; tokens as undisturbed, as far as they go, but for ties (docs/design.md)."""
+    """Every stream is complete, with the undisturbed tokens except for ties (docs/design.md)."""
     bad = [outcome for _, outcome in outcomes if not outcome.complete]
     assert len(outcomes) >= len(bodies) and not bad, bad[:3]
     same_but_for_ties(
@@ -99,29 +100,29 @@ def test_each_replica_has_its_role(pools: Serve, undisturbed: list[Outcome]) -> 
     ]
     table = _headrace(pools, "status").stdout
     assert "prefill" in table and "tp×pp" in table
-    assert "smollm2-2  prefill, cpu" in pools.said and "smollm2-0  decode, cpu" in pools.said
-    print(next(line for line in pools.said.splitlines() if "is ready after" in line))
+    assert "smollm2-2  prefill, cpu" in pools.stderr_text and "smollm2-0  decode, cpu" in pools.stderr_text
+    print(next(line for line in pools.stderr_text.splitlines() if "is ready after" in line))
     assert all(outcome.complete for outcome in undisturbed)
     generated = [_generated(pools, f"smollm2-{index}") for index in range(3)]
-    assert generated[0] and generated[1] and generated[2] == 0, "only those that decode answer"
+    assert generated[0] and generated[1] and generated[2] == 0, "only decode replicas generate"
 
 
-def test_a_role_flips_under_load(
+def test_a_role_changes_under_load(
     pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
 ) -> None:
     with _under_load(pools, bodies, "smollm2-0", eventually) as outcomes:
         flipped = json.loads(_headrace(pools, "role", "smollm2-0", "prefill", "--json").stdout)
         pool = json.loads(_headrace(pools, "role", "smollm2-2", "both", "--json").stdout)
-    print(f"flips under {COUNT} streams: {flipped['seconds']:.3f} s, {pool['seconds']:.3f} s")
+    print(f"role changes under {COUNT} streams: {flipped['seconds']:.3f} s, {pool['seconds']:.3f} s")
     assert max(flipped["seconds"], pool["seconds"]) <= 1.0
     assert (flipped["before"], flipped["role"]) == ("decode", "prefill")
     assert (pool["before"], pool["role"]) == ("prefill", "both")
     _same(outcomes, undisturbed, bodies)
-    quiet = _generated(pools, "smollm2-0")
-    helper = _generated(pools, "smollm2-2")
+    prefilling = _generated(pools, "smollm2-0")
+    both = _generated(pools, "smollm2-2")
     _same(_few(pools, bodies), undisturbed, bodies)
-    assert _generated(pools, "smollm2-0") == quiet, "nothing new is placed there"
-    assert _generated(pools, "smollm2-2") > helper
+    assert _generated(pools, "smollm2-0") == prefilling, "no new request is placed there"
+    assert _generated(pools, "smollm2-2") > both
     status = _status(pools)
     assert [(entry["role"], entry["generation"]) for entry in status.values()] == [
         ("prefill", 1),
@@ -130,7 +131,7 @@ def test_a_role_flips_under_load(
     ]
 
 
-def test_a_drain_under_load_moves_what_does_not_finish(
+def test_a_drain_under_load_moves_unfinished_streams(
     pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
 ) -> None:
     (pid,) = (rank["pid"] for rank in _status(pools)["smollm2-1"]["ranks"])
@@ -147,15 +148,15 @@ def test_a_drain_under_load_moves_what_does_not_finish(
     _same(_few(pools, bodies), undisturbed, bodies)
 
 
-def test_what_is_refused_is_a_sentence(pools: Serve) -> None:
-    """Of those that decode only smollm2-2 is up."""
+def test_rejections_are_one_sentence(pools: Serve) -> None:
+    """smollm2-2 is the only replica that can decode."""
     for arguments, words in (
         (("role", "smollm2-2", "prefill"), "is the only ready replica of smollm2 that can decode"),
         (("role", "smollm2-1", "both"), "smollm2-1 is drained"),
         (("role", "smollm2-7", "both"), "there are: smollm2-0, smollm2-1, smollm2-2"),
         (("role", "smollm2-2", "encode"), "prefill, decode or both"),
         (("drain", "smollm2-2"), "--force"),
-        (("drain", "nobody"), "there are: smollm2-0, smollm2-1, smollm2-2"),
+        (("drain", "unknown"), "there are: smollm2-0, smollm2-1, smollm2-2"),
         (("undrain", "smollm2-0"), "smollm2-0 is ready, not drained"),
     ):
         done = _headrace(pools, *arguments)
@@ -164,7 +165,7 @@ def test_what_is_refused_is_a_sentence(pools: Serve) -> None:
     assert [entry["state"] for entry in _status(pools).values()] == ["ready", "drained", "ready"]
 
 
-def test_a_drained_replica_comes_back(
+def test_a_drained_replica_is_rebuilt(
     pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
 ) -> None:
     done = _headrace(pools, "undrain", "smollm2-1", "--json")
@@ -173,22 +174,27 @@ def test_a_drained_replica_comes_back(
     assert (entry["id"], entry["state"], entry["generation"], entry["role"]) == ("smollm2-1", "ready", 2, "decode")
     assert json.loads(_headrace(pools, "role", "smollm2-2", "prefill", "--json").stdout)["role"] == "prefill"
     _same(_few(pools, bodies), undisturbed, bodies)
-    eventually(lambda: "headrace: smollm2-1: ready again" in pools.said, 5)
-    news = [line for line in pools.said.partition("Talk to it")[2].splitlines() if "smollm2-1" in line]
-    said = [line.removeprefix("headrace: smollm2-1: ").partition(";")[0] for line in news]
-    assert [words for words in said if words != "draining"] == ["drained", "it is built again", "ready again"]
+    eventually(lambda: "smollm2-1: ready again" in pools.stderr_text, 5)
+    events = [
+        line
+        for line in pools.stderr_text.partition("Talk to it")[2].splitlines()
+        if " serve " in line and "smollm2-1" in line
+    ]
+    shown = [re.sub(r"^\S+ serve +(warning: )?(smollm2-1: )?", "", line).partition(";")[0] for line in events]
+    assert [words for words in shown if words != "draining"] == ["drained", "it is built again", "ready again"]
 
 
-def test_a_rollout_under_load_fails_nobody(
+def test_a_rollout_under_load_fails_no_stream(
     pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
 ) -> None:
-    """The helper, then one of those that answer: each is built again while streams run."""
+    """The prefill replica, then one that decodes: each is built again while streams run."""
     before = {name: entry["generation"] for name, entry in _status(pools).items()}
     with _under_load(pools, bodies, "smollm2-1", eventually) as outcomes:
         assert _headrace(pools, "role", "smollm2-0", "both").returncode == 0
-        done = _headrace(pools, "rollout", "smollm2-1", "smollm2-2", "--seconds", "0")
+        port = ("--admin-port", str(pools.admin_port))
+        done = pools.run("rollout", "smollm2-1", "smollm2-2", "--seconds", "0", *port, seconds=240)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "headrace: 2 replicas were built again"
+    assert done.stderr.splitlines()[-1] == "headrace: smollm2: 2 of 2 rolled"
     after = {name: entry["generation"] for name, entry in _status(pools).items()}
     assert [after[name] - before[name] for name in before] == [0, 1, 1]
     _same(outcomes, undisturbed, bodies)

@@ -1,5 +1,6 @@
-"""Router and replicas with a real engine: no Ray, no controller, a tiny random model. All in one process, or each
-replica in its own.
+"""Router and replicas with a real engine, without Ray and controller, with a tiny random model.
+
+All in one process, or each replica in its own process.
 """
 
 import sys
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
-from house import House
-from process_house import Nursery, ProcessHouse
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, in any import mode
+from in_process_cluster import InProcessCluster
+from process_cluster import ForkServer, ProcessCluster
 
 
 @pytest.fixture(scope="session")
@@ -41,23 +42,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def house(tiny_folder: Path) -> Iterator[House]:
-    made = House(tiny_folder)
+def cluster(tiny_folder: Path) -> Iterator[InProcessCluster]:
+    made = InProcessCluster(tiny_folder)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """The process from which replicas are forked."""
-    made = Nursery({"llama"})
+    made = ForkServer({"llama"})
     yield made
     made.close()
 
 
 @pytest.fixture
-def process_house(tiny_folder: Path, nursery: Nursery) -> Iterator[ProcessHouse]:
-    """A router over replicas in processes of their own."""
-    made = ProcessHouse(tiny_folder, nursery)
+def process_cluster(tiny_folder: Path, fork_server: ForkServer) -> Iterator[ProcessCluster]:
+    """A router in front of replicas that are separate processes."""
+    made = ProcessCluster(tiny_folder, fork_server)
     yield made
     made.close()

@@ -1,10 +1,10 @@
-"""The replica that answers is killed −9 at any token: its streams go on elsewhere as if nothing had been (I1, I2)."""
+"""The decoding replica is killed (SIGKILL) at any token: its streams continue elsewhere with equal tokens (I1, I2)."""
 
 from random import Random
 from typing import Any
 
 import pytest
-from listener import Listener
+from stream_reader import StreamReader
 
 LENGTH = 80
 GREEDY: dict[str, Any] = {}
@@ -12,29 +12,29 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "top_p": 0.95, "presenc
 
 
 @pytest.mark.parametrize("first", range(1, 65, 8))
-def test_the_owner_is_killed_at_every_token(first: int, process_house: Any) -> None:
-    """Tokens 1 to 64 over the parameters: a greedy and a seeded stream of the same replica, beside others elsewhere."""
-    house = process_house
-    house.open(await_ready=False, policy="round-robin")
+def test_the_owner_is_killed_at_every_token(first: int, process_cluster: Any) -> None:
+    """Tokens 1 to 64 over the parameters: a greedy and a seeded stream on one replica, and one on the other."""
+    cluster = process_cluster
+    cluster.open(await_ready=False, policy="round-robin")
     for name in ("a", "b"):
-        house.launch(name)
-    house.settle()
+        cluster.launch(name)
+    cluster.publish_and_wait()
     random = Random(first)
     for token in range(first, first + 8):
         prompt = [random.randrange(10, 300) for _ in range(20)]
-        undisturbed = [Listener(house, prompt, LENGTH, options) for options in (GREEDY, SEEDED)]
-        expected = [listener.end() for listener in undisturbed]
-        greedy = Listener(house, prompt, LENGTH, GREEDY)
+        undisturbed = [StreamReader(cluster, prompt, LENGTH, options) for options in (GREEDY, SEEDED)]
+        expected = [reader.end() for reader in undisturbed]
+        greedy = StreamReader(cluster, prompt, LENGTH, GREEDY)
         greedy.reach(1)
-        owner = house.owner()
-        other = Listener(house, prompt, LENGTH, SEEDED)  # the next in turn
+        owner = cluster.owner()
+        other = StreamReader(cluster, prompt, LENGTH, SEEDED)  # round-robin: on the other replica
         other.reach(1)
-        seeded = Listener(house, prompt, LENGTH, SEEDED)
+        seeded = StreamReader(cluster, prompt, LENGTH, SEEDED)
         greedy.reach(token)
-        house.kill(owner)
-        house.launch(owner)
+        cluster.kill(owner)
+        cluster.launch(owner)
         assert greedy.end() == expected[0], f"greedy, killed at token {token}"
         assert seeded.end() == other.end() == expected[1], f"seeded, killed at token {token}"
         assert len(seeded.logprobs) == LENGTH
-        house.settle()
-    assert house.count("headrace_migrations_total") >= 8, "most kills came in the middle of both streams"
+        cluster.publish_and_wait()
+    assert cluster.count("headrace_migrations_total") >= 8, "most kills came in the middle of both streams"

@@ -1,30 +1,30 @@
-"""Streams leave a replica that is short of memory for one that has room, and take their KV blocks along."""
+"""Streams move from a replica that is short of memory to one with free blocks, with their KV blocks."""
 
 from random import Random
 from typing import Any
 
-from listener import Listener
+from stream_reader import StreamReader
 
 LENGTH = 350
 
 
-def test_streams_move_to_a_replica_that_comes_with_room(process_house: Any) -> None:
-    house = process_house
-    house.open(await_ready=False)
-    small = {"kv_cache_memory": 1 << 19, "max_model_len": 512}  # room for about three of the streams
-    house.launch("a", **small)
-    house.settle()
+def test_streams_move_to_a_new_replica_with_free_blocks(process_cluster: Any) -> None:
+    cluster = process_cluster
+    cluster.open(await_ready=False)
+    small = {"kv_cache_memory": 1 << 19, "max_model_len": 512}  # enough for about three of the streams
+    cluster.launch("a", **small)
+    cluster.publish_and_wait()
     random = Random(1)
     prompts = [[random.randrange(10, 300) for _ in range(60)] for _ in range(6)]
     options: list[dict[str, Any]] = [{"temperature": index % 2, "seed": index} for index in range(6)]
     pairs = list(zip(prompts, options, strict=True))
-    expected = [Listener(house, prompt, LENGTH, option).end() for prompt, option in pairs]
-    streams = [Listener(house, prompt, LENGTH, option) for prompt, option in pairs]
+    expected = [StreamReader(cluster, prompt, LENGTH, option).end() for prompt, option in pairs]
+    streams = [StreamReader(cluster, prompt, LENGTH, option) for prompt, option in pairs]
     for stream in streams[:3]:
         stream.reach(30)
-    house.launch("b", **small)
-    house.settle()
+    cluster.launch("b", **small)
+    cluster.publish_and_wait()
     assert [stream.end() for stream in streams] == expected
-    assert house.count("headrace_rebalancings_total") > 0 and house.count("headrace_migrations_total") == 0
-    assert house.count("headrace_kv_fetched_bytes_total", "b") > 0
-    house.wait_for_idle(5)
+    assert cluster.count("headrace_rebalancings_total") > 0 and cluster.count("headrace_migrations_total") == 0
+    assert cluster.count("headrace_kv_fetched_bytes_total", "b") > 0
+    cluster.wait_for_idle(5)

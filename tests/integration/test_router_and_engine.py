@@ -1,4 +1,4 @@
-"""Router and engine together, where neither alone can show it."""
+"""Behaviour of router and engine together that a test of one of them cannot show."""
 
 import threading
 from random import Random
@@ -33,87 +33,87 @@ def _ids(answer: httpx.Response) -> list[int]:
     return found
 
 
-def test_two_replicas_share_the_work_and_agree(house: Any) -> None:
-    house.add_replica()
-    house.add_replica()
-    house.open()
+def test_two_replicas_share_the_work_and_agree(cluster: Any) -> None:
+    cluster.add_replica()
+    cluster.add_replica()
+    cluster.open()
     prompts = _prompts(12)
-    alone = [_ids(house.complete(prompt, max_tokens=20)) for prompt in prompts]
-    answers = _together([lambda p=prompt: house.complete(p, max_tokens=20) for prompt in prompts])
+    alone = [_ids(cluster.complete(prompt, max_tokens=20)) for prompt in prompts]
+    answers = _together([lambda p=prompt: cluster.complete(p, max_tokens=20) for prompt in prompts])
     assert [_ids(answer) for answer in answers] == alone
-    with house.client() as client:
+    with cluster.client() as client:
         page = client.get("/metrics").text
     done = [line for line in page.splitlines() if line.startswith("vllm:request_success_total{")]
     assert {place for place in ("tiny-0", "tiny-1") if any(place in line for line in done)} == {"tiny-0", "tiny-1"}
 
 
-def test_tenants_do_not_share_cached_prompts(house: Any) -> None:
-    house.add_replica()
-    house.open(auth={"keys": [{"name": "a", "key": "key-of-a-1"}, {"name": "b", "key": "key-of-b-1"}]})
+def test_tenants_do_not_share_cached_prompts(cluster: Any) -> None:
+    cluster.add_replica()
+    cluster.open(auth={"keys": [{"name": "a", "key": "key-of-a-1"}, {"name": "b", "key": "key-of-b-1"}]})
     (prompt,) = _prompts(1, length=64)
 
     def cached(key: str) -> int:
-        usage = house.complete(prompt, key, max_tokens=2).json()["usage"]
+        usage = cluster.complete(prompt, key, max_tokens=2).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached("key-of-a-1"), cached("key-of-b-1")] == [0, 0]
     assert cached("key-of-a-1") == cached("key-of-b-1") > 0
-    assert house.complete(prompt, "key-of-c-1").status_code == house.complete(prompt).status_code == 401
+    assert cluster.complete(prompt, "key-of-c-1").status_code == cluster.complete(prompt).status_code == 401
 
 
 SAMPLED = {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 1}
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "seeded"])
-def test_streams_survive_the_end_of_their_replica(house: Any, options: dict[str, Any]) -> None:
-    """It stops in the middle of sixteen answers: all go on at the other one, token for token."""
-    house.add_replica()
-    house.add_replica()
-    house.open()
+def test_streams_continue_after_the_end_of_their_replica(cluster: Any, options: dict[str, Any]) -> None:
+    """It stops in the middle of sixteen answers: all continue on the other one with the same tokens."""
+    cluster.add_replica()
+    cluster.add_replica()
+    cluster.open()
     prompts = _prompts(16)
-    calls = [lambda p=prompt: house.complete(p, max_tokens=300, **options) for prompt in prompts]
+    calls = [lambda p=prompt: cluster.complete(p, max_tokens=300, **options) for prompt in prompts]
     expected = [(_ids(answer), answer.json()["usage"]["total_tokens"]) for answer in _together(calls)]
-    stopper = threading.Timer(0.15, house.replicas[0].stop)
+    stopper = threading.Timer(0.15, cluster.replicas[0].stop)
     stopper.start()
     answers = _together(calls)
     stopper.join()
     assert [answer.status_code for answer in answers] == [200] * len(answers)
     found = [(_ids(answer), answer.json()["usage"]["total_tokens"]) for answer in answers]
     assert found == expected
-    with house.client() as client:
+    with cluster.client() as client:
         lines = client.get("/metrics").text.split("\n")
     counters = [line for line in lines if line.startswith(("headrace_migrations_total{", "headrace_retries_total{"))]
     assert sum(float(line.split()[-1]) for line in counters) > 0, "it stopped in the middle of them"
-    house.eventually(lambda: house.ready == ["tiny-1"], 3)
-    again = [_ids(house.complete(prompt, max_tokens=300, **options)) for prompt in prompts[:4]]
-    assert again == [tokens for tokens, _ in expected[:4]], "the replica that is left serves all"
+    cluster.eventually(lambda: cluster.ready == ["tiny-1"], 3)
+    again = [_ids(cluster.complete(prompt, max_tokens=300, **options)) for prompt in prompts[:4]]
+    assert again == [tokens for tokens, _ in expected[:4]], "the remaining replica serves all"
 
 
-def test_a_drained_replica_gets_nothing_new(house: Any) -> None:
-    house.add_replica()
-    house.add_replica()
-    house.open()
-    house.replicas[1].drain()
-    answers = _together([lambda p=prompt: house.complete(p, max_tokens=5) for prompt in _prompts(8)])
+def test_a_drained_replica_receives_no_requests(cluster: Any) -> None:
+    cluster.add_replica()
+    cluster.add_replica()
+    cluster.open()
+    cluster.replicas[1].drain()
+    answers = _together([lambda p=prompt: cluster.complete(p, max_tokens=5) for prompt in _prompts(8)])
     assert all(len(_ids(answer)) == 5 for answer in answers)
 
 
-def test_a_replica_of_another_cluster_is_not_used(house: Any) -> None:
-    house.add_replica(secret=b"another secret altogether")
-    house.open(await_ready=False)
-    answer = house.complete([5, 6, 7], max_tokens=2)
+def test_a_replica_of_another_cluster_is_not_used(cluster: Any) -> None:
+    cluster.add_replica(secret=b"another secret altogether")
+    cluster.open(await_ready=False)
+    answer = cluster.complete([5, 6, 7], max_tokens=2)
     assert answer.status_code in (404, 503)
-    assert house.ready == []
-    with house.client() as client:
+    assert cluster.ready == []
+    with cluster.client() as client:
         assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
 
 
-def test_more_than_the_cache_holds_waits_and_completes(house: Any) -> None:
-    """Sixteen requests whose KV is more than twice the pool: preempted or queued, each with the tokens it has alone."""
-    house.add_replica(kv_cache_memory=1 << 19, max_model_len=256)
-    house.open()
+def test_requests_beyond_the_cache_wait_and_complete(cluster: Any) -> None:
+    """Sixteen requests with more KV than twice the pool: preempted or queued, each with the tokens of a run alone."""
+    cluster.add_replica(kv_cache_memory=1 << 19, max_model_len=256)
+    cluster.open()
     prompts = _prompts(16, length=60, seed=4)
-    answers = _together([lambda p=prompt: house.complete(p, max_tokens=150) for prompt in prompts])
+    answers = _together([lambda p=prompt: cluster.complete(p, max_tokens=150) for prompt in prompts])
     for prompt, answer in zip(prompts[:4], answers, strict=False):
-        assert _ids(answer) == _ids(house.complete(prompt, max_tokens=150))
+        assert _ids(answer) == _ids(cluster.complete(prompt, max_tokens=150))
     assert all(len(_ids(answer)) == 150 for answer in answers)

@@ -1,7 +1,7 @@
-"""Compiles what the Triton launchers launch for an H200 (sm_90), on a machine without a GPU; prints facts as JSON.
+"""Compiles the kernels of the Triton launchers for an H200 (sm_90), on a machine without a GPU; prints facts as JSON.
 
-The launchers run as they are, over CPU tensors; only Triton's driver is replaced, and kernels are compiled where they
-would be launched. A process of its own: test_compiles.py starts it.
+The launchers run unchanged, with CPU tensors; only Triton's driver is replaced, and kernels are compiled where they
+would be launched. A separate process: test_compiles.py starts it.
 """
 
 import json
@@ -21,7 +21,7 @@ label = ""
 
 
 class _Driver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

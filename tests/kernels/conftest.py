@@ -1,7 +1,7 @@
 """A naive attention that follows the definition token by token, and random paged batches for it.
 
-The Triton backend runs on the GPU if there is one, else in Triton's interpreter; tests hand it CPU tensors either way.
-What ops allocate is NaN until they write it.
+The Triton backend runs on the GPU if there is one, else in Triton's interpreter; tests pass CPU tensors in both cases.
+Memory that ops allocate is NaN until they write it.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from headrace_kernels.gpu import availability
 
 
 def _plain_product(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """The interpreter's tl.dot as a device does it: a row's bits do not depend on its place. A BLAS adds rows in orders
-    of their own, which is not seen once sums in float64 are rounded.
+    """The interpreter's tl.dot with a device's property: a row's result does not depend on its place. A BLAS uses
+    another order of addition per row, which has no effect once sums in float64 are rounded.
     """
     product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(d.data.dtype)
     return type(d)(product + d.data, d.dtype.scalar)
@@ -30,8 +30,9 @@ def _plain_product(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
 def _interpret() -> None:
     """Loads the Triton kernels for the interpreter.
 
-    Triton decides for it when a function is decorated. Another room's import may have loaded Triton before, so its own
-    library is decorated again. The variable is put back: processes that other rooms' tests start are not concerned.
+
+    Triton selects it when a function is decorated. Another package's import may have loaded Triton before, so its own
+    library is decorated again. The variable is restored: processes of other packages' tests are not affected.
     """
     before = os.environ.get(availability.INTERPRET)
     os.environ[availability.INTERPRET] = "1"
@@ -41,7 +42,7 @@ def _interpret() -> None:
         if not availability.interpreted() or availability.missing() is not None:
             return
         import triton
-        import triton.experimental.gluon  # Triton imports it late, and it wants what is imported here
+        import triton.experimental.gluon  # Triton imports it late, and it must be imported with the interpreter enabled
         from triton.runtime import interpreter
         from triton.runtime.jit import JITFunction
 
@@ -60,7 +61,7 @@ def _interpret() -> None:
 
 
 class _OnGpu:
-    """A backend's function, run on copies of CPU tensors on the GPU; what it wrote into them is copied back."""
+    """A backend's function, run on copies of CPU tensors on the GPU; its writes are copied back."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -68,16 +69,16 @@ class _OnGpu:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-        def there(x: Any) -> Any:
+        def to_gpu(x: Any) -> Any:
             if isinstance(x, AttentionMeta):
-                return AttentionMeta(*(there(getattr(x, entry.name)) for entry in dataclasses.fields(x)))
+                return AttentionMeta(*(to_gpu(getattr(x, entry.name)) for entry in dataclasses.fields(x)))
             if not isinstance(x, Tensor):
                 return x
             storage = x.untyped_storage()
             copy = storages.setdefault(storage.data_ptr(), (storage, storage.cuda()))[1]
             return torch.empty(0, dtype=x.dtype, device="cuda").set_(copy, x.storage_offset(), x.shape, x.stride())
 
-        result = self._run(*map(there, arguments), **{name: there(x) for name, x in options.items()})
+        result = self._run(*map(to_gpu, arguments), **{name: to_gpu(x) for name, x in options.items()})
         for storage, copy in storages.values():
             storage.copy_(copy)
         return (
@@ -102,7 +103,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN (and the largest integers), so an entry that an op forgets is seen."""
+    """torch.empty returns NaN (and the largest integers), so that an entry that an op does not write is detected."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -186,7 +187,7 @@ def _make_case(
             if p >= seq_len - query_len:
                 slots.append(slot)
             if p // block_size < first_seen // block_size:
-                tables[s, p // block_size] = 2**30  # freed: the window has left this block
+                tables[s, p // block_size] = 2**30  # freed: the window has moved past this block
             else:
                 pool[0, blocks[p // block_size], :, p % block_size] = keys[p]
                 pool[1, blocks[p // block_size], :, p % block_size] = values[p]

@@ -1,4 +1,4 @@
-"""Every op, every backend, every dtype: agreement with the torch reference on inputs that are fresh in each run."""
+"""Every op, every backend, every dtype: agreement with the torch reference on inputs that are new in each run."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from headrace_kernels import AttentionMeta, catalog
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What one rounding of the format may differ by, and the interpreter, which cuts bfloat16 off instead of rounding it.
+# The difference of one rounding of the format, and of the interpreter, which truncates bfloat16 instead of rounding it.
 COARSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
@@ -25,7 +25,7 @@ def _attention(dtype, window, sinks):
 
 
 def _cases(dtype):
-    """(op, arguments, options) of the ops that return what they compute."""
+    """(op, arguments, options) of the ops that return their result."""
     wide, weight = _rows(dtype, 5, 200), _rows(dtype, 200)
     heads, table = _rows(dtype, 9, 8, 40), _rows(dtype, 9, 24)
     keys = torch.randint(-(2**62), 2**62, (3,))
@@ -52,7 +52,7 @@ def _copies(arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backends_compute_what_the_reference_computes(dtype):
+def test_backends_agree_with_the_reference(dtype):
     seed = torch.seed()
     tested = set()
     for op, arguments, options in _cases(dtype):
@@ -77,7 +77,7 @@ def test_8_bits_are_the_same_bits(dtype, source):
     key[1] *= torch.exp(-torch.rand(3, 72) * 9)  # far below the largest: subnormal in e4m3
     key[2] = torch.randint(-448, 449, (3, 72))
     key[2, :, 0] = 448.0
-    key = key.clamp(-60_000, 60_000).to(source)  # what is not a number has its own test
+    key = key.clamp(-60_000, 60_000).to(source)  # NaN has its own test
     value = torch.randn(30, 3, 72).to(source)
     slots = torch.randperm(64)[:30]
     stored = {}
@@ -91,8 +91,8 @@ def test_8_bits_are_the_same_bits(dtype, source):
         assert not different[pool != 128].any(), f"{backend}, seed {seed}"  # 128: torch keeps the sign of a zero
 
 
-def test_a_broken_token_breaks_no_other():
-    """A key that is not a number is read back as one, whatever the format; its neighbours are not."""
+def test_a_nan_token_affects_no_other():
+    """A NaN key is read back as NaN, whatever the format; adjacent ones are not affected."""
     for dtype in (torch.int8, torch.float8_e4m3fn):
         for backend in catalog.WRITE_KV.available():
             key = torch.randn(2, 1, 16)

@@ -1,4 +1,4 @@
-"""Every attention backend against the definition, over memory that is NaN wherever nothing valid was written."""
+"""Every attention backend against the definition, with memory that is NaN where no valid data was written."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_write_kv(backend, dtype):
     assert torch.equal(pool[0, 0, :, 7], key[0])
     assert torch.equal(pool[1, 1, :, 0], value[1])
     assert torch.equal(pool[1, 4, :, 7], value[2])
-    assert int(pool.isfinite().all(-1).sum()) == 3 * 2 * 3  # nothing else was touched
+    assert int(pool.isfinite().all(-1).sum()) == 3 * 2 * 3  # nothing else was written
 
 
 def test_low_precision_pool(make_case):
@@ -102,7 +102,7 @@ def test_written_tokens_are_attended(make_case):
     torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
 
 
-def test_bits_do_not_depend_on_neighbours_or_on_the_way(make_case):
+def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case):
     """A row alone, in a batch, as the tail of a prefill or as a decode: the same bits (C++ backend)."""
     if "cpu" not in BACKENDS:
         pytest.skip("no C++ compiler: apt-get install g++")
@@ -136,7 +136,7 @@ def test_bits_do_not_depend_on_threads(make_case):
         torch.set_num_threads(before)
 
 
-def test_a_broken_sequence_harms_no_other(make_case):
+def test_a_nan_sequence_affects_no_other(make_case):
     case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=2)
     expected = case.naive(0.3).float()
     case.query[1:13] = float("nan")

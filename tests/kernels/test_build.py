@@ -1,4 +1,4 @@
-"""The C++ kernels in fresh processes: one OpenMP runtime, concurrent builds, and what happens without them."""
+"""The C++ kernels in new processes: one OpenMP runtime, concurrent builds, and the fallback without them."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C+
 
 
 def _start(code: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(str(ROOT / room) for room in ("kernels", "proto"))
+    path = os.pathsep.join(str(ROOT / package) for package in ("kernels", "proto"))
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "HEADRACE_CPU_KERNELS": "on", **environment},
@@ -53,7 +53,7 @@ def test_concurrent_builds_share_torchs_openmp(tmp_path):
     for output in map(_output, processes):
         runtimes, note = output.splitlines()
         assert runtimes.count(".so") == 1 and "torch" in runtimes
-        assert runtimes.endswith("True 1")  # torch.set_num_threads is obeyed: 1 = no other thread, 2 = one more
+        assert runtimes.endswith("True 1")  # torch.set_num_threads applies: 1 = no other thread, 2 = one more
         assert note.startswith("CPU kernels: C++")
     assert len(list((tmp_path / "headrace" / "kernels").iterdir())) == 1  # one library, nothing left over
 
@@ -75,7 +75,7 @@ def test_a_cache_others_can_write_is_refused(tmp_path):
         ({"CXX": "false"}, "the C++ compiler failed"),
     ],
 )
-def test_without_them_torch_runs_and_says_why(environment, sentence, tmp_path):
+def test_without_them_torch_runs_and_the_reason_is_reported(environment, sentence, tmp_path):
     code = """
 import torch, headrace_kernels as k
 print(k.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5).sum().item(), k.describe()[0])

@@ -25,8 +25,8 @@ def _plain(pool, scale):
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize(("tokens", "rotary"), [(1, 32), (7, 32), (40, 16)])
 def test_rope_and_store_in_one(backend, dtype, tokens, rotary):
-    """As rope by itself followed by a store by itself, up to the format's precision; skipped slots stay as they are."""
-    merged = torch.randn(tokens, 8, 32)  # slices of one projection, as the model has them
+    """Equals rope followed by a store, up to the format's precision; skipped slots stay unchanged."""
+    merged = torch.randn(tokens, 8, 32)  # slices of one projection, as in the model
     query, key, value = merged.split((4, 2, 2), 1)
     angle = torch.randn(tokens, rotary // 2).repeat(1, 2)
     cos, sin = angle.cos(), angle.sin()
@@ -51,7 +51,7 @@ def test_rope_and_store_in_one(backend, dtype, tokens, rotary):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_attention_over_8_bits(backend, dtype):
-    """What was stored in 8 bits is read back as what it stands for."""
+    """Values stored in 8 bits are read back as number times scale."""
     pool, scale = _pool(dtype)
     key, value = torch.randn(40, 2, 32) * 3, torch.randn(40, 2, 32)
     slots = torch.arange(16, 56)
@@ -66,7 +66,7 @@ def test_attention_over_8_bits(backend, dtype):
     torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-4)
 
 
-def test_formats_and_scales_belong_together():
+def test_formats_and_scales_must_match():
     plain, _ = _pool(torch.float32)
     small, scale = _pool(torch.int8)
     x, slots = torch.randn(1, 2, 32), torch.tensor([3])

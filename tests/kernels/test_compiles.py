@@ -1,4 +1,4 @@
-"""The Triton kernels compile for an H200, and into what their speed and their bits depend on."""
+"""The Triton kernels compile for an H200, with the instructions that their speed and their bits depend on."""
 
 import json
 import os

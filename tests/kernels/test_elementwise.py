@@ -15,7 +15,7 @@ def backend(request):
 
 
 def _poison() -> None:
-    """Leaves NaN in the memory that the allocator hands out next."""
+    """Leaves NaN in the memory that the allocator returns next."""
     for size in (64, 576, 4096, 200_000):
         torch.full((size,), float("nan"))
 
@@ -64,14 +64,14 @@ def test_rope_on_slices_of_a_merged_projection(backend, heads, kv_heads, size, r
     pairs = torch.view_as_complex(
         torch.stack((before[..., : rotary // 2], before[..., rotary // 2 : rotary]), -1).double()
     )
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, : rotary // 2].to(pairs.dtype)
-    expected = torch.cat((turned.real, turned.imag, before[..., rotary:].double()), -1).float()
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, : rotary // 2].to(pairs.dtype)
+    expected = torch.cat((rotated.real, rotated.imag, before[..., rotary:].double()), -1).float()
     torch.testing.assert_close(query, expected[:, :heads], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(key, expected[:, heads : heads + kv_heads], atol=2e-6, rtol=1e-5)
     assert torch.equal(merged[:, heads + kv_heads :], before[:, heads + kv_heads :])
 
 
-def test_rows_do_not_depend_on_neighbours(backend):
+def test_rows_do_not_depend_on_the_batch(backend):
     x, weight = torch.randn(200, 577), torch.randn(577)
     out = catalog.RMS_NORM.named(backend)(x, weight, 1e-5)
     assert torch.equal(catalog.RMS_NORM.named(backend)(x[7:8], weight, 1e-5), out[7:8])
@@ -88,11 +88,11 @@ def test_low_precision_and_strided_inputs(backend):
     x = torch.randn(6, 64).bfloat16()
     out = catalog.RMS_NORM.named(backend)(x, torch.ones(64, dtype=torch.bfloat16), 1e-5)
     assert out.dtype == torch.bfloat16
-    turned = torch.randn(64, 6).t()
+    rotated = torch.randn(64, 6).t()
     weight = torch.randn(64)
     torch.testing.assert_close(
-        catalog.RMS_NORM.named(backend)(turned, weight, 1e-5),
-        catalog.RMS_NORM.named("torch")(turned, weight, 1e-5),
+        catalog.RMS_NORM.named(backend)(rotated, weight, 1e-5),
+        catalog.RMS_NORM.named("torch")(rotated, weight, 1e-5),
         atol=1e-6,
         rtol=1e-5,
     )

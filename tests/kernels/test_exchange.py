@@ -22,33 +22,33 @@ SLOT = 4096  # 1,024 floats
 
 
 class Shared:
-    """Anonymous memory, which children inherit."""
+    """Anonymous memory that child processes share."""
 
     def __init__(self, size: int, slot_bytes: int = SLOT) -> None:
         self.size, self.slot_bytes = size, slot_bytes
         self.mapping = mmap.mmap(-1, segment_bytes(size, slot_bytes))
-        self._anchor = ctypes.c_char.from_buffer(self.mapping)
-        self.address = ctypes.addressof(self._anchor)
+        self._pinned = ctypes.c_char.from_buffer(self.mapping)
+        self.address = ctypes.addressof(self._pinned)
 
     def exchange(self, rank: int, timeout_ms: int = 30_000) -> Exchange:
         return Exchange(self.address, rank, self.size, self.slot_bytes, timeout_ms)
 
 
-def in_processes(size: int, life: Callable[[int], None]) -> None:
-    """Runs `life(rank)` in a forked process per rank, rank 0 in this one."""
+def in_processes(size: int, run_rank: Callable[[int], None]) -> None:
+    """Runs `run_rank(rank)` in a forked process per rank, rank 0 in this one."""
     children = []
     for rank in range(1, size):
         pid = os.fork()
         if pid == 0:
             status = 1
-            torch.set_num_threads(1)  # a pool of threads does not survive a fork
+            torch.set_num_threads(1)  # a thread pool does not survive a fork
             with contextlib.suppress(BaseException):
-                life(rank)
+                run_rank(rank)
                 status = 0
             os._exit(status)
         children.append(pid)
     try:
-        life(0)
+        run_rank(0)
     except BaseException:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
@@ -58,9 +58,9 @@ def in_processes(size: int, life: Callable[[int], None]) -> None:
     assert statuses == [0] * (size - 1)
 
 
-def part(rank: int, count: int, turn: int = 0) -> torch.Tensor:
-    """What a rank brings: known to all, of very different magnitudes, so that the order of adding shows."""
-    generator = torch.Generator().manual_seed(1000 * turn + rank)
+def part(rank: int, count: int, round_number: int = 0) -> torch.Tensor:
+    """A rank's tensor [count]: known to all ranks, of very different magnitudes, so that the order of sums matters."""
+    generator = torch.Generator().manual_seed(1000 * round_number + rank)
     scale = 10.0 ** torch.randint(-6, 7, (count,), generator=generator)
     return torch.randn(count, generator=generator) * scale
 
@@ -79,37 +79,37 @@ COUNTS = (0, 1, 3, 576, 1023, 1024, 1025, 2048, 2049, 10_000)
 def test_sums_have_the_bits_of_adding_in_rank_order_on_every_rank(size: int) -> None:
     shared = Shared(size)
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         exchange = shared.exchange(rank)
-        for turn, count in enumerate(COUNTS * 3):
-            parts = [part(other, count, turn) for other in range(size)]
+        for round_number, count in enumerate(COUNTS * 3):
+            parts = [part(other, count, round_number) for other in range(size)]
             mine = parts[rank].clone()
             assert exchange.sum(mine) == 0
             assert torch.equal(mine.view(torch.int32), sequential(parts).view(torch.int32))
 
-    in_processes(size, life)
+    in_processes(size, run_rank)
 
 
-def test_the_order_of_adding_shows_in_these_numbers() -> None:
-    """Or else the test above could not fail."""
+def test_the_order_of_addition_changes_these_sums() -> None:
+    """Otherwise the test above could not fail."""
     parts = [part(rank, 576) for rank in range(3)]
     assert not torch.equal(sequential(parts), sequential(parts[::-1]))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int64])
-def test_gathers_bring_everybodys_bytes(size: int, dtype: torch.dtype) -> None:
+def test_gathers_return_the_bytes_of_all_ranks(size: int, dtype: torch.dtype) -> None:
     shared = Shared(size)
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         exchange = shared.exchange(rank)
-        for turn, count in enumerate(COUNTS):
-            parts = [(part(other, count, turn) * 100).clamp(0, 200).to(dtype) for other in range(size)]
+        for round_number, count in enumerate(COUNTS):
+            parts = [(part(other, count, round_number) * 100).clamp(0, 200).to(dtype) for other in range(size)]
             out = torch.full((size, count), 7, dtype=dtype)
             assert exchange.gather(parts[rank], out) == 0
             assert torch.equal(out, torch.stack(parts))
 
-    in_processes(size, life)
+    in_processes(size, run_rank)
 
 
 def test_one_rank_alone_gathers_itself() -> None:
@@ -120,37 +120,37 @@ def test_one_rank_alone_gathers_itself() -> None:
     assert torch.equal(out[0], mine)
 
 
-@pytest.mark.parametrize(("size", "turns"), [(2, 8000), (3, 2000), (4, 1000)])
-def test_thousands_of_exchanges_with_random_delays(size: int, turns: int) -> None:
-    """Small ones and ones of several slots, sums and gathers, early and late ranks: nothing is lost or overtaken."""
+@pytest.mark.parametrize(("size", "rounds"), [(2, 8000), (3, 2000), (4, 1000)])
+def test_thousands_of_exchanges_with_random_delays(size: int, rounds: int) -> None:
+    """Small ones and ones of several slots, sums and gathers, early and late ranks: nothing is lost or reordered."""
     shared = Shared(size)
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         exchange, dice, own = shared.exchange(rank), random.Random(5), random.Random(rank)
         ranks = torch.arange(size, dtype=torch.float32)
-        for turn in range(turns):
+        for round_number in range(rounds):
             count = dice.choice((1, 16, 576, 1024, 1500, 3000))
             if own.random() < 0.02:
                 time.sleep(own.random() * 0.003)
-            mine = torch.full((count,), float(turn + rank))
+            mine = torch.full((count,), float(round_number + rank))
             if dice.random() < 0.5:
                 assert exchange.sum(mine) == 0
-                assert (mine == float((turn + ranks).sum())).all()
+                assert (mine == float((round_number + ranks).sum())).all()
             else:
                 out = torch.empty((size, count))
                 assert exchange.gather(mine, out) == 0
-                assert (out == (turn + ranks).unsqueeze(1)).all()
+                assert (out == (round_number + ranks).unsqueeze(1)).all()
 
-    in_processes(size, life)
+    in_processes(size, run_rank)
 
 
 def test_the_count_of_chunks_may_wrap() -> None:
     shared = Shared(2)
     start = 2**32 - 5
-    for rank in range(2):  # as if so many chunks had been exchanged
+    for rank in range(2):  # as after so many exchanged chunks
         ctypes.c_uint32.from_address(shared.address + 64 * (2 + rank)).value = start
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         exchange = shared.exchange(rank)
         exchange._sequence.value = start
         for _ in range(20):
@@ -158,12 +158,12 @@ def test_the_count_of_chunks_may_wrap() -> None:
             assert exchange.sum(mine) == 0
             assert (mine == 3).all()
 
-    in_processes(2, life)
+    in_processes(2, run_rank)
 
 
 @contextlib.contextmanager
 def waiting(exchange: Exchange) -> Iterator[list[tuple[int, float]]]:
-    """A thread that waits in a sum; its status and the moment of its end."""
+    """A thread that waits in a sum; its status and the time of its end."""
     ended: list[tuple[int, float]] = []
 
     def wait() -> None:
@@ -178,27 +178,27 @@ def waiting(exchange: Exchange) -> Iterator[list[tuple[int, float]]]:
     thread.join(10)
 
 
-def test_an_abort_wakes_who_waits_and_lets_nobody_wait_again() -> None:
+def test_an_abort_ends_all_waits_and_all_later_ones() -> None:
     shared = Shared(3)
     others = [shared.exchange(rank) for rank in range(3)]
     with waiting(others[0]) as first, waiting(others[1]) as second:
-        began = time.monotonic()
+        started = time.monotonic()
         others[2].abort()
     for (status, at), *_ in (first, second):
         assert status == ABORTED
-        assert at - began < 0.1
+        assert at - started < 0.1
     assert others[2].sum(torch.ones(5)) == ABORTED
     assert others[0].gather(torch.ones(5), torch.ones(3, 5)) == ABORTED
 
 
-def test_a_timeout_names_who_did_not_come() -> None:
+def test_a_timeout_names_the_absent_rank() -> None:
     shared = Shared(3)
     with waiting(shared.exchange(0, timeout_ms=600)) as first, waiting(shared.exchange(1, timeout_ms=500)) as second:
         pass
     assert [first[0][0], second[0][0]] == [1 + 2, 1 + 2]
 
 
-def test_the_death_of_a_rank_in_the_middle_leaves_the_others_waiting_until_the_abort() -> None:
+def test_the_others_wait_for_a_killed_rank_until_the_abort() -> None:
     shared = Shared(2)
     pid = os.fork()
     if pid == 0:

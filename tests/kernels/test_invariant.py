@@ -1,4 +1,4 @@
-"""InvariantLinear: right, and a row's bits are its own."""
+"""InvariantLinear: correct, and a row's result does not depend on other rows, bit for bit."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_against_the_definition(dtype: torch.dtype, with_bias: bool, rows: tuple
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out", "inner"), [(960, 576), (576, 1536), (100, 4096)])
-def test_a_rows_bits_are_its_own(dtype: torch.dtype, out: int, inner: int) -> None:
-    """Alone, among others, and at any place of its tile."""
+def test_a_rows_bits_do_not_depend_on_other_rows(dtype: torch.dtype, out: int, inner: int) -> None:
+    """Alone, in a batch, and at any place of its tile."""
     layer = InvariantLinear(torch.randn(out, inner, dtype=dtype))
     x = torch.randn(150, inner, dtype=dtype)
     together = layer(x)
@@ -32,7 +32,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, out: int, inner: int) -> No
     assert torch.equal(layer(x[77:78]), together[77:78])
 
 
-def test_rows_that_are_added_to_a_tile_change_nothing() -> None:
+def test_padding_rows_of_a_tile_have_no_effect() -> None:
     layer = InvariantLinear(torch.randn(8, 8))
     assert layer(torch.full((3, 8), float("nan"))).isnan().all()
     assert layer(torch.zeros(0, 8)).shape == (0, 8)

@@ -1,4 +1,4 @@
-"""PackedLinear against the definition, in every form it may keep its weight."""
+"""PackedLinear against the definition, with every layout of its weight."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_one_copy_of_the_weight():
 
 
 @pytest.mark.parametrize(("out", "inner"), [(960, 576), (576, 1023), (576, 1024), (576, 1536), (100, 4096)])
-def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(out, inner):
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(out, inner):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     layer, x = PackedLinear(torch.randn(out, inner), torch.randn(out)), torch.randn(130, inner)

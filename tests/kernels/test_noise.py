@@ -25,7 +25,7 @@ def test_backends_give_the_same_bits(backend, keys):
 
 
 def test_known_values():
-    """The definition is part of what a seed promises: these must never change."""
+    """A seed's results depend on the definition: these values must never change."""
     got = gumbel_noise(torch.tensor([0, -1, 2**62]), 3)
     expected = [[_by_definition(key, index) for index in range(3)] for key in (0, 2**64 - 1, 2**62)]
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-6, rtol=1e-6)
@@ -51,7 +51,7 @@ def test_distribution():
     uniform = torch.exp(-torch.exp(-noise)).flatten().sort().values
     grid = (torch.arange(uniform.numel()) + 0.5) / uniform.numel()
     assert (uniform - grid).abs().max() < 1.63 / math.sqrt(uniform.numel())  # Kolmogorov-Smirnov, 1 %
-    # The tail that wins an argmax: P(noise > t) = 1 - exp(-exp(-t)).
+    # The tail that decides an argmax: P(noise > t) = 1 - exp(-exp(-t)).
     for t in (5.0, 8.0):
         expected = noise.numel() * -math.expm1(-math.exp(-t))
         assert abs((noise > t).sum() - expected) < 4 * math.sqrt(expected)

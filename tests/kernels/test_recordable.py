@@ -1,4 +1,4 @@
-"""What a recorded step needs of attention: shapes alone decide the launch, and padding is harmless; and determinism."""
+"""Recorded steps: the launch of attention depends on shapes alone, padding has no effect; and determinism."""
 
 import pytest
 import torch
@@ -41,17 +41,17 @@ def test_padding_changes_nothing(make_case, backend, lens, tokens, sequences, lo
     count = case.query.shape[0]
     torch.testing.assert_close(out[:count], case.naive(0.2, window).float(), atol=2e-6, rtol=1e-5)
     if backend == "triton":
-        assert not out[count:].any(), "what belongs to no sequence is zero, not NaN"
+        assert not out[count:].any(), "tokens of no sequence are zero, not NaN"
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not here")
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
 # The interpreter computes bfloat16 as float32.
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.float32, torch.bfloat16][: 3 if torch.cuda.is_available() else 2], ids=str
 )
 @pytest.mark.parametrize("window", [0, 40])
-def test_deterministic_rows_are_their_own(make_case, dtype, window):
-    """Bit for bit: alone, among others, as a decode step or within a prefill, whatever the bounds of the launch."""
+def test_deterministic_rows_do_not_depend_on_other_rows(make_case, dtype, window):
+    """Bit for bit: alone, in a batch, as a decode step or within a prefill, whatever the bounds of the launch."""
     attend = catalog.PAGED_ATTENTION.named("triton")
     lens = [(1, 50), (30, 75), (70, 70), (1, 130)]
     case = make_case(lens, heads=4, kv_heads=2, head_dim=64, window=window)

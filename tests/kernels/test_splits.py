@@ -1,4 +1,4 @@
-"""How the Triton launches cut keys into pieces, made small enough to see: the result is the same, or its bits are."""
+"""How the Triton launches split keys into pieces, with small pieces: the result is the same, or even its bits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LENS = [(1, 300), (1, 64), (20, 210), (1, 129), (1, 1), (64, 64)]
 @pytest.mark.parametrize("programs", [1, 24])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_any_number_of_pieces(make_case, monkeypatch, programs, window, deterministic):
-    """Fewer programs than pieces, pieces that are not there, sequences of one piece: all in one batch."""
+    """Fewer programs than pieces, absent pieces, sequences of one piece: all in one batch."""
     monkeypatch.setattr(attention, "CHUNK", 64)
     monkeypatch.setattr(attention, "_SPLIT_KEYS", 32)
     monkeypatch.setattr(attention, "_PROGRAMS", programs)
@@ -32,7 +32,7 @@ def test_any_number_of_pieces(make_case, monkeypatch, programs, window, determin
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [0, 100])
 def test_bits_over_several_chunks(make_case, monkeypatch, dtype, window):
-    """A decode step whose chunks are spread over programs has the bits of the prefill that walks over them."""
+    """A decode step whose chunks are distributed over programs has the bits of the prefill that iterates over them."""
     monkeypatch.setattr(attention, "CHUNK", 64)
     attend = catalog.PAGED_ATTENTION.named("triton")
     case = make_case([(40, 300), (30, 70), (1, 129)], heads=4, kv_heads=2, head_dim=64, window=window)

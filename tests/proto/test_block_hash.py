@@ -1,4 +1,4 @@
-"""The block hash: its definition in words, computed here by hand, and what it must tell apart."""
+"""The block hash: its definition, computed here by hand, and the inputs that it must distinguish."""
 
 from dataclasses import replace
 from random import Random
@@ -12,7 +12,7 @@ SCOPE = CacheScope(b"salt", "model", "rev", "", "float32", "float32", 1, 16, 0)
 HASHER = BlockHasher(derive_key(b"secret"))
 
 
-def test_the_chain_is_what_the_definition_says() -> None:
+def test_the_chain_follows_the_definition() -> None:
     key = blake3(b"secret", derive_key_context="headrace 2026 block hash v1").digest()
     fields = [b"salt", b"model", b"rev", b"", b"float32", b"float32"]
     fields += [number.to_bytes(8, "little") for number in (1, 16, 0)]

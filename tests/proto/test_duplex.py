@@ -1,11 +1,11 @@
-"""A stream ends when either of its directions does, and says why."""
+"""A stream ends when one of its directions ends, with the reason."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from headrace_proto.duplex import both_ways
+from headrace_proto.duplex import run_duplex
 
 
 async def forever() -> None:
@@ -24,29 +24,29 @@ def fail(error: Exception) -> Callable[[], str]:
     return then
 
 
-async def silent(work: Awaitable[str]) -> None:
+async def discard_result(work: Awaitable[str]) -> None:
     await work
 
 
-def test_the_reader_says_how_it_ends() -> None:
-    assert asyncio.run(both_ways(after(0, lambda: "end"), forever())) == "end"
+def test_the_result_is_the_readers() -> None:
+    assert asyncio.run(run_duplex(after(0, lambda: "end"), forever())) == "end"
     with pytest.raises(KeyError):
-        asyncio.run(both_ways(after(0, fail(KeyError())), forever()))
+        asyncio.run(run_duplex(after(0, fail(KeyError())), forever()))
 
 
-def test_a_writer_that_dies_ends_the_stream() -> None:
+def test_a_failed_writer_ends_the_stream() -> None:
     with pytest.raises(ValueError, match="out of range"):
-        asyncio.run(both_ways(forever(), silent(after(0, fail(ValueError("out of range"))))))
+        asyncio.run(run_duplex(forever(), discard_result(after(0, fail(ValueError("out of range"))))))
     with pytest.raises(ConnectionError):
-        asyncio.run(both_ways(forever(), silent(after(0, lambda: ""))))
+        asyncio.run(run_duplex(forever(), discard_result(after(0, lambda: ""))))
 
 
-def test_the_reader_knows_better_why_a_call_ended() -> None:
+def test_the_readers_error_is_preferred_to_the_writers() -> None:
     with pytest.raises(KeyError):
-        asyncio.run(both_ways(after(0.02, fail(KeyError())), silent(after(0, fail(ValueError())))))
+        asyncio.run(run_duplex(after(0.02, fail(KeyError())), discard_result(after(0, fail(ValueError())))))
 
 
-def test_both_are_over_when_it_is_cancelled() -> None:
+def test_a_cancel_ends_both() -> None:
     ended: list[str] = []
 
     async def until_cancelled(name: str) -> None:
@@ -56,7 +56,7 @@ def test_both_are_over_when_it_is_cancelled() -> None:
             ended.append(name)
 
     async def main() -> None:
-        task = asyncio.create_task(both_ways(until_cancelled("reader"), until_cancelled("writer")))
+        task = asyncio.create_task(run_duplex(until_cancelled("reader"), until_cancelled("writer")))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""The generated stubs are those of the .proto files."""
+"""The generated stubs match the .proto files."""
 
 import filecmp
 import subprocess

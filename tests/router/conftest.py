@@ -1,4 +1,4 @@
-"""A fake replica that speaks the real contract, a router in front of it, and a small tokenizer."""
+"""A fake replica that implements the real contract, a router that uses it, and a small tokenizer."""
 
 import asyncio
 import threading
@@ -22,6 +22,7 @@ from headrace_proto.replica_pb2 import (
     CacheGroup,
     Delta,
     DescribeChunk,
+    GenerationDefaults,
     KvLayout,
     Load,
     ModelFacts,
@@ -66,12 +67,13 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class FakeReplica(ReplicaServicer):
-    """Answers every submit with the tokens of `reply`, or as a test tells it to."""
+    """Answers every submit with the tokens of `reply`, unless a test configures something else."""
 
     tokenizer: Tokenizer
     replica_id: str = "r0"
     model: str = MODEL
     revision: str = "rev1"
+    generation: int = 1
     reply: str = REPLY
     max_model_len: int = 256
     chat_template: str = TEMPLATE
@@ -80,13 +82,14 @@ class FakeReplica(ReplicaServicer):
     first_seconds: float = 0.0
     stagger_seconds: float = 0.0  # each attempt waits that much longer than the one before
     refuse: bool = False
-    gives_up: bool = False  # as a replica does that is stopping
-    die_after: int | None = None  # tokens of an attempt after which the process dies
-    skip_after: int | None = None  # tokens after which the indices jump
+    cancels_all: bool = False  # as a replica does that is stopping
+    die_after: int | None = None  # tokens of an attempt after which the process exits
+    skip_after: int | None = None  # tokens after which an index is skipped
     end_with_error: bool = False
     frozen: bool = False
     ignore_max_tokens: bool = False
     cached_tokens: int = 3
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     load: Load = field(default_factory=lambda: Load(kv_usage=0.25, free_blocks=75))
     boot_id: bytes = b"b" * 16
     address: str = ""
@@ -115,7 +118,7 @@ class FakeReplica(ReplicaServicer):
         return ModelFacts(
             identity=ReplicaIdentity(
                 replica_id=self.replica_id,
-                generation=1,
+                generation=self.generation,
                 boot_id=self.boot_id,
                 model=self.model,
                 revision=self.revision,
@@ -129,6 +132,7 @@ class FakeReplica(ReplicaServicer):
             special_tokens={"eos_token": "<|im_end|>"},
             tokenizer_digest=blake3(self.tokenizer.to_str().encode()).digest(),
             kv_blocks=100,
+            defaults=self.defaults,
         )
 
     async def Describe(self, request: Any, context: Any) -> AsyncIterator[DescribeChunk]:
@@ -173,7 +177,7 @@ class FakeReplica(ReplicaServicer):
         if self.refuse:
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_REFUSED, error="full"))
             return
-        if self.gives_up:
+        if self.cancels_all:
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
             return
         await asyncio.sleep(self.first_seconds + self.stagger_seconds * self.submits.index(submit))
@@ -182,10 +186,10 @@ class FakeReplica(ReplicaServicer):
         if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH
         first = sent = len(submit.output_token_ids)
-        assert list(submit.output_token_ids) == token_ids[:first], "an answer goes on after what is out"
+        assert list(submit.output_token_ids) == token_ids[:first], "an answer continues after its last token"
         while sent < len(token_ids):
             if self.die_after is not None and sent - first >= self.die_after:
-                await asyncio.sleep(0.05)  # lets what was sent before arrive
+                await asyncio.sleep(0.05)  # for frames that were sent before to arrive
                 asyncio.get_running_loop().create_task(self.kill())
                 return
             piece = token_ids[sent : sent + self.tokens_per_delta]
@@ -200,12 +204,12 @@ class FakeReplica(ReplicaServicer):
                 delta.cached_tokens, delta.queue_us = self.cached_tokens, 1500
             if submit.sampling.HasField("logprobs"):
                 best = submit.sampling.logprobs
-                for place, token_id in enumerate(piece):
+                for offset, token_id in enumerate(piece):
                     delta.logprobs.append(
                         TokenLogprobs(
-                            logprob=-0.01 * (sent + place + 1),
+                            logprob=-0.01 * (sent + offset + 1),
                             top_ids=[token_id, *range(10, 9 + best)][:best],
-                            top_logprobs=[-0.01 * (sent + place + 1) - rank for rank in range(best)],
+                            top_logprobs=[-0.01 * (sent + offset + 1) - rank for rank in range(best)],
                         )
                     )
             self._outbox.append(delta)
@@ -242,7 +246,7 @@ class Harness:
         self.router = self.call(make())
         if wait:
             for _ in range(500):
-                if sum(link.ready for link in self.router.services.fleet.links) == len(replicas):
+                if sum(link.ready for link in self.router.services.fleet.replicas) == len(replicas):
                     break
                 time.sleep(0.01)
         return self.router
@@ -278,7 +282,7 @@ def harness() -> Iterator[Harness]:
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Harness]:
-    """A router with one well-behaved replica, for tests that change nothing."""
+    """A router with one replica without faults, for tests that change nothing."""
     made = Harness()
     made.start([FakeReplica(tokenizer)])
     yield made
@@ -292,7 +296,7 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
     def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "the condition did not come true"
+            assert time.monotonic() < end, "the condition did not become true"
             time.sleep(0.01)
 
     return wait

@@ -1,4 +1,4 @@
-"""A walk over every route and RPC without a key; exposure; tenants."""
+"""Every route and RPC without a key; exposed addresses; tenants."""
 
 import asyncio
 from pathlib import Path
@@ -10,14 +10,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace_proto import inference_pb2, inference_pb2_grpc
-from headrace_router.auth import AuthConfig, Authenticator, ExposureError, KeysFileError, check_exposure
+from headrace_router.access.auth import (
+    AuthConfig,
+    Authenticator,
+    ExposureError,
+    KeysFileError,
+    check_exposure,
+    check_metrics_exposure,
+)
 
-KEY, OTHER = "sk-first-key-1", "sk-second-key-2"
-KEYLESS = {"/health", "/health/live", "/health/ready"}
+KEY, OTHER, METRICS_KEY = "sk-first-key-1", "sk-second-key-2", "mk-metrics-key-3"
+PUBLIC_PATHS = {"/", "/health", "/health/live", "/health/ready", "/docs"}
 
 
 @pytest.fixture(scope="module")
-def guarded(tokenizer: Any) -> Any:
+def keyed(tokenizer: Any) -> Any:
     from tests.router.conftest import FakeReplica, Harness
 
     made = Harness()
@@ -39,24 +46,24 @@ def _paths(harness: Any) -> list[tuple[str, str]]:
 async def _app(harness: Any) -> Any:
     from fastapi import FastAPI
 
-    from headrace_router.http.generate_routes import generate_routes
-    from headrace_router.http.info_routes import info_routes, vital_routes
+    from headrace_router.api.http.generate_routes import generate_routes
+    from headrace_router.api.http.info_routes import info_routes, monitoring_routes
 
     services = harness.router.services
     return [
         route
-        for part in (generate_routes(services), vital_routes(services), info_routes(services, FastAPI()))
+        for part in (generate_routes(services), monitoring_routes(services), info_routes(services, FastAPI()))
         for route in part.routes
     ]
 
 
-def test_every_route_needs_a_key_but_health(guarded: Any) -> None:
-    paths = _paths(guarded)
+def test_every_route_needs_a_key_but_health(keyed: Any) -> None:
+    paths = _paths(keyed)
     assert len(paths) >= 12
-    with guarded.client() as client:
+    with keyed.client() as client:
         for method, path in [*paths, ("GET", "/nowhere"), ("OPTIONS", "/v1/models"), ("GET", "/health/../metrics")]:
             answer = client.request(method, path)
-            if path in KEYLESS:
+            if path in PUBLIC_PATHS:
                 assert answer.status_code == 200
                 continue
             assert answer.status_code == 401, (method, path)
@@ -68,18 +75,94 @@ def test_every_route_needs_a_key_but_health(guarded: Any) -> None:
             assert client.request(method, path, headers={"authorization": f"Bearer {KEY}"}).status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/%68ealth/../metrics", "//health", "/health/", "/health%2f..%2fmetrics", "/Health"])
-def test_only_the_exact_raw_path_is_keyless(guarded: Any, path: str) -> None:
+def test_the_root_links_to_the_pages_and_reveals_nothing_else(keyed: Any) -> None:
+    with keyed.client() as client:
+        assert client.get("/").json() == {"api": "/v1", "docs": "/docs", "health": "/health"}
+        browser = client.get("/", headers={"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"})
+        assert (browser.status_code, browser.headers["location"], browser.text) == (307, "/docs", "")
+        assert client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/%68ealth/../metrics", "//", "/./", "/%2f", "//health", "/health/", "/health%2f..%2fmetrics", "/Health"],
+)
+def test_only_the_exact_raw_path_needs_no_key(keyed: Any, path: str) -> None:
     import socket
 
-    with socket.create_connection(("127.0.0.1", guarded.router.http_port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", keyed.router.http_port), 5) as sock:
         sock.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
         assert sock.recv(100).startswith(b"HTTP/1.1 401")
 
 
-def test_every_rpc_needs_a_key_but_health(guarded: Any) -> None:
+def test_the_page_at_docs_contains_nothing_of_the_api(keyed: Any) -> None:
+    """It is a static file; the document that it renders is at /openapi.json, which needs a key."""
+    with keyed.client() as client:
+        page = client.get("/docs")
+        assert client.get("/openapi.json").status_code == 401
+    assert page.status_code == 200 and "/v1/" not in page.text and "tiny" not in page.text
+
+
+@pytest.fixture(scope="module")
+def metered(tokenizer: Any) -> Any:
+    from tests.router.conftest import FakeReplica, Harness
+
+    made = Harness()
+    made.start([FakeReplica(tokenizer)], auth={"keys": [KEY], "metrics_key": METRICS_KEY})
+    yield made
+    made.close()
+
+
+def test_a_metrics_key_reads_metrics_and_nothing_else(metered: Any) -> None:
+    headers = {"authorization": f"Bearer {METRICS_KEY}"}
+    with metered.client() as client:
+        for method, path in _paths(metered):
+            answer = client.request(method, path, headers=headers)
+            if path in PUBLIC_PATHS or path == "/metrics":
+                assert answer.status_code == 200, (method, path)
+            else:
+                assert answer.status_code == 401, (method, path)
+        for given in (KEY, f"{METRICS_KEY}x", METRICS_KEY[:-1]):
+            refused = client.get("/metrics", headers={"authorization": f"Bearer {given}"})
+            assert refused.status_code == 401 and given not in refused.text
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def test_a_metrics_key_is_no_key_of_the_grpc_api(metered: Any) -> None:
+    async def ask() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{metered.router.grpc_port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            metadata = (("authorization", f"Bearer {METRICS_KEY}"),)
+            await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata)
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        metered.call(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("path", ["/%6detrics", "/metrics/", "//metrics", "/metrics%2f"])
+def test_no_spelling_of_the_metrics_path_accepts_an_api_key(metered: Any, path: str) -> None:
+    import socket
+
+    with socket.create_connection(("127.0.0.1", metered.router.http_port), 5) as sock:
+        head = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n\r\n"
+        sock.sendall(head.encode())
+        status = sock.recv(12)
+    assert status in (b"HTTP/1.1 401", b"HTTP/1.1 404")
+
+
+def test_a_metrics_key_protects_metrics_of_an_open_api(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica()], auth={"metrics_key": METRICS_KEY})
+    with harness.client() as client:
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/metrics", headers={"authorization": f"Bearer {METRICS_KEY}"}).status_code == 200
+
+
+def test_every_rpc_needs_a_key_but_health(keyed: Any) -> None:
     async def walk() -> None:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{guarded.router.grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{keyed.router.grpc_port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             serving = health_pb2.HealthCheckResponse.SERVING
             async with asyncio.timeout(5):
@@ -112,13 +195,13 @@ def test_every_rpc_needs_a_key_but_health(guarded: Any) -> None:
                 await unknown(b"")
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    guarded.call(walk())
+    keyed.call(walk())
 
 
-def test_tenants_have_their_own_salt(guarded: Any) -> None:
-    replica = guarded.replicas[0]
+def test_tenants_have_their_own_salt(keyed: Any) -> None:
+    replica = keyed.replicas[0]
     replica.submits.clear()
-    with guarded.client() as client:
+    with keyed.client() as client:
         for key in (KEY, OTHER, KEY):
             headers = {"authorization": f"bearer {key}"}
             body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
@@ -134,8 +217,10 @@ def test_without_keys_the_salt_is_empty() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
 def test_listening_beyond_this_machine_needs_keys(host: str) -> None:
-    with pytest.raises(ExposureError, match="without API keys"):
+    with pytest.raises(ExposureError, match="without API keys") as refused:
         check_exposure(host, AuthConfig())
+    for remedy in ("--api-keys-file FILE", "HEADRACE_API_KEYS", "--host 127.0.0.1", "--allow-no-auth"):
+        assert remedy in str(refused.value)
     check_exposure(host, AuthConfig(allow_no_auth=True))
     check_exposure(host, AuthConfig.model_validate({"keys": ["sk-12345678"]}))
 
@@ -160,6 +245,27 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
             AuthConfig(keys_file=path).load()
     with pytest.raises(KeysFileError):
         AuthConfig(keys_file=tmp_path / "missing").load()
+
+
+def test_metrics_keys_come_from_a_file_and_are_no_api_keys(tmp_path: Path) -> None:
+    path = tmp_path / "metrics-keys"
+    path.write_text("prometheus:mk-aaaaaaaa\nnext:mk-bbbbbbbb\n")
+    found = AuthConfig.model_validate({"metrics_key": "mk-cccccccc", "metrics_key_file": path}).load_metrics()
+    assert [entry.key.get_secret_value() for entry in found] == ["mk-cccccccc", "mk-aaaaaaaa", "mk-bbbbbbbb"]
+    assert AuthConfig().load_metrics() == ()
+    for auth in ({"keys": ["mk-aaaaaaaa"], "metrics_key_file": path}, {"metrics_key_file": tmp_path / "missing"}):
+        with pytest.raises(KeysFileError) as refused:
+            AuthConfig.model_validate(auth).load_metrics()
+        assert "mk-aaaaaaaa" not in str(refused.value)
+
+
+@pytest.mark.parametrize("auth", [{"keys": ["sk-12345678"]}, {"metrics_key": "mk-12345678"}, {"allow_no_auth": True}])
+def test_metrics_beyond_this_machine_need_a_key_or_an_explicit_exception(auth: Any) -> None:
+    with pytest.raises(ExposureError, match="metrics"):
+        check_metrics_exposure("0.0.0.0", AuthConfig(), no_auth=False)
+    check_metrics_exposure("0.0.0.0", AuthConfig(), no_auth=True)
+    check_metrics_exposure("127.0.0.1", AuthConfig(), no_auth=False)
+    check_metrics_exposure("0.0.0.0", AuthConfig.model_validate(auth), no_auth=False)
 
 
 def test_a_key_has_a_quota(harness: Any, make_replica: Any) -> None:

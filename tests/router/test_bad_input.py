@@ -1,4 +1,4 @@
-"""Whatever a body holds: an OpenAI error object, quickly, and the next good request is answered."""
+"""For every invalid body: an OpenAI error object, quickly, and the next valid request is answered."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ def _with(**fields: Any) -> bytes:
 
 
 def _raw(fragment: str) -> bytes:
-    """The good request with one more field, spelled by hand."""
+    """The valid request with one more field, as raw JSON text."""
     return (json.dumps(GOOD)[:-1] + "," + fragment + "}").encode()
 
 
@@ -83,7 +83,7 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
 }
 
 
-# Bodies in which a field can be added at the end, so that the same error is met on a stream too.
+# Bodies to which a field can be appended, so that the same error is tested with a stream, too.
 STREAMABLE = [
     name
     for name, (body, _) in CHAT_CORPUS.items()
@@ -215,13 +215,13 @@ def _exchange(shared: Any, request: bytes) -> bytes:
         (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
     ],
 )
-def test_what_is_not_http(shared: Any, request_bytes: bytes, status: bytes) -> None:
+def test_input_that_is_not_http(shared: Any, request_bytes: bytes, status: bytes) -> None:
     received = _exchange(shared, request_bytes)
     assert received.startswith(b"HTTP/1.1 " + status), received[:200]
     assert b'"error"' in received and b"x-request-id" in received
 
 
-def test_a_body_in_pieces_is_bounded_without_its_length(shared: Any) -> None:
+def test_a_chunked_body_is_bounded_without_its_length(shared: Any) -> None:
     def pieces() -> Any:
         for _ in range(100):
             yield b" " * 65536

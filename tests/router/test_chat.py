@@ -1,4 +1,4 @@
-"""/v1/chat/completions through the official client and raw, against a fake replica."""
+"""/v1/chat/completions through the official client and as raw HTTP, against a fake replica."""
 
 import json
 from collections.abc import Callable

@@ -72,7 +72,7 @@ def test_echo_puts_the_prompt_first(shared: Any) -> None:
     assert as_ids.endswith(plain) and len(as_ids) > len(plain)
 
 
-def test_return_token_ids_holds_every_counted_token(shared: Any) -> None:
+def test_return_token_ids_lists_every_counted_token(shared: Any) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 500 - 400, "return_token_ids": True}
     with shared.client() as client:
         answer = client.post("/v1/completions", json=body).json()
@@ -80,11 +80,11 @@ def test_return_token_ids_holds_every_counted_token(shared: Any) -> None:
     assert answer["choices"][0]["token_ids"][-1] == 2  # the end-of-sequence token is counted, and has no text
 
 
-def test_an_event_is_one_line_for_every_reader_of_lines(shared: Any) -> None:
-    """JSON lets U+0085, U+2028 and U+2029 stand; httpx ends a line at each."""
-    said = "a\u0085b\u2028c\u2029d é"
-    body = {"model": "tiny", "prompt": said, "max_tokens": 2, "echo": True, "stream": True}
+def test_an_event_is_one_line_for_every_line_reader(shared: Any) -> None:
+    """JSON does not escape U+0085, U+2028 and U+2029; httpx ends a line at each."""
+    prompt = "a\u0085b\u2028c\u2029d é"
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "echo": True, "stream": True}
     with shared.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == said
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == prompt

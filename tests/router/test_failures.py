@@ -1,6 +1,5 @@
-"""Clients that leave, replicas that refuse, stall or die, and floods."""
+"""Clients that disconnect, replicas that refuse, stall or are lost, and overload."""
 
-import asyncio
 import json
 import threading
 import time
@@ -35,10 +34,10 @@ def test_a_disconnect_cancels_at_the_replica(
     eventually(lambda: {submit.attempt_id for submit in replica.submits} == set(replica.cancels), 2)
     assert len(replica.submits) == 2
     eventually(lambda: harness.router.services.admission.running == 0)
-    eventually(lambda: not any(link.attempts for link in harness.router.services.fleet.links))
+    eventually(lambda: not any(link.attempts for link in harness.router.services.fleet.replicas))
 
 
-def test_a_disconnect_in_the_queue_leaves_it(harness: Any, make_replica: Any, eventually: Any) -> None:
+def test_a_disconnect_removes_the_request_from_the_queue(harness: Any, make_replica: Any, eventually: Any) -> None:
     replica = make_replica(first_seconds=20)
     harness.start([replica], limits={"max_concurrent_requests": 1})
     admission = harness.router.services.admission
@@ -49,7 +48,7 @@ def test_a_disconnect_in_the_queue_leaves_it(harness: Any, make_replica: Any, ev
     eventually(lambda: len(replica.cancels) == len(replica.submits))
 
 
-def test_a_refusal_goes_to_another_replica(harness: Any, make_replica: Any) -> None:
+def test_a_refused_request_is_sent_to_another_replica(harness: Any, make_replica: Any) -> None:
     full, free = make_replica(replica_id="full", refuse=True), make_replica(replica_id="free")
     harness.start([full, free])
     for _ in range(4):
@@ -65,61 +64,65 @@ def test_all_full_is_503_with_retry_after(harness: Any, make_replica: Any) -> No
         assert answer.json()["error"]["code"] == "overloaded"
 
 
-def test_death_before_the_first_token_is_not_seen(harness: Any, make_replica: Any, expected_reply: str) -> None:
+def test_a_loss_before_the_first_token_is_hidden_from_the_client(
+    harness: Any, make_replica: Any, expected_reply: str
+) -> None:
     dying = make_replica(replica_id="a", die_after=0)
     harness.start([dying, make_replica(replica_id="b")])
     texts = [_post(harness).json()["choices"][0]["message"]["content"] for _ in range(4)]
     assert texts == [expected_reply] * 4 and dying.submits
 
 
-def test_a_submit_that_cannot_be_sent_loses_the_stream_not_the_replica(
+def test_a_submit_that_cannot_be_sent_ends_the_stream_and_the_link_reconnects(
     harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link's reader alone would take it for well, with every later submit unheard."""
+    """The link's reader alone would not detect it, and no later submit would be sent."""
     harness.start([make_replica()])
-    (link,) = harness.router.services.fleet.links
-    take = link._outbox._take
+    (replica,) = harness.router.services.fleet.replicas
+    take = replica.outbox.take
     frames = iter([ValueError("out of range")])
 
     def fail_once() -> Any:
         frame = take()
-        if frame.submits and next(frames, None) is not None:
+        if frame is not None and frame.submits and next(frames, None) is not None:
             raise ValueError("out of range")
         return frame
 
-    monkeypatch.setattr(link._outbox, "_take", fail_once)
+    monkeypatch.setattr(replica.outbox, "take", fail_once)
     assert _post(harness).status_code == 503, "there is no other replica"
     eventually(lambda: _post(harness).status_code == 200)
 
 
-def test_housekeeping_goes_on_after_an_error(
+def test_maintenance_continues_after_an_error(
     harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.start([make_replica()])
     fleet = harness.router.services.fleet
-    looks: list[float] = []
+    calls: list[float] = []
 
     def fail(now: float) -> None:
-        looks.append(now)
+        calls.append(now)
         raise ZeroDivisionError
 
     monkeypatch.setattr(fleet, "rebalance", fail)
-    eventually(lambda: len(looks) > 2)
+    eventually(lambda: len(calls) > 2)
     assert _post(harness).status_code == 200
 
 
-def test_a_replica_that_gives_up_is_lost_not_wrong(harness: Any, make_replica: Any, expected_reply: str) -> None:
-    stopping, other = make_replica(replica_id="a", gives_up=True), make_replica(replica_id="b")
+def test_an_attempt_that_a_stopping_replica_cancels_is_lost(
+    harness: Any, make_replica: Any, expected_reply: str
+) -> None:
+    stopping, other = make_replica(replica_id="a", cancels_all=True), make_replica(replica_id="b")
     harness.start([stopping, other])
     texts = [_post(harness).json()["choices"][0]["message"]["content"] for _ in range(4)]
     assert texts == [expected_reply] * 4 and stopping.submits
-    other.gives_up = True
+    other.cancels_all = True
     answer = _post(harness)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
 
 
 def _text(answer: httpx.Response) -> str:
-    """The text of a stream, whose every event must be one of tokens."""
+    """The text of a stream in which no event is an error."""
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: {")]
     assert not any("error" in event for event in events), events
     return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
@@ -127,10 +130,10 @@ def _text(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("die_after", [1, 5, 13])
-def test_death_after_tokens_is_a_pause(
+def test_a_loss_after_tokens_only_delays_the_answer(
     harness: Any, make_replica: Any, expected_reply: str, die_after: int, stream: bool
 ) -> None:
-    """Each token once, usage as if nothing had happened, and the time to the first token counted once."""
+    """Each token once, usage as without a loss, and the time to the first token counted once."""
     dying = [make_replica(replica_id=name, die_after=die_after, token_seconds=0.01) for name in "ab"]
     harness.start([*dying, make_replica(replica_id="c")])
     options = {"stream_options": {"include_usage": True}} if stream else {}
@@ -155,8 +158,19 @@ def test_death_after_tokens_is_a_pause(
     assert sum(float(line.split()[-1]) for line in counts) == 3
 
 
+def test_cached_tokens_are_those_of_the_first_replica(harness: Any, make_replica: Any) -> None:
+    """On the next replica, the blocks that were fetched are in its cache, including the stream's own tokens."""
+    dying, other = make_replica(replica_id="a", die_after=5), make_replica(replica_id="b", cached_tokens=77)
+    harness.start([dying, other])
+    found = []
+    while not dying.submits:
+        found = [_post(harness, stream=False).json()["usage"]["prompt_tokens_details"]["cached_tokens"]]
+    assert other.submits[-1].output_token_ids, "it continued there"
+    assert found == [3]
+
+
 def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventually: Any, expected_reply: str) -> None:
-    """The only replica dies in mid-answer; the one that takes its place goes on where it was."""
+    """The only replica is lost during an answer; its replacement continues the answer."""
     dying = make_replica(die_after=4, token_seconds=0.02)
     harness.start([dying])
     answers: list[httpx.Response] = []
@@ -172,14 +186,14 @@ def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventuall
     assert len(back.submits) == 1 and len(back.submits[0].output_token_ids) == 4
 
 
-def test_a_stream_moves_so_often_and_no_more(harness: Any, make_replica: Any) -> None:
+def test_the_migrations_of_a_stream_are_limited(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(replica_id=name, die_after=2) for name in "abcd"], migration_limit=2)
     answer = _post(harness)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
     assert "3 replicas were lost" in answer.json()["error"]["message"]
 
 
-def test_nobody_ready_in_time_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
+def test_no_ready_replica_in_time_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(die_after=5, token_seconds=0.02)], migration_patience_seconds=0.5)
     answer = _post(harness, stream=True)
     last = [line for line in answer.text.split("\n") if line][-1]
@@ -187,7 +201,7 @@ def test_nobody_ready_in_time_ends_in_an_error_event(harness: Any, make_replica:
     assert "[DONE]" not in answer.text
 
 
-def test_death_of_the_only_replica_is_503(harness: Any, make_replica: Any, eventually: Any) -> None:
+def test_loss_of_the_only_replica_is_503(harness: Any, make_replica: Any, eventually: Any) -> None:
     harness.start([make_replica(die_after=0)])
     assert _post(harness).status_code == 503
     with harness.client() as client:
@@ -197,7 +211,7 @@ def test_death_of_the_only_replica_is_503(harness: Any, make_replica: Any, event
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
-def test_skipped_tokens_are_a_lost_replica_not_a_hole(harness: Any, make_replica: Any) -> None:
+def test_skipped_tokens_count_as_a_lost_replica(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(skip_after=3)])
     answer = _post(harness)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
@@ -212,7 +226,7 @@ def test_a_failed_request_fails_alone(harness: Any, make_replica: Any) -> None:
     assert _post(harness).status_code == 200
 
 
-def test_a_stalled_replica_gets_no_work_and_loses_what_has_not_begun(
+def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     harness: Any, make_replica: Any, eventually: Any, expected_reply: str
 ) -> None:
     slow = make_replica(replica_id="slow", first_seconds=0.2)
@@ -235,7 +249,7 @@ def test_a_stalled_replica_gets_no_work_and_loses_what_has_not_begun(
 
 def _add_member(harness: Any, replicas: list[Any]) -> None:
     from headrace_router.config import StaticMember
-    from headrace_router.membership import static_list
+    from headrace_router.replicas.membership import static_list
 
     members = tuple(StaticMember(address=r.address, replica_id=r.replica_id) for r in replicas)
     harness.loop.call_soon_threadsafe(harness.router.services.fleet.update, static_list(members))
@@ -253,16 +267,16 @@ def test_a_restarted_replica_is_found_again(harness: Any, make_replica: Any, eve
     assert again.sent_tokenizers == 0  # the digest was known
 
 
-def test_a_draining_member_finishes_but_gets_nothing_new(harness: Any, make_replica: Any, eventually: Any) -> None:
+def test_a_draining_member_finishes_but_gets_no_new_requests(harness: Any, make_replica: Any, eventually: Any) -> None:
     leaving, staying = make_replica(replica_id="a", token_seconds=0.02), make_replica(replica_id="b")
     harness.start([leaving, staying])
     leaving.load.draining = True
-    eventually(lambda: sum(link.ready for link in harness.router.services.fleet.links) == 1)
+    eventually(lambda: sum(link.ready for link in harness.router.services.fleet.replicas) == 1)
     for _ in range(3):
         assert _post(harness).status_code == 200
     assert len(staying.submits) == 3 and not leaving.submits
     _add_member(harness, [staying])
-    eventually(lambda: len(harness.router.services.fleet.links) == 1)
+    eventually(lambda: len(harness.router.services.fleet.replicas) == 1)
 
 
 def test_burst_is_spread_before_loads_are_reported(harness: Any, make_replica: Any) -> None:
@@ -276,7 +290,7 @@ def test_burst_is_spread_before_loads_are_reported(harness: Any, make_replica: A
     assert max(len(replica.submits) for replica in replicas) <= 4
 
 
-def test_floods_are_refused_at_once(harness: Any, make_replica: Any) -> None:
+def test_requests_beyond_the_queue_are_refused_at_once(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(first_seconds=0.5)], limits={"max_concurrent_requests": 2, "max_queued_requests": 1})
     codes: list[int] = []
     threads = [threading.Thread(target=lambda: codes.append(_post(harness).status_code)) for _ in range(8)]
@@ -287,39 +301,16 @@ def test_floods_are_refused_at_once(harness: Any, make_replica: Any) -> None:
     assert sorted(codes) == [200] * 3 + [503] * 5
 
 
-def test_silence_is_filled_with_comments(harness: Any, make_replica: Any) -> None:
+def test_comments_are_sent_while_there_are_no_tokens(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(first_seconds=0.5)], keep_alive_seconds=0.1)
     text = _post(harness, stream=True, max_tokens=3).text
-    assert text.startswith('data: {"id":"chatcmpl-')  # the role is first, whatever the silence
+    assert text.startswith('data: {"id":"chatcmpl-')  # the role is first, before any comment
     assert text.count(": keep-alive\n\n") >= 3 and text.endswith("data: [DONE]\n\n")
 
 
-def test_the_end_of_one_choice_is_no_silence(harness: Any, make_replica: Any) -> None:
+def test_the_end_of_one_choice_sends_no_comment(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(stagger_seconds=0.3)])
     assert "keep-alive" not in _post(harness, stream=True, max_tokens=3, n=2).text
-
-
-def test_who_leaves_in_the_moment_of_a_move_leaves_nothing(harness: Any, make_replica: Any, eventually: Any) -> None:
-    """The attempt is over for the router, and kept at the replica: nobody else would call it off."""
-    replica = make_replica(token_seconds=0.05)
-    router = harness.start([replica])
-
-    async def move_and_leave() -> bytes:
-        (link,) = router.services.fleet.links
-        attempt = link.newest_started()
-        assert attempt is not None
-        attempt.move()
-        for task in asyncio.all_tasks():
-            if "Generation._run" in str(task.get_coro()):
-                task.cancel()
-        return bytes(attempt.id)
-
-    client = threading.Thread(target=_post, args=(harness,))
-    client.start()
-    eventually(lambda: any(link.newest_started() for link in router.services.fleet.links))
-    left = harness.call(move_and_leave())
-    eventually(lambda: left in replica.cancels)
-    client.join()
 
 
 def test_a_deadline_ends_the_request_and_frees_it(harness: Any, make_replica: Any, eventually: Any) -> None:

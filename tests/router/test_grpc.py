@@ -1,4 +1,4 @@
-"""The public gRPC API says what HTTP says, in status codes."""
+"""The public gRPC API: the same answers and errors as HTTP, with gRPC status codes."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def test_errors_are_status_codes(shared: Any, request_: GenerateRequest, code: g
     assert error.value.code() is code and error.value.details()
 
 
-def test_full_and_dead_replicas(harness: Any, make_replica: Any, eventually: Any) -> None:
+def test_full_and_lost_replicas(harness: Any, make_replica: Any, eventually: Any) -> None:
     replica = make_replica(refuse=True)
     harness.start([replica])
     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -105,6 +105,8 @@ def test_a_cancelled_call_cancels_at_the_replica(harness: Any, make_replica: Any
     _generate(harness, GenerateRequest(model="tiny", prompt="x", options=GenerateOptions(max_tokens=60)), 2)
     eventually(lambda: replica.cancels == [replica.submits[0].attempt_id], 2)
     eventually(lambda: harness.router.services.admission.running == 0)
+    with harness.client() as client:
+        eventually(lambda: "headrace_requests_cancelled_total 1.0" in client.get("/metrics").text)
 
 
 def test_models_are_listed(shared: Any) -> None:

@@ -1,6 +1,5 @@
-"""Small parts by themselves: policies, counters, JSON, the attempt's order of tokens, choices."""
+"""Unit tests of small parts: policies, counters, JSON, the order of an attempt's tokens, choices, the outbox."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +15,16 @@ from headrace_proto.replica_pb2 import (
     Sampling,
     Submit,
 )
-from headrace_router import strict_json
-from headrace_router.attempt import Attempt, Outcome
-from headrace_router.auth import OPEN_TENANT
-from headrace_router.choice import Choice
-from headrace_router.errors import InvalidRequestError
-from headrace_router.model_card import LoadedTokenizer, ModelCard
-from headrace_router.outbox import Outbox
-from headrace_router.policy import LeastLoad, RoundRobin, Work
-from headrace_router.replica_counters import ReplicaCounters
-from headrace_router.request import ChoicePlan, GenerationRequest, Prompt
+from headrace_router.access.auth import OPEN_TENANT
+from headrace_router.api.http import strict_json
+from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.errors import InvalidRequestError
+from headrace_router.core.outbox import Outbox
+from headrace_router.core.policy import LeastLoad, RoundRobin, Work
+from headrace_router.dispatch.choice import Choice
+from headrace_router.dispatch.replica_counters import ReplicaCounters
+from headrace_router.dispatch.request import ChoicePlan, GenerationRequest, Prompt
+from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 
 WORK = Work(prompt_token_ids=(), output_tokens_so_far=0, tenant_salt=b"", max_tokens=1)
 
@@ -47,20 +46,29 @@ def test_least_load_counts_running_waiting_and_unreported() -> None:
     assert [policy.choose(candidates, WORK) for _ in range(5)] == [2] * 5
 
 
-def test_equal_replicas_take_turns() -> None:
+def test_equal_replicas_are_chosen_in_rotation() -> None:
     candidates = [Candidate() for _ in range(3)]
     for policy in (LeastLoad(), RoundRobin()):
         chosen = [policy.choose(candidates, WORK) for _ in range(9)]
         assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_counters_never_go_back() -> None:
+def test_counters_never_decrease() -> None:
     counters = ReplicaCounters()
     totals = [
         counters.totals(("m", "r"), boot, Counters(generation_tokens=count))[1]
         for boot, count in [(b"1", 5), (b"1", 9), (b"2", 1), (b"2", 4), (b"3", 0)]
     ]
     assert totals == [5, 9, 10, 13, 13]
+
+
+def test_counters_of_two_builds_at_the_same_time_add_up() -> None:
+    counters = ReplicaCounters()
+    totals = [
+        counters.totals(("m", "r"), boot, Counters(generation_tokens=count))[1]
+        for boot, count in [(b"1", 5), (b"2", 1), (b"1", 8), (b"2", 3), (b"3", 2), (b"2", 4)]
+    ]
+    assert totals == [5, 6, 9, 11, 13, 14]
 
 
 @pytest.mark.parametrize("text", ["1e999", "[1e999]", "-1e999"])
@@ -76,20 +84,18 @@ def test_json_depth_is_counted_exactly() -> None:
 
 
 def test_an_attempt_drops_repeats_and_refuses_gaps() -> None:
-    async def play() -> None:
-        seen: list[int] = []
-        cancelled: list[bytes] = []
-        attempt = Attempt(b"a", 2, lambda ids, *_: seen.extend(ids), cancelled.append)
-        attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
-        attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
-        attempt.receive(Delta(first_index=3, token_ids=[11, 12]))
-        assert seen == [10, 11, 12] and attempt.open
-        attempt.receive(Delta(first_index=6, token_ids=[13]))
-        assert attempt.outcome.result() is Outcome.LOST and cancelled == [b"a"]
-        attempt.receive(Delta(first_index=5, token_ids=[99]))
-        assert seen == [10, 11, 12]
-
-    asyncio.run(play())
+    seen: list[int] = []
+    cancelled: list[bytes] = []
+    ended: list[Attempt] = []
+    attempt = Attempt(b"a", 2, lambda ids, *_: seen.extend(ids), ended.append, cancelled.append)
+    attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
+    attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
+    attempt.receive(Delta(first_index=3, token_ids=[11, 12]))
+    assert seen == [10, 11, 12] and attempt.open and not ended
+    attempt.receive(Delta(first_index=6, token_ids=[13]))
+    assert attempt.outcome is Outcome.LOST and cancelled == [b"a"] and ended == [attempt]
+    attempt.receive(Delta(first_index=5, token_ids=[99]))
+    assert seen == [10, 11, 12] and ended == [attempt]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +113,7 @@ def _choice(card: ModelCard, stop: tuple[str, ...] = (), **sampling: Any) -> Cho
     return Choice(plan, request)
 
 
-def test_stop_strings_wait_for_min_tokens(card: ModelCard) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(card: ModelCard) -> None:
     ids = [card.encoder.encode_prompt(letter)[0] for letter in "abab"]
     choice = _choice(card, stop=("b",), min_tokens=3)
     update = choice.consume(ids, (), FINISH_NONE, "")
@@ -115,7 +121,7 @@ def test_stop_strings_wait_for_min_tokens(card: ModelCard) -> None:
     assert len(choice.output_token_ids) == 4
 
 
-def test_held_text_comes_out_at_the_end(card: ModelCard) -> None:
+def test_held_back_text_is_sent_at_the_end(card: ModelCard) -> None:
     ids = card.encoder.encode_prompt("abc")
     choice = _choice(card, stop=("bcd",))
     first = choice.consume(ids, (), FINISH_NONE, "")
@@ -125,7 +131,7 @@ def test_held_text_comes_out_at_the_end(card: ModelCard) -> None:
     assert (first.token_ids if first else []) + last.token_ids == ids
 
 
-def test_half_a_character_at_the_end_is_not_shown(card: ModelCard) -> None:
+def test_an_incomplete_character_at_the_end_is_dropped(card: ModelCard) -> None:
     ids = card.encoder.encode_prompt("a🙂")
     choice = _choice(card)
     update = choice.consume(ids[:-1], (), FINISH_LENGTH, "")
@@ -139,21 +145,17 @@ def test_the_ending_token_is_counted_without_text(card: ModelCard) -> None:
     assert update is not None and update.text == "a" and len(choice.output_token_ids) == 2
 
 
-def test_a_cancel_never_overtakes_its_submit() -> None:
-    async def play() -> None:
-        outbox = Outbox()
-        outbox.submit(Submit(attempt_id=b"early"))
-        outbox.submit(Submit(attempt_id=b"late"))
-        outbox.cancel(b"early")
-        first = await outbox.next_frame()
-        outbox.cancel(b"late")
-        second = await outbox.next_frame()
-        assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
-        assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
-        waiting = asyncio.create_task(outbox.next_frame())
-        await asyncio.sleep(0.01)
-        assert not waiting.done(), "nothing is nothing to send"
-        outbox.submit(Submit(attempt_id=b"third"))
-        assert len((await waiting).submits) == 1
-
-    asyncio.run(play())
+def test_a_cancel_is_never_sent_before_its_submit() -> None:
+    put: list[None] = []
+    outbox = Outbox(lambda: put.append(None))
+    assert outbox.take() is None
+    outbox.submit(Submit(attempt_id=b"early"))
+    outbox.submit(Submit(attempt_id=b"late"))
+    outbox.cancel(b"early")
+    first = outbox.take()
+    outbox.cancel(b"late")
+    second = outbox.take()
+    assert first is not None and second is not None and len(put) == 3
+    assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
+    assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
+    assert outbox.take() is None

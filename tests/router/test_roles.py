@@ -1,4 +1,4 @@
-"""What a router does when the controller changes a replica's role or state: new requests follow, streams stay."""
+"""The controller changes a replica's role or state: new requests are placed accordingly, streams stay."""
 
 import threading
 from typing import Any
@@ -21,8 +21,8 @@ from headrace_proto.replica_pb2 import (
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def _tell(harness: Any, *entries: tuple[Role, ReplicaState]) -> None:
-    """A new member list, in the order of the replicas."""
+def _set_members(harness: Any, *entries: tuple[Role, ReplicaState]) -> None:
+    """Applies a new member list, in the order of the replicas."""
     members = [
         Member(identity=ReplicaIdentity(replica_id=replica.replica_id, role=role), address=replica.address, state=state)
         for replica, (role, state) in zip(harness.replicas, entries, strict=True)
@@ -42,19 +42,19 @@ def _post(harness: Any) -> httpx.Response:
 @pytest.mark.parametrize(
     "change", [(ROLE_PREFILL, REPLICA_STATE_READY), (ROLE_BOTH, REPLICA_STATE_DRAINING)], ids=["prefill", "draining"]
 )
-def test_new_requests_go_elsewhere_and_streams_go_on(
+def test_new_requests_are_placed_elsewhere_and_streams_continue(
     harness: Any, make_replica: Any, eventually: Any, change: tuple[Role, ReplicaState]
 ) -> None:
     leaving, staying = make_replica(replica_id="leaving", token_seconds=0.03), make_replica(replica_id="staying")
     harness.start([leaving, staying])
     ready = (ROLE_BOTH, REPLICA_STATE_READY)
-    _tell(harness, ready, (ROLE_PREFILL, REPLICA_STATE_READY))
+    _set_members(harness, ready, (ROLE_PREFILL, REPLICA_STATE_READY))
     answers: list[httpx.Response] = []
     streams = [threading.Thread(target=lambda: answers.append(_post(harness))) for _ in range(3)]
     for stream in streams:
         stream.start()
     eventually(lambda: len(leaving.submits) == 3)
-    _tell(harness, change, (ROLE_DECODE, REPLICA_STATE_READY))
+    _set_members(harness, change, (ROLE_DECODE, REPLICA_STATE_READY))
     for _ in range(4):
         assert _post(harness).status_code == 200
     assert (len(leaving.submits), len(staying.submits)) == (3, 4)
@@ -67,11 +67,11 @@ def test_new_requests_go_elsewhere_and_streams_go_on(
 
 def test_without_a_replica_that_decodes_the_model_is_not_ready(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(replica_id="a"), make_replica(replica_id="b")])
-    _tell(harness, (ROLE_PREFILL, REPLICA_STATE_READY), (ROLE_PREFILL, REPLICA_STATE_READY))
+    _set_members(harness, (ROLE_PREFILL, REPLICA_STATE_READY), (ROLE_PREFILL, REPLICA_STATE_READY))
     with harness.client() as client:
         assert client.get("/health/ready").status_code == 503
         assert client.get("/health/live").status_code == 200
         assert _post(harness).status_code == 503
-        _tell(harness, (ROLE_PREFILL, REPLICA_STATE_READY), (ROLE_DECODE, REPLICA_STATE_READY))
+        _set_members(harness, (ROLE_PREFILL, REPLICA_STATE_READY), (ROLE_DECODE, REPLICA_STATE_READY))
         assert client.get("/health/ready").status_code == 200
         assert _post(harness).status_code == 200

@@ -17,10 +17,10 @@ import pytest
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.errors import ListenError
-from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
+from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY, Counters, Load
 from headrace_proto.secret import SecretInterceptor
 from headrace_router.config import RouterConfig
-from headrace_router.fleet import Fleet
+from headrace_router.core.fleet import Fleet
 from headrace_router.server import RouterServer
 
 SECRET = b"s" * 32
@@ -28,7 +28,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 
 
 class FakeController(ControlServicer):
-    """Sends whatever list it is given, as often as it changes."""
+    """Sends its member list, at first and after every change."""
 
     def __init__(self) -> None:
         import asyncio
@@ -47,7 +47,7 @@ class FakeController(ControlServicer):
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 
-    async def tell(self, members: MemberList) -> None:
+    async def publish(self, members: MemberList) -> None:
         self.list = members
         self.changed.set()
 
@@ -62,7 +62,7 @@ class FakeController(ControlServicer):
             self.left.append(request.router.id)
 
 
-def test_members_come_from_the_controller_and_stay_while_it_is_away(
+def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
     harness: Any, make_replica: Any, eventually: Any
 ) -> None:
     async def make() -> FakeController:
@@ -74,8 +74,8 @@ def test_members_come_from_the_controller_and_stay_while_it_is_away(
     replica = make_replica()
     harness.start([], controller=f"127.0.0.1:{controller.port}", router_id="router-x")
     eventually(lambda: bool(controller.routers))
-    told = controller.routers[0]
-    assert told.id == "router-x" and told.pid == os.getpid() and told.http.endswith(str(harness.router.http_port))
+    info = controller.routers[0]
+    assert info.id == "router-x" and info.pid == os.getpid() and info.http.endswith(str(harness.router.http_port))
     with harness.client() as client:
         assert client.get("/health").status_code == 503
         harness.call(replica.start())
@@ -86,7 +86,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_away(
             member = Member(identity=replica.facts().identity, address=address, state=state)
             return MemberList(epoch=b"e", version=version, members=[member], models=[entry])
 
-        harness.call(controller.tell(members(5)))
+        harness.call(controller.publish(members(5)))
         eventually(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json={**BODY, "model": "small"}).json()["model"] == "tiny"
         listed = client.get("/v1/models").json()
@@ -96,7 +96,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_away(
         ]
         assert client.get("/v1/models/small").json()["root"] == "tiny"
 
-        harness.call(controller.tell(members(3, address="127.0.0.1:1")))  # older: dropped
+        harness.call(controller.publish(members(3, address="127.0.0.1:1")))  # older: dropped
         time.sleep(0.1)
         assert client.get("/health").status_code == 200
 
@@ -114,7 +114,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_away(
     harness.call(controller.server.stop(0))
 
 
-def test_a_list_that_fails_to_be_taken_in_is_asked_for_again(
+def test_a_list_that_cannot_be_applied_is_requested_again(
     harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller, replica = FakeController(), make_replica()
@@ -135,6 +135,20 @@ def test_a_list_that_fails_to_be_taken_in_is_asked_for_again(
     with harness.client() as client:
         eventually(lambda: client.get("/health").status_code == 200)
     harness.call(controller.server.stop(0))
+
+
+def test_health_probes_are_no_request_errors(harness: Any) -> None:
+    """A starting router is polled for a minute; these probes are not refused requests."""
+    harness.start([], wait=False)
+    with harness.client() as client:
+        for path in ("/health", "/health/ready") * 9:
+            probe = client.get(path)
+            assert probe.status_code == 503 and int(probe.headers["retry-after"]) >= 1
+            assert probe.json()["error"]["code"] == "no_replica_ready"
+            assert client.head(path).status_code == 503
+        assert _metric(client.get("/metrics").text, "headrace_request_errors_total") == {}
+        assert client.post("/v1/completions", json=BODY).status_code in (404, 503)
+        assert sum(_metric(client.get("/metrics").text, "headrace_request_errors_total").values()) == 1
 
 
 def _metric(text: str, name: str) -> dict[str, float]:
@@ -185,7 +199,22 @@ def test_metrics_have_the_names_of_the_field_and_are_fresh(harness: Any, make_re
         again.load.counters.generation_tokens = 2
         harness.call(again.start())
         harness.replicas.append(again)
-        eventually(lambda: _metric(scrape(), "vllm:generation_tokens_total")[labels] == 43)  # never goes back
+        eventually(lambda: _metric(scrape(), "vllm:generation_tokens_total")[labels] == 43)  # never decreases
+
+
+def test_two_builds_of_one_replica_are_one_in_the_metrics(harness: Any, make_replica: Any, eventually: Any) -> None:
+    """During a rolling update: gauges of the newest, counters of both, and requests are placed on either."""
+    old = make_replica(generation=1, load=Load(running=5, counters=Counters(generation_tokens=40)))
+    new = make_replica(generation=2, load=Load(running=2, counters=Counters(generation_tokens=2)), boot_id=b"n" * 16)
+    harness.start([old, new], policy="round-robin")
+    labels = '{model_name="tiny",replica="r0"}'
+    with harness.client() as client:
+        for _ in range(6):
+            assert client.post("/v1/completions", json=BODY).status_code == 200
+        text = client.get("/metrics").text
+    assert old.submits and new.submits
+    assert _metric(text, "vllm:num_requests_running") == {labels: 2}
+    assert _metric(text, "vllm:generation_tokens_total") == {labels: 42}
 
 
 def test_pages_load_nothing_from_outside(shared: Any) -> None:
@@ -193,7 +222,8 @@ def test_pages_load_nothing_from_outside(shared: Any) -> None:
         page = client.get("/docs")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
-        assert "default-src 'none'" in page.headers["content-security-policy"]
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
         document = client.get("/openapi.json").json()
         body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
         assert body["schema"]["$ref"].rsplit("/", 1)[-1] in document["components"]["schemas"]
@@ -221,9 +251,11 @@ def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
 CHILD = """
 import sys
 from headrace_router.config import RouterConfig
-from headrace_router.fleet import Fleet
+from headrace_router.core.fleet import Fleet
+from headrace_proto.logs import LogConfig
 from headrace_router.main import run
-sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret=b"s" * 32)))
+logs = LogConfig("router", format="json")
+sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret=b"s" * 32, logs=logs)))
 """
 
 
@@ -232,9 +264,9 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     code = CHILD + "\n"
-    guard = "import sys\nfor name in ('torch', 'ray', 'transformers', 'headrace_worker'): sys.modules[name] = None\n"
+    barred = "import sys\nfor name in ('torch', 'ray', 'transformers', 'headrace_worker'): sys.modules[name] = None\n"
     child = subprocess.Popen(
-        [sys.executable, "-c", guard + code, "127.0.0.1", str(port)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", barred + code, "127.0.0.1", str(port)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         for _ in range(200):
@@ -250,10 +282,10 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
         child.kill()
     assert child.returncode == 0, err
     assert time.monotonic() - began < 6
-    assert out == b"" and all(json.loads(line)["router"] for line in err.decode().strip().split("\n"))
+    assert out == b"" and all(json.loads(line)["part"] == "router" for line in err.decode().strip().split("\n"))
 
 
-def test_the_process_refuses_to_be_open_to_all() -> None:
+def test_the_process_refuses_to_listen_on_all_interfaces_without_keys() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD, "0.0.0.0", "0"], capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert "without API keys" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Several routers on one HTTP and one gRPC port, each with an address of its own for metrics and health."""
+"""Several routers on one HTTP and one gRPC port, each with a separate address for metrics and health."""
 
 import socket
 import time
@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_proto.errors import ListenError
 from headrace_router import server
-from headrace_router.auth import ApiKey, AuthConfig
+from headrace_router.access.auth import ApiKey, AuthConfig
+from headrace_router.api.listen import bind_http
+from headrace_router.api.port_reservation import PortReservation
 from headrace_router.config import RouterConfig, StaticMember
-from headrace_router.listen import bind_http
-from headrace_router.port_guard import PortGuard
 from headrace_router.server import RouterServer
 
 SECRET = b"s" * 32
@@ -23,21 +23,23 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 KEY = {"Authorization": "Bearer key-12345"}
 
 
-def _guard(port: int = 0) -> PortGuard:
-    return PortGuard("127.0.0.1", port, "HTTP", "--port")
+def _reserve(port: int = 0) -> PortReservation:
+    return PortReservation("127.0.0.1", port, "HTTP", "--port")
 
 
 @pytest.fixture
-def guards() -> Iterator[tuple[PortGuard, PortGuard]]:
-    pair = _guard(), _guard()
+def reserved() -> Iterator[tuple[PortReservation, PortReservation]]:
+    pair = _reserve(), _reserve()
     yield pair
-    for guard in pair:
-        guard.close()
+    for reservation in pair:
+        reservation.close()
 
 
 @pytest.fixture
-def start(harness: Any, make_replica: Any, guards: tuple[PortGuard, PortGuard]) -> Iterator[Callable[..., Any]]:
-    """start(...): one more router on the guarded ports, with a replica of its own: the fake one knows one router."""
+def start(
+    harness: Any, make_replica: Any, reserved: tuple[PortReservation, PortReservation]
+) -> Iterator[Callable[..., Any]]:
+    """start(...): one more router on the reserved ports, with its own replica: a fake replica supports one router."""
     routers: list[RouterServer] = []
 
     def make(**config: Any) -> RouterServer:
@@ -45,8 +47,8 @@ def start(harness: Any, make_replica: Any, guards: tuple[PortGuard, PortGuard]) 
         harness.replicas.append(replica)
         harness.call(replica.start())
         given = {
-            "port": guards[0].port,
-            "grpc_port": guards[1].port,
+            "port": reserved[0].port,
+            "grpc_port": reserved[1].port,
             "share_port": True,
             "metrics_port": 0,
             "secret": SECRET,
@@ -70,38 +72,38 @@ def start(harness: Any, make_replica: Any, guards: tuple[PortGuard, PortGuard]) 
 
 
 def _answered(router: RouterServer) -> float:
-    """Requests that this router answered, read where only this one is read."""
+    """Requests that this router answered, read at its own address."""
     text = httpx.get(f"http://{router.info().metrics}/metrics", headers=KEY, trust_env=False).text
     lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def test_a_guarded_port_is_for_routers_alone() -> None:
-    guard = _guard()
+def test_only_routers_can_bind_a_reserved_port() -> None:
+    reservation = _reserve()
     with pytest.raises(ListenError, match="--port"):
-        _guard(guard.port)
+        _reserve(reservation.port)
     with pytest.raises(ListenError):
-        bind_http("127.0.0.1", guard.port)
+        bind_http("127.0.0.1", reservation.port)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", guard.port), 1)
-    members = [bind_http("127.0.0.1", guard.port, shared=True) for _ in range(2)]
+        socket.create_connection(("127.0.0.1", reservation.port), 1)
+    members = [bind_http("127.0.0.1", reservation.port, shared=True) for _ in range(2)]
     with pytest.raises(ListenError):
-        _guard(guard.port)
+        _reserve(reservation.port)
     for member in members:
         member.close()
-    bind_http("127.0.0.1", guard.port, shared=True).close()
-    guard.close()
-    bind_http("127.0.0.1", guard.port).close()
+    bind_http("127.0.0.1", reservation.port, shared=True).close()
+    reservation.close()
+    bind_http("127.0.0.1", reservation.port).close()
 
 
-def test_a_port_in_use_is_not_guarded() -> None:
+def test_a_port_in_use_cannot_be_reserved() -> None:
     with socket.socket() as foreign:
-        # A server that would share its port with anybody of the same user is in the way, too.
+        # A server that shares its port with every process of the same user makes it unavailable, too.
         foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
         with pytest.raises(ListenError, match="choose another with --port"):
-            _guard(foreign.getsockname()[1])
+            _reserve(foreign.getsockname()[1])
 
 
 def test_both_get_connections_and_one_is_enough(harness: Any, start: Callable[..., RouterServer]) -> None:
@@ -113,7 +115,7 @@ def test_both_get_connections_and_one_is_enough(harness: Any, start: Callable[..
     def ask() -> int:
         return httpx.post(f"{url}/v1/completions", json=BODY, headers=KEY, trust_env=False).status_code
 
-    for _ in range(24):  # a connection each; that one gets none of 24 comes once in 8 million runs
+    for _ in range(24):  # a connection each; the chance that one router gets none of 24 is 1 in 8 million
         assert ask() == 200
     counts = [_answered(router) for router in pair]
     assert sum(counts) == 24 and min(counts) > 0
@@ -126,31 +128,55 @@ def test_both_get_connections_and_one_is_enough(harness: Any, start: Callable[..
         assert ask() == 200
 
 
-def test_the_own_address_has_metrics_and_health_behind_the_guard(start: Callable[..., RouterServer]) -> None:
+def test_the_own_address_has_metrics_and_health_with_the_same_keys(start: Callable[..., RouterServer]) -> None:
     with httpx.Client(base_url=f"http://{start().info().metrics}", trust_env=False) as client:
         assert client.get("/metrics").status_code == 401
         assert client.get("/metrics", headers=KEY).text.startswith("#")
         assert client.get("/health/ready").status_code == 200
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/docs")):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/openapi.json")):
             assert client.request(method, path, headers=KEY).status_code == 404
             assert client.request(method, path).status_code == 401
 
 
-def test_a_router_takes_connections_when_it_can_answer(
+def test_the_own_address_can_be_open(start: Callable[..., RouterServer]) -> None:
+    router = start(metrics_host="127.0.0.2", metrics_no_auth=True)
+    own = router.info().metrics
+    assert own.startswith("127.0.0.2:") and router.info().http.startswith("127.0.0.1:")
+    with httpx.Client(base_url=f"http://{own}", trust_env=False) as client:
+        assert client.get("/metrics").text.startswith("#")
+        assert client.get("/v1/models").status_code == 401
+    with httpx.Client(base_url=f"http://{router.info().http}", trust_env=False) as client:
+        assert client.get("/metrics").status_code == 401, "the API's port still needs a key"
+
+
+def test_metrics_without_a_key_need_their_own_address() -> None:
+    with pytest.raises(ValueError, match="set metrics_port"):
+        RouterConfig(secret=SECRET, metrics_no_auth=True)
+
+
+def test_an_own_address_in_use_names_its_flag(start: Callable[..., RouterServer]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ListenError, match="--metrics-port"):
+            start(metrics_port=taken.getsockname()[1])
+
+
+def test_a_router_accepts_connections_when_it_can_answer(
     start: Callable[..., RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a router that serves, one that knows no replica yet would refuse what the other answers."""
+    """Before that, it would refuse requests that another router on the same port could answer."""
     opened: list[bool] = []
 
-    def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    def bind(host: str, port: int, *, shared: bool = False, **options: Any) -> socket.socket:
         if shared:
             opened.append(bool(router_ready()))
-        return bind_http(host, port, shared=shared)
+        return bind_http(host, port, shared=shared, **options)
 
     ready: list[RouterServer] = []
     original = RouterServer.__init__
 
-    def remember(self: RouterServer, config: RouterConfig) -> None:
+    def record(self: RouterServer, config: RouterConfig) -> None:
         original(self, config)
         ready.append(self)
 
@@ -158,17 +184,17 @@ def test_a_router_takes_connections_when_it_can_answer(
         return ready[-1].services.ready
 
     monkeypatch.setattr(server, "bind_http", bind)
-    monkeypatch.setattr(RouterServer, "__init__", remember)
+    monkeypatch.setattr(RouterServer, "__init__", record)
     start()
     assert opened == [True]
     monkeypatch.setattr(server, "JOIN_SECONDS", 0.3)
     before = time.monotonic()
-    lonely = start(members=())  # nobody to wait for: it says so itself
+    empty = start(members=())  # it has no replica to wait for, and reports that it is not ready
     assert opened == [True, False] and time.monotonic() - before >= 0.3
-    answer = httpx.get(f"http://{lonely.info().metrics}/health/ready", trust_env=False)
+    answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)
     assert answer.status_code == 503
 
 
-def test_shared_ports_are_given_by_number() -> None:
-    with pytest.raises(ValueError, match="by number"):
+def test_shared_ports_need_numbers() -> None:
+    with pytest.raises(ValueError, match="need port numbers"):
         RouterConfig(secret=SECRET, share_port=True, port=0)

@@ -1,4 +1,4 @@
-"""Stop strings and detokenizing, whatever the pieces; templates and tokens equal transformers'."""
+"""Stop strings and detokenizing for every split of the text; templates and tokens are the same as transformers'."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_router.chat_template import ChatTemplate, ChatTemplateError
-from headrace_router.model_card import LoadedTokenizer, ModelCard
-from headrace_router.stop_strings import StopMatcher
+from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
+from headrace_router.text.model_card import LoadedTokenizer, ModelCard
+from headrace_router.text.stop_strings import StopMatcher
 
 letters = st.text(alphabet="abc", max_size=24)
 
@@ -24,7 +24,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], d
         size = data.draw(st.integers(1, len(rest)))
         shown += matcher.push(rest[:size])
         rest = rest[size:]
-        assert expected.startswith(shown)  # nothing shown is ever taken back
+        assert expected.startswith(shown)  # text that was returned is never revoked
     assert matcher.matched == bool(ends)
     assert shown + matcher.flush() == expected
 
@@ -39,11 +39,11 @@ def card(tokenizer: Any) -> ModelCard:
 @given(ids=st.lists(st.integers(0, 330), max_size=40), data=st.data())
 def test_pieces_add_up_to_the_decoded_text(card: ModelCard, ids: list[int], data: Any) -> None:
     stream = card.tokens.stream([])
-    text, place = "", 0
-    while place < len(ids):
+    text, position = "", 0
+    while position < len(ids):
         count = data.draw(st.integers(1, 3))
-        text += stream.push(ids[place : place + count])
-        place += count
+        text += stream.push(ids[position : position + count])
+        position += count
     whole = card.decode(ids)
     assert whole.startswith(text) and set(whole[len(text) :]) <= {"\ufffd"}
 
@@ -109,7 +109,7 @@ def test_templates_render_as_transformers_renders_them(source: str) -> None:
         "",
     ],
 )
-def test_templates_that_fail_say_so(source: str) -> None:
+def test_templates_that_fail_raise_an_error(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
 

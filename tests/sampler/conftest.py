@@ -1,4 +1,4 @@
-"""A sampler with the rows' tokens beside it, as the runner keeps them."""
+"""A sampler with the rows' tokens, as in the runner."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_worker.plan import RowInit, RowSampling
+from headrace_worker.core.plan import RowInit, RowSampling
 from headrace_worker.sampler import SampleOutput, Sampler
 
 

@@ -1,4 +1,4 @@
-"""The sampler against transformers' processors, its promises on seeds and neighbours, and its distribution."""
+"""The sampler against transformers' processors, its independence of the batch, its seeds and its distribution."""
 
 import random
 
@@ -51,7 +51,7 @@ def test_repetition_penalty_is_transformers(bench):
         assert b.draw(logits, [0, 1, 2]).tokens.tolist() == expected
 
 
-def test_presence_and_frequency_count_the_output_alone(bench):
+def test_presence_and_frequency_count_the_output_only(bench):
     b = bench(8)
     logits = torch.tensor([[3.0, 2.5, 2.2, 0.0, 0.0, 0.0, 0.0, 0.0]])
     b.start(0, [0, 0, 0], temperature=0.0, presence_penalty=0.6)
@@ -61,7 +61,7 @@ def test_presence_and_frequency_count_the_output_alone(bench):
     assert [t for _, t in drawn] == [0, 0, 1, 0, 1]  # 3.0, 2.7, 2.5, 2.4, 2.2 against 2.1
 
 
-def test_counts_are_rebuilt_from_what_a_row_brings_and_reset_when_it_changes_hands(bench):
+def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(bench):
     b = bench(VOCAB)
     options = dict(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3)
     logits = logits_for(1, spread=1.0)
@@ -161,7 +161,7 @@ def _fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_what_is_drawn_does_not_depend_on_the_number_of_candidates(vocab, monkeypatch):
+def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab, monkeypatch):
     rows = 40
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 5
@@ -183,7 +183,7 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_candidates(vocab, monkey
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_what_top_p_alone_draws_is_drawn_beside_other_filters_too(vocab):
+def test_top_p_samples_the_same_with_and_without_other_filters(vocab):
     rows = 60
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 6
@@ -196,8 +196,8 @@ def test_what_top_p_alone_draws_is_drawn_beside_other_filters_too(vocab):
     assert torch.equal(alone, beside)
 
 
-def test_logits_may_be_a_part_of_a_padded_vocabulary(bench):
-    """With everything that reads or writes single ones of them."""
+def test_logits_may_be_a_slice_of_a_padded_vocabulary(bench):
+    """With all options that read or write single logits."""
     options = {
         "repetition_penalty": 1.5,
         "frequency_penalty": 0.5,
@@ -275,7 +275,7 @@ def _random_options(rng: random.Random) -> dict[str, object]:
     )
 
 
-def test_each_row_alone_equals_itself_among_64(bench):
+def test_each_row_alone_equals_itself_in_a_batch_of_64(bench):
     rng = random.Random(1)
     options = [_random_options(rng) for _ in range(64)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(64)]
@@ -312,7 +312,7 @@ def test_logprobs_are_those_of_the_raw_logits(bench):
 @pytest.mark.parametrize(
     "options", [dict(temperature=0.0), dict(), dict(top_p=0.5, logprobs=2), dict(repetition_penalty=1.5, top_k=3)]
 )
-def test_broken_logits_fail_their_row_alone(bench, broken, options):
+def test_broken_logits_fail_their_row_only(bench, broken, options):
     healthy, b = bench(VOCAB), bench(VOCAB)
     logits = logits_for(3)
     for row in range(3):

@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, whatever the import mode."""
+"""Makes the helpers of this folder importable in every import mode."""
 
 import sys
 from pathlib import Path

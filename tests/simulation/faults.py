@@ -1,18 +1,18 @@
-"""What goes wrong in a run, and when: drawn from the seed."""
+"""The faults of a run and their times, from the seed."""
 
 from collections.abc import Callable
 
+from pair_group import SimPairGroup
 from sim_cluster import Cluster
 from sim_replica import SimReplica
-from sim_router import Wish
+from sim_router import ClientRequest
 from transfer_stream import TransferStream
-from wires import PairWire
 
-HORIZON = 1.5  # seconds in which faults begin
+HORIZON = 1.5  # seconds in which faults start
 
 
-class Moves:
-    """No fault, but as sudden: the router has streams go on elsewhere, and some of their clients leave just then."""
+class StreamMoves:
+    """Moves of streams at random times, and disconnects of some of their clients shortly after."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -30,13 +30,13 @@ class Moves:
         if moved is None:
             return
         if self._world.tracing:
-            self._world.log(f"*** request {moved.wish.number} moves")
+            self._world.log(f"*** request {moved.spec.number} moves")
         if self._world.chance(0.3):
-            self._world.at(4 * self._world.delay(), lambda: moved.leave("left"))
+            self._world.at(4 * self._world.delay(), lambda: moved.disconnect())
 
 
 class Faults:
-    """Each fault picks its victim when it strikes, among those who are busy if it can."""
+    """Each fault chooses its target when it starts, preferably a busy one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -48,21 +48,21 @@ class Faults:
             self.stall,
             self.hold_control,
             self.break_control,
-            self.hold_bytes,
-            self.break_bytes,
+            self.hold_data,
+            self.break_data,
             self.partition,
-            self.mischief,
+            self.message_faults,
             self.corrupt,
             self.truncate,
-            self.explode,
-            self.explode,
+            self.fail_step,
+            self.fail_step,
             self.pressure,
             self.pressure,
-            self.flip_role,
+            self.toggle_granting,
             self.drain,
             self.break_router_stream,
             self.hold_router_stream,
-            self.router_mischief,
+            self.router_message_faults,
         ]
 
     def plan(self) -> None:
@@ -73,73 +73,67 @@ class Faults:
     # -- replicas ----------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        replica = self._victim()
+        replica = self._choose_replica()
         if replica is None:
             return
         others = [other for other in self._cluster.replicas if other is not replica and not other.stopped]
         final = self._world.chance(0.2) and any(self._cluster.decodes(other.name) for other in others)
-        self._log(f"{replica.name} is killed{' for good' if final else ''}")
+        self._log(f"{replica.name} is killed{' permanently' if final else ''}")
         self._cluster.kill(replica, None if final else 0.2 + self._world.random.random())
 
     def stall(self) -> None:
-        replica = self._victim()
+        replica = self._choose_replica()
         if replica is None:
             return
         seconds = self._world.random.choice((0.3, 1.0, 2.5, 6.0))
         replica.frozen_until = max(replica.frozen_until, self._world.now + seconds)
         self._log(f"{replica.name} stalls for {seconds} s")
-        if seconds > 2.0:
-            self._world.at(2.0, lambda: self._give_up(replica))
-
-    def _give_up(self, replica: SimReplica) -> None:
-        """A router does not wait longer for a heartbeat."""
-        stream = self._cluster.router.streams.get(replica.name)
-        if replica.frozen_until > self._world.now and stream is not None and stream.replica is replica:
-            stream.break_down()
 
     def pressure(self) -> None:
-        """Long answers, all at once, where prompts are computed for others."""
+        """Many long answers at once on a replica that computes prompts for others."""
         sources = [replica for replica in self._cluster.replicas if len(replica.engine.exchange.granter)]
-        replica = self._world.random.choice(sources) if sources else self._victim()
+        replica = self._world.random.choice(sources) if sources else self._choose_replica()
         if replica is None:
             return
-        self._log(f"{replica.name} gets much to do")
+        self._log(f"{replica.name} gets a burst of requests")
         now, random = self._world.now, self._world.random
         for _ in range(4):
             prompt = [random.randrange(10, 900) for _ in range(random.randrange(4, 20))]
-            self._cluster.hurry(Wish(self._cluster.next_number(), now, prompt, 20, b"", -1, None, None, replica.name))
+            self._cluster.submit_now(
+                ClientRequest(self._cluster.next_number(), now, prompt, 20, b"", -1, None, None, replica.name)
+            )
 
-    def explode(self) -> None:
+    def fail_step(self) -> None:
         alone = [r for r in self._cluster.replicas if r.shape.tp * r.shape.pp == 1 and len(r.engine.exchange.granter)]
-        replica = self._world.random.choice(alone) if alone else self._victim()
+        replica = self._world.random.choice(alone) if alone else self._choose_replica()
         if replica is not None:
-            replica.ranks.explode += self._world.random.randrange(1, 3)
+            replica.ranks.failing_steps += self._world.random.randrange(1, 3)
             self._log(f"a step of {replica.name} will fail")
 
-    def flip_role(self) -> None:
-        replica = self._victim()
+    def toggle_granting(self) -> None:
+        replica = self._choose_replica()
         if replica is not None:
-            willing = not replica.engine.exchange.granter.willing
+            willing = not replica.engine.exchange.granter.computes_for_others
             self._log(f"{replica.name} is {'willing' if willing else 'not willing'} to compute for others")
 
             def flip(exchange: object) -> None:
-                replica.engine.exchange.granter.willing = willing
+                replica.engine.exchange.granter.computes_for_others = willing
 
             replica.command(flip)
 
     def drain(self) -> None:
-        """Refuses new, gives up after a while, and comes back as new."""
-        replica = self._victim()
+        """It refuses new attempts, cancels the others after a delay, and restarts as a new build."""
+        replica = self._choose_replica()
         if replica is None or replica.draining:
             return
         self._log(f"{replica.name} drains")
         replica.draining = True
         replica.command(lambda exchange: None)
 
-        def give_up() -> None:
+        def cancel_all() -> None:
             if not replica.alive:
                 return
-            self._log(f"{replica.name} gives up what is left")
+            self._log(f"{replica.name} cancels its attempts")
             replica.stop()
             self._world.at(0.05, end)
 
@@ -147,7 +141,7 @@ class Faults:
             if replica.alive:
                 self._cluster.kill(replica, 0.2)
 
-        self._world.at(self._world.random.choice((0.05, 0.3, 1.0)), give_up)
+        self._world.at(self._world.random.choice((0.05, 0.3, 1.0)), cancel_all)
 
     # -- between replicas --------------------------------------------------------------------------------------
 
@@ -155,83 +149,81 @@ class Faults:
         stream = self._stream()
         if stream is not None:
             until = self._world.now + self._world.random.choice((0.2, 1.0, 3.0))
-            self._log(f"control {stream.target.name} - {stream.address} stands still until {until:.2f}")
+            self._log(f"control {stream.target.name} - {stream.address} is delayed until {until:.2f}")
             stream.hold(until)
 
     def break_control(self) -> None:
         stream = self._stream()
         if stream is not None:
             self._log(f"control {stream.target.name} - {stream.address} breaks")
-            stream.break_down()
+            stream.disconnect()
 
     def partition(self) -> None:
-        """Control breaks and cannot be opened again for a while; bytes flow."""
+        """Control breaks and cannot be opened again for a second; data connections continue."""
         stream = self._stream()
         if stream is not None:
-            self._log(f"{stream.target.name} and {stream.address} are parted")
-            self._cluster.cut(stream.target.name, stream.address, self._world.now + 1.0)
-            stream.break_down()
+            self._log(f"{stream.target.name} and {stream.address} are partitioned")
+            self._cluster.partition(stream.target.name, stream.address, self._world.now + 1.0)
+            stream.disconnect()
 
-    def mischief(self) -> None:
+    def message_faults(self) -> None:
         stream = self._stream()
         if stream is not None:
-            stream.mischief += self._world.random.randrange(1, 4)
+            stream.message_faults += self._world.random.randrange(1, 4)
 
-    def hold_bytes(self) -> None:
+    def hold_data(self) -> None:
         until = self._world.now + self._world.random.choice((0.2, 1.0, 3.0))
-        for wire in self._wires():
-            wire.hold(until)
+        for group in self._pair_groups():
+            group.hold(until)
 
-    def break_bytes(self) -> None:
-        wires = self._wires()
-        if wires:
-            self._log("the bytes of a pair break")
-            self._world.random.choice(wires).break_down()
+    def break_data(self) -> None:
+        pair_groups = self._pair_groups()
+        if pair_groups:
+            self._log("the data connections of a pair break")
+            self._world.random.choice(pair_groups).disconnect()
 
     def corrupt(self) -> None:
-        self._cluster.damage.corrupt += self._world.random.randrange(1, 4)
+        self._cluster.data_faults.corrupt += self._world.random.randrange(1, 4)
 
     def truncate(self) -> None:
-        self._cluster.damage.truncate += 1
+        self._cluster.data_faults.truncate += 1
 
     # -- between router and replicas ---------------------------------------------------------------------------
 
     def break_router_stream(self) -> None:
-        streams = self._cluster.router_streams
+        streams = self._cluster.router.streams
         if streams:
             stream = self._world.random.choice(streams)
             self._log(f"the router's stream to {stream.replica.name} breaks")
-            stream.break_down()
+            stream.disconnect()
 
     def hold_router_stream(self) -> None:
-        streams = self._cluster.router_streams
+        streams = self._cluster.router.streams
         if streams:
             stream = self._world.random.choice(streams)
             seconds = self._world.random.choice((0.3, 1.0, 2.5))
-            self._log(f"the router's stream to {stream.replica.name} stands still for {seconds} s")
+            self._log(f"the router's stream to {stream.replica.name} is delayed for {seconds} s")
             stream.hold(self._world.now + seconds)
-            if seconds > 2.0:
-                self._world.at(2.0, stream.break_down)
 
-    def router_mischief(self) -> None:
-        streams = self._cluster.router_streams
+    def router_message_faults(self) -> None:
+        streams = self._cluster.router.streams
         if streams:
-            self._world.random.choice(streams).mischief += self._world.random.randrange(1, 3)
+            self._world.random.choice(streams).message_faults += self._world.random.randrange(1, 3)
 
-    # -- whom --------------------------------------------------------------------------------------------------
+    # -- targets -----------------------------------------------------------------------------------------------
 
-    def _victim(self) -> SimReplica | None:
-        there = [replica for replica in self._cluster.replicas if not replica.stopped]
-        busy = [r for r in there if len(r.engine.exchange.fetcher) or len(r.engine.exchange.granter)]
-        choice = busy if busy and self._world.chance(0.7) else there
+    def _choose_replica(self) -> SimReplica | None:
+        running = [replica for replica in self._cluster.replicas if not replica.stopped]
+        busy = [r for r in running if len(r.engine.exchange.fetcher) or len(r.engine.exchange.granter)]
+        choice = busy if busy and self._world.chance(0.7) else running
         return self._world.random.choice(choice) if choice else None
 
     def _stream(self) -> TransferStream | None:
-        streams = [stream for stream in self._cluster.streams if not stream.over]
+        streams = [stream for stream in self._cluster.streams if not stream.closed]
         return self._world.random.choice(streams) if streams else None
 
-    def _wires(self) -> list[PairWire]:
-        return [wire for wire in self._cluster.wires.values() if not wire.broken]
+    def _pair_groups(self) -> list[SimPairGroup]:
+        return [group for group in self._cluster.pair_groups.values() if not group.broken]
 
     def _log(self, sentence: str) -> None:
         if self._world.tracing:

@@ -1,6 +1,6 @@
 """One seed: a cluster, its clients and its faults, from the first event to the last.
 
-`python tests/simulation/schedule.py SEED` prints what happens; `… FIRST --until STOP` runs many.
+`python tests/simulation/schedule.py SEED` prints its events; `… FIRST --until STOP` runs many.
 """
 
 import argparse
@@ -11,12 +11,12 @@ from collections import Counter
 from random import Random
 
 import structlog
-from faults import Faults, Moves
-from sim_cluster import REST_SECONDS, Cluster
+from faults import Faults, StreamMoves
+from sim_cluster import IDLE_SECONDS, Cluster
 from sim_model import BLOCK, Model
 from sim_replica import Shape
-from sim_router import Phase, Wish
-from world import BrokenPromise, World
+from sim_router import ClientRequest, Phase
+from world import InvariantViolation, World
 
 SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))
 WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))
@@ -24,9 +24,9 @@ LONGEST = 12 * BLOCK  # of prompt and output
 
 
 def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
-    """Outcomes by name. Raises whatever does not hold. Needs a running event loop, as attempts are futures.
+    """Counts of outcomes by name. Raises if an invariant does not hold. Needs a running event loop.
 
-    `moves`: the router rebalances, without being asked.
+    `moves`: streams are also moved at random times.
     """
     world = World(seed, tracing=tracing)
     random = world.random
@@ -35,21 +35,21 @@ def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str
     names = [shape.name for shape in shapes]
     decoders = set(names) if random.random() < 0.5 else set(names[1:])
     cluster = Cluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
-    wishes = _wishes(random)
-    cluster.expect(wishes)
+    requests = _requests(random)
+    cluster.schedule_requests(requests)
     Faults(cluster).plan()
     if moves:
-        Moves(cluster).plan()
+        StreamMoves(cluster).plan()
     if tracing:
         world.log(f"{model}, decoders {sorted(decoders)}")
         for shape in shapes:
             world.log(str(shape))
-        for wish in wishes:
-            world.log(str(wish))
+        for request in requests:
+            world.log(str(request))
     world.run()
     cluster.check_end()
-    if world.now > REST_SECONDS:
-        raise BrokenPromise(f"the cluster came to rest only after {world.now:.1f} s")
+    if world.now > IDLE_SECONDS:
+        raise InvariantViolation(f"the cluster became idle only after {world.now:.1f} s")
     outcomes = Counter(request.outcome for request in cluster.router.requests)
     for replica in cluster.replicas:
         outcomes["fetches"] += replica.engine.exchange.fetcher.counters.started
@@ -75,26 +75,26 @@ def _shape(random: Random, number: int, model: Model) -> Shape:
     )
 
 
-def _wishes(random: Random) -> list[Wish]:
+def _requests(random: Random) -> list[ClientRequest]:
     stems = [[random.randrange(10, 900) for _ in range(6 * BLOCK)] for _ in range(2)]
-    wishes = []
+    requests = []
     for number in range(random.randrange(6, 11)):
         stem = random.choice(stems)[: random.choice((0, 8, 17, 24))]
         prompt = stem + [random.randrange(10, 900) for _ in range(random.randrange(1, 4 * BLOCK))]
-        leaves = random.choice(list(Phase)) if random.random() < 0.25 else None
-        wishes.append(
-            Wish(
+        disconnects_in = random.choice(list(Phase)) if random.random() < 0.25 else None
+        requests.append(
+            ClientRequest(
                 number=number,
                 arrival=random.random(),
                 prompt=prompt,
-                max_tokens=LONGEST - len(prompt) if leaves else random.randrange(1, 9),
+                max_tokens=LONGEST - len(prompt) if disconnects_in else random.randrange(1, 9),
                 salt=random.choice((b"", b"", b"tenant")),
                 priority=random.choice((0, 0, 1)),
                 deadline=random.choice((0.05, 0.3, 1.0)) if random.random() < 0.1 else None,
-                leaves=leaves,
+                disconnects_in=disconnects_in,
             )
         )
-    return wishes
+    return requests
 
 
 async def run_in_loop(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
-    parser.add_argument("--moves", action="store_true", help="streams are moved by the router, too")
+    parser.add_argument("--moves", action="store_true", help="streams are also moved at random times")
     options = parser.parse_args()
     if options.until is None:
         print(asyncio.run(run_in_loop(options.seed, moves=options.moves, tracing=True)))

@@ -1,14 +1,14 @@
-"""What one rank has in its cache: for each slot, which prefix it was computed from."""
+"""Shadow memory of one rank's cache: for each slot, the prefix that it was computed from."""
 
 from dataclasses import dataclass, field
 
-from world import BrokenPromise
+from world import InvariantViolation
 
-from headrace_worker.transfer.shards import RankShard
+from headrace_worker.core.transfer.shards import RankShard
 
 Cell = list[int]  # per slot of a block: the tag of the tokens up to there, or NOTHING
 NOTHING = -1
-SPOILT = -2
+INVALID = -2
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Task:
     stop: int
     tags: list[int]  # of positions up to `stop`
     tables: list[dict[int, int]]  # per cache group: block by index
-    spoilt: bool = False  # the step fails: what it writes means nothing
+    invalid: bool = False  # the step fails: its output is invalid
 
     def written(self, size: int) -> list[int]:
         """Blocks of any group that the task writes into."""
@@ -28,7 +28,7 @@ class Task:
 
 @dataclass(slots=True)
 class RankShadow:
-    """Notices whoever reads what was not written for him. `cells[layer, head][block]`."""
+    """Detects every read of KV that was computed from another prefix. `cells[layer, head][block]`."""
 
     number: int
     shard: RankShard
@@ -43,26 +43,26 @@ class RankShadow:
         self.cells = {part: {} for parts in self.parts for part in parts}
 
     def compute(self, task: Task) -> set[int]:
-        """Reads what the task's first query sees, writes its positions; the blocks that were written."""
+        """Reads the KV that the task's first query attends to, writes its positions. Returns the written blocks."""
         size, written = self.block_size, set()
         for window, parts, table in zip(self.windows, self.parts, task.tables, strict=True):
             first = max(0, task.start - window + 1) if window else 0
-            for index in range(first // size, -(-task.start // size)) if not task.spoilt else ():
+            for index in range(first // size, -(-task.start // size)) if not task.invalid else ():
                 low, high = max(first, index * size), min(task.start, (index + 1) * size)
-                block, wanted = table[index], task.tags[low:high]
+                block, expected = table[index], task.tags[low:high]
                 for part in parts:
                     cell = self.cells[part].get(block)
-                    if cell is None or cell[low - index * size : high - index * size] != wanted:
-                        raise BrokenPromise(f"rank {self.number} reads foreign KV in block {block}, {part}")
+                    if cell is None or cell[low - index * size : high - index * size] != expected:
+                        raise InvariantViolation(f"rank {self.number} reads foreign KV in block {block}, {part}")
             for index in range(task.start // size, -(-task.stop // size)):
                 low, high = max(task.start, index * size), min(task.stop, (index + 1) * size)
                 block = table[index]
                 if block == 0:
-                    raise BrokenPromise("a plan writes into the null block")
+                    raise InvariantViolation("a plan writes into the null block")
                 written.add(block)
                 for part in parts:
                     cell = self.cells[part].setdefault(block, [NOTHING] * size)
-                    tags = [SPOILT] * (high - low) if task.spoilt else task.tags[low:high]
+                    tags = [INVALID] * (high - low) if task.invalid else task.tags[low:high]
                     cell[low - index * size : high - index * size] = tags
         return written
 

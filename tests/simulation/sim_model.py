@@ -1,41 +1,41 @@
-"""The model that replicas pretend to run, and how its cache is spread over their ranks."""
+"""The model that the replicas simulate, and the distribution of its cache over their ranks."""
 
 from dataclasses import dataclass
 
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.model.sharding.cuts import kv_heads
-from headrace_worker.transfer.shards import KvShards, RankShard
 
 BLOCK = 4
 VOCABULARY = 1000
 MAX_MODEL_LEN = 256
 
 
-def follow(tag: int, token: int) -> int:
-    """What stands for all tokens up to here, `tag` standing for those before."""
+def next_tag(tag: int, token: int) -> int:
+    """The tag of a sequence: a hash of all its tokens; `tag` is that of the tokens before."""
     return hash((tag, token))
 
 
-def draw(tag: int) -> int:
-    """The token that the model draws after what `tag` stands for."""
+def next_token(tag: int) -> int:
+    """The token that the model samples after the sequence with this tag."""
     return tag % (VOCABULARY - 10) + 10
 
 
-def answer(prompt: list[int], count: int) -> list[int]:
-    """The undisturbed output."""
+def expected_answer(prompt: list[int], count: int) -> list[int]:
+    """The expected output."""
     tag = 0
     for token in prompt:
-        tag = follow(tag, token)
+        tag = next_tag(tag, token)
     tokens = []
     for _ in range(count):
-        tokens.append(draw(tag))
-        tag = follow(tag, tokens[-1])
+        tokens.append(next_token(tag))
+        tag = next_tag(tag, tokens[-1])
     return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Two layers per cache group, so many KV heads; `windows` as in a cache layout."""
+    """Two layers per cache group, `heads` KV heads; `windows` as in a cache layout."""
 
     windows: tuple[int, ...]
     heads: int
@@ -60,5 +60,9 @@ class Model:
             if pp == 1
             else [[(s * len(groups) + g,) for g in groups] for s in range(2)]
         )
-        ranks = [RankShard(tuple(stage), kv_heads(self.heads, place, tp)) for stage in stages for place in range(tp)]
+        ranks = [
+            RankShard(tuple(stage), kv_heads(self.heads * tp, self.heads, place, tp))
+            for stage in stages
+            for place in range(tp)
+        ]
         return KvShards(BLOCK, 8, "float32", self.windows, tuple(ranks))

@@ -1,33 +1,33 @@
-"""One life of a replica: the production engine over pretended ranks, and the turns of its loop."""
+"""One build of a replica: the production engine over simulated ranks, and the turns of its loop."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from promises import Promises
+from invariants import Invariants
 from ranks import SimRanks
 from router_stream import RouterStream
 from sim_model import MAX_MODEL_LEN, VOCABULARY, Model
 from transfer_stream import TransferStream
-from world import BrokenPromise, Fifo, World
+from world import Fifo, InvariantViolation, World
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.engine import Engine
-from headrace_worker.kv.manager import KVManager, ModelScope
-from headrace_worker.loop import EngineLoop
-from headrace_worker.request import Finish, Output
-from headrace_worker.scheduler import Scheduler, SchedulerLimits
-from headrace_worker.server.convert import to_request
-from headrace_worker.server.pairs import PairDesk
-from headrace_worker.transfer.exchange import Exchange, Outbound
-from headrace_worker.transfer.orders import OpenPair, Report
-from headrace_worker.transfer.shards import KvShards
+from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.request import Finish, Output
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
+from headrace_worker.core.transfer.orders import OpenPair, Report
+from headrace_worker.core.transfer.shards import KvShards
+from headrace_worker.server.convert import to_load, to_request
+from headrace_worker.server.pairs import PairRegistry
 
 if TYPE_CHECKING:
+    from pair_group import SimPairGroup
     from sim_cluster import Cluster
-    from wires import PairWire
 
 IDLE_TICK = 0.25
 KEY = derive_key(b"simulation")
@@ -35,7 +35,7 @@ KEY = derive_key(b"simulation")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a replica is made of; the same in all its lives."""
+    """The configuration of a replica; the same in all its builds."""
 
     name: str
     tp: int
@@ -48,13 +48,13 @@ class Shape:
 
 
 class SimReplica:
-    """Owns its events: they are lost when it is killed, and wait while it stands still."""
+    """Owns its events: they are lost when it is killed, and delayed while it is frozen."""
 
-    def __init__(self, cluster: "Cluster", shape: Shape, model: Model, life: int) -> None:
+    def __init__(self, cluster: "Cluster", shape: Shape, model: Model, generation: int) -> None:
         self.alive = True
         self.frozen_until = 0.0
         self.stopped = False
-        self._spent = 0.0  # of the turn that goes on
+        self._spent = 0.0  # seconds of the current turn
         self.draining = False
         self.cluster = cluster
         self.world: World = cluster.world
@@ -62,44 +62,60 @@ class SimReplica:
         self.name = shape.name
         self.shards: KvShards = model.shards(shape.tp, shape.pp)
         self.identity = pb.ReplicaIdentity(
-            replica_id=shape.name, boot_id=f"{shape.name}/{life}".encode(), model="m", revision="r", dtype="float32"
+            replica_id=shape.name,
+            boot_id=f"{shape.name}/{generation}".encode(),
+            model="m",
+            revision="r",
+            dtype="float32",
+            generation=generation,
         )
         layout = model.layout
         self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), ModelScope("m", "r", "float32", "float32"))
         limits = SchedulerLimits(shape.rows, shape.budget, max_waiting=64, batches=shape.pp)
         self.scheduler = Scheduler(limits, self.kv, self.clock)
         ranks = len(self.shards.ranks)
-        self.ranks = SimRanks(self.world, self, model, self.shards, self._wire, self._reported, self._spend)
+        self.ranks = SimRanks(self.world, self, model, self.shards, self._pair_group, self._reported, self._spend)
         self.engine = Engine(self.scheduler, self.ranks, self.clock, max(shape.depth, shape.pp - 1), ranks)
-        self.desk = PairDesk(
+        self.pair_registry = PairRegistry(
             lambda: self.identity, self.shards, cast(EngineLoop, None), "127.0.0.1", lambda number, host: None
         )
-        self.promises = Promises(self)
+        self.invariants = Invariants(self)
         self.sources: dict[str, TransferStream] = {}
         self.targets: dict[str, TransferStream] = {}
-        self.orphans: dict[tuple[str, int], float] = {}  # grants without a fetch, and since when
+        self.orphans: dict[tuple[str, int], float] = {}  # grants without a fetch, with the time of their first check
+        self.steps = 0
+        self._streams: list[RouterStream] = []
         self._owners: dict[bytes, RouterStream] = {}
         self._ended: set[bytes] = set()
         self._commands: deque[Callable[[], Output | None]] = deque()
         self._due: float | None = None
         self._turns = 0
         self._busy_until = self._reported_at = 0.0
-        self._notes = [Fifo(self.world, self, self._noted) for _ in self.shards.ranks]
+        self._report_queues = [Fifo(self.world, self, self._report_received) for _ in self.shards.ranks]
         self._names = 0
 
     @property
-    def troubled(self) -> bool:
-        """Whether it is dead, or stood still in the last second."""
+    def unhealthy(self) -> bool:
+        """Whether it is dead, or was frozen in the last second."""
         return not self.alive or self.stopped or self.frozen_until > self.world.now - 1.0
 
     def clock(self) -> float:
         return self.world.now + self._spent
 
-    # -- from outside -----------------------------------------------------------------------------------------
+    def load(self) -> pb.Load:
+        """As the server reports it after the last turn."""
+        return to_load(self.engine.load(), self.steps, self.draining)
 
-    def command(self, tell: Callable[[Exchange], None]) -> None:
-        """Left for the loop's next turn."""
-        self._leave(lambda: tell(self.engine.exchange))
+    # -- interface --------------------------------------------------------------------------------------------
+
+    def command(self, action: Callable[[TransferExchange], None]) -> None:
+        """Queued for the loop's next turn."""
+        self._enqueue(lambda: action(self.engine.exchange))
+
+    def connected(self, stream: RouterStream) -> None:
+        """A router's stream was opened; while there is one, each turn sends a frame, also idle turns at each tick."""
+        self._streams.append(stream)
+        self._wake(0.0)
 
     def submitted(self, stream: RouterStream, submit: pb.Submit) -> None:
         request = to_request(
@@ -118,27 +134,28 @@ class SimReplica:
                 return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="draining")
             return self.engine.submit(request)
 
-        self._leave(accept)
+        self._enqueue(accept)
 
     def cancel(self, attempt_id: bytes) -> None:
-        self._leave(lambda: self.engine.cancel(attempt_id))
+        self._enqueue(lambda: self.engine.cancel(attempt_id))
 
-    def router_gone(self, stream: RouterStream) -> None:
+    def router_disconnected(self, stream: RouterStream) -> None:
+        self._streams.remove(stream)
         for attempt_id in sorted(stream.attempts):
             self._owners.pop(attempt_id, None)
             self.cancel(attempt_id)
         stream.attempts.clear()
 
-    def source_gone(self, stream: TransferStream) -> None:
-        """As the target: a stream ended that was not hung up."""
+    def source_disconnected(self, stream: TransferStream) -> None:
+        """As the target: a stream ended that this replica did not close."""
         if self.sources.get(stream.address) is stream:
             del self.sources[stream.address]
         self.command(lambda exchange: exchange.source_lost(stream.address))
 
-    def target_gone(self, stream: TransferStream) -> None:
-        """As the source."""
+    def target_disconnected(self, stream: TransferStream) -> None:
+        """As the source: a stream ended."""
         self.targets.pop(stream.name, None)
-        self.command(lambda exchange: exchange.granter.lost(stream.name))
+        self.command(lambda exchange: exchange.granter.peer_lost(stream.name))
 
     def name_of(self, stream: TransferStream) -> str:
         self._names += 1
@@ -147,7 +164,7 @@ class SimReplica:
         return name
 
     def stop(self) -> None:
-        """Gives up what is left: each attempt may go on elsewhere."""
+        """Cancels all attempts: each may continue on another replica."""
         self.stopped = True
         outputs = [
             Output(attempt_id, 0, [], finish=Finish.CANCELLED, error="the replica is stopping")
@@ -157,7 +174,7 @@ class SimReplica:
 
     # -- turns -------------------------------------------------------------------------------------------------
 
-    def _leave(self, command: Callable[[], Output | None]) -> None:
+    def _enqueue(self, command: Callable[[], Output | None]) -> None:
         self._commands.append(command)
         self._wake(0.0)
 
@@ -179,26 +196,27 @@ class SimReplica:
             output = self._commands.popleft()()
             if output is not None:
                 outputs.append(output)
-            self.promises.always()
+            self.invariants.always()
         if engine.has_work or engine.exchange.busy:
             began = self.world.now
             outputs += engine.step()
-            self.promises.always()
-            self.promises.leases(began)
+            self.invariants.always()
+            self.invariants.leases(began)
         for output in outputs:
-            self._look_at(output)
+            self._check_output(output)
         outbound = engine.exchange.take_outbound()
         spent, self._spent = self._spent, 0.0
         self._busy_until = self.world.now + spent
-        self.promises.commits(outbound)
-        if outputs or outbound:  # reports reach the server in order
+        self.invariants.commits(outbound)
+        self.steps += 1
+        if outputs or outbound or self._streams:  # reports reach the server in order
             self._reported_at = max(self._reported_at, self._busy_until + self.world.delay() / 8)
             self.world.at(self._reported_at - self.world.now, lambda: self._report(outputs, outbound), self)
         engine.take_cache_changes()
         self.cluster.watch(self)
         if engine.has_work:
             self._wake(spent + 0.001)
-        elif engine.exchange.busy:
+        elif engine.exchange.busy or (self._streams and self.cluster.router.busy):
             self._wake(spent + IDLE_TICK)
 
     def _report(self, outputs: list[Output], outbound: Outbound) -> None:
@@ -208,9 +226,9 @@ class SimReplica:
     def _spend(self) -> None:
         self._spent += self.shape.step_seconds * (0.5 + self.world.random.random())
 
-    def _look_at(self, output: Output) -> None:
+    def _check_output(self, output: Output) -> None:
         if output.attempt_id in self._ended and output.attempt_id in self._owners:
-            raise BrokenPromise("an attempt that has ended speaks")
+            raise InvariantViolation("an attempt that has ended produces output")
         if output.finish is not None:
             self._ended.add(output.attempt_id)
 
@@ -223,8 +241,8 @@ class SimReplica:
                 if output.finish is not None:
                     del self._owners[output.attempt_id]
                     stream.attempts.discard(output.attempt_id)
-        for stream, mine in batches.values():
-            stream.put(mine)
+        for stream in list(self._streams):
+            stream.put(batches[id(stream)][1] if id(stream) in batches else [])
 
     def _send_out(self, outbound: Outbound) -> None:
         for address, message in outbound.to_sources:
@@ -233,25 +251,25 @@ class SimReplica:
             if address not in self.sources:
                 self.sources[address] = TransferStream(self, address)
                 self.cluster.streams.append(self.sources[address])
-            self.sources[address].say(message)
+            self.sources[address].send_to_source(message)
         for name, answer in outbound.to_targets:
             if self.world.tracing:
                 self.world.log(f"{self.name} to target {name}: {answer}")
             if name in self.targets:
-                self.targets[name].answer(answer)
-        for peer in outbound.hang_up:
+                self.targets[name].send_to_target(answer)
+        for peer in outbound.disconnect:
             if peer in self.sources:
-                self.sources.pop(peer).hang_up()
+                self.sources.pop(peer).close()
             if peer in self.targets:
-                self.targets[peer].turn_out()
+                self.targets[peer].close_from_source()
 
-    def _wire(self, order: OpenPair) -> "PairWire":
-        return self.cluster.wire(order)
+    def _pair_group(self, order: OpenPair) -> "SimPairGroup":
+        return self.cluster.pair_group(order)
 
     def _reported(self, report: Report) -> None:
         if self.world.tracing:
             self.world.log(f"{self.name} report {report}")
-        self._notes[report.rank].put(report)
+        self._report_queues[report.rank].put(report)
 
-    def _noted(self, report: object) -> None:
-        self.command(lambda exchange: exchange.reported(cast(Report, report)))
+    def _report_received(self, report: object) -> None:
+        self.command(lambda exchange: exchange.handle_report(cast(Report, report)))

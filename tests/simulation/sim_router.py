@@ -1,31 +1,37 @@
-"""A router: production journeys and attempts, and a client per request who checks every token."""
+"""A router: production fleet, policies, rebalancer and choice runs, and clients that check every token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from router_stream import RouterStream
-from sim_model import answer
-from world import BrokenPromise
+from sim_model import MAX_MODEL_LEN, expected_answer
+from world import InvariantViolation, World
 
+from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
-from headrace_router.attempt import Attempt, Outcome
-from headrace_router.errors import ApiError
-from headrace_router.journey import Journey, Loss
+from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.choice_run import ChoiceRun, RunRequest
+from headrace_router.core.errors import ApiError, DeadlineError
+from headrace_router.core.fleet import CardPlacement, Fleet
+from headrace_router.core.policy import LeastLoad, Work
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.core.retry import RetryState
 
 if TYPE_CHECKING:
     from sim_cluster import Cluster
 
-LOOK_SECONDS = 0.1
-GONE_SECONDS = 0.7  # from an attempt's being called off until nothing is left of it
+MAINTENANCE_SECONDS = 0.1  # between two checks of all replicas
+RECONNECT_SECONDS = 0.1
+STALL_SECONDS = 2.0  # without a step until a stream is closed
 
 
 class Phase(Enum):
-    """Where a request is when its client leaves."""
+    """The phase of a request in which its client disconnects."""
 
     QUEUED = "queued"
-    ASKED = "asked"
+    REQUESTED = "requested"
     GRANTED = "granted"
     MOVING = "moving"
     COMMITTED = "committed"
@@ -35,8 +41,8 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a client asks for, and how long he stays."""
+class ClientRequest:
+    """A client's request, and the phase in which the client disconnects."""
 
     number: int
     arrival: float
@@ -45,234 +51,297 @@ class Wish:
     salt: bytes
     priority: int
     deadline: float | None
-    leaves: Phase | None
-    place: str = ""  # the replica that is to have it, if it is ready
+    disconnects_in: Phase | None
+    pinned: str = ""  # the replica that it is placed on, if that is ready
+
+
+@dataclass(frozen=True, slots=True)
+class SimCard:
+    """The one model."""
+
+    model: str = "m"
+    revision: str = "r"
+    max_model_len: int = MAX_MODEL_LEN
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+State = ReplicaState[SimCard]
+
+
+class SimTimer:
+    """One scheduled call that may be cancelled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        self._call = None
+
+    def fire(self) -> None:
+        if self._call is not None:
+            self._call()
+
+
+class SimTimers:
+    """Timers of the simulated world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def now(self) -> float:
+        return self._world.now
+
+    def soon(self, call: Callable[[], None]) -> SimTimer:
+        return self.after(0.0, call)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> SimTimer:
+        timer = SimTimer(call)
+        self._world.at(seconds, timer.fire)
+        return timer
 
 
 class SimRequest:
-    """One wish on its way, as `generation.py` runs a choice."""
+    """One client: the output and the listener of its choice run."""
 
-    def __init__(self, router: "SimRouter", wish: Wish, journey: Journey[str]) -> None:
-        self.wish = wish
+    def __init__(self, router: "SimRouter", spec: ClientRequest) -> None:
+        self.spec = spec
         self.outcome = ""
         self.tokens: list[int] = []
-        self.attempt: Attempt | None = None
-        self.at = ""  # the replica's name
+        self.failure: Exception | None = None
         self._router = router
         self._world = router.world
-        self._journey = journey
-        self._expected = answer(wish.prompt, wish.max_tokens)
-        self._stream: RouterStream | None = None
-        self._left = ""
-        self._kept: tuple[Attempt, RouterStream] | None = None  # moved, and not called off where it came from
-        self._looking = False
-        if wish.deadline is not None:
-            self._world.at(wish.deadline, lambda: self.leave("deadline"))
-
-    def place(self) -> None:
-        """Finds a replica, or waits for one."""
-        self._looking = False
-        if self.outcome:
-            return
-        begun = bool(self.tokens)
-        stream = self._router.choose(self._journey.excluded, self.wish.place)
-        if stream is None:
-            self._release()
-            try:
-                self._journey.nowhere(begun, self._world.now)
-            except ApiError as error:
-                self._end(type(error).__name__)
-                return
-            self._looking = True
-            self._world.at(LOOK_SECONDS, self.place)
-            return
-        self._journey.placed()
-        self._stream, self.at = stream, stream.replica.name
-        attempt_id = self._world.random.randbytes(16)
-        self.attempt = Attempt(attempt_id, len(self.tokens), self._on_tokens, stream.cancel)
-        submit = pb.Submit(
-            attempt_id=attempt_id,
-            tenant_salt=self.wish.salt,
-            prompt_token_ids=self.wish.prompt,
-            output_token_ids=self.tokens,
-            sampling=pb.Sampling(max_tokens=self.wish.max_tokens, ignore_eos=True),
-            priority=self.wish.priority,
+        self._finish = ""
+        self._expected = expected_answer(spec.prompt, spec.max_tokens)
+        self.run: ChoiceRun[State] = ChoiceRun(
+            RunRequest(
+                label=str(spec.number),
+                model="m",
+                revision="r",
+                tenant_salt=spec.salt,
+                prompt_token_ids=spec.prompt,
+                sampling=pb.Sampling(max_tokens=spec.max_tokens, ignore_eos=True),
+                priority=spec.priority,
+                deadline_seconds=spec.deadline,
+            ),
+            self,
+            SimPlacement(router, spec.pinned),
+            RetryState("m", max_attempts=3, migration_limit=3, patience=5.0),
+            SimTimers(router.world),
+            self,
         )
-        if self.wish.deadline is not None:
-            left = self.wish.arrival + self.wish.deadline - self._world.now
-            submit.deadline_ms = max(1, int(left * 1000))
-        holder = self._left if self._left and self._left != self.at and self._router.is_connected(self._left) else ""
-        source = holder or ("" if self.wish.place else self._router.choose_source(self.at))
-        if source:
-            submit.source.CopyFrom(pb.Source(replica_id=source, address=source, cached_only=bool(holder)))
-        if self._world.tracing:
-            self._world.log(f"request {self.wish.number} to {self.at}, source {source or '-'}, {len(self.tokens)} out")
-        stream.submit(submit)
 
-    def leave(self, outcome: str) -> None:
-        """Nobody waits any more."""
-        if self.outcome:
-            return
-        attempt, stream = self.attempt, self._stream
-        if attempt is not None and stream is not None:
-            self._world.at(GONE_SECONDS, lambda: self._look_back(attempt.id, stream))
-            attempt.cancel()
-        self._end(outcome)
-        self._release()
+    @property
+    def attempt(self) -> Attempt | None:
+        return self.run.attempt
+
+    @property
+    def replica_name(self) -> str:
+        """The replica's name."""
+        return self.run.replica.replica_id if self.run.replica is not None else ""
+
+    def disconnect(self) -> None:
+        """The client closes its connection."""
+        if not self.outcome:
+            self.run.cancel()
+            self._end("disconnected")
 
     def move(self) -> bool:
-        """Has a stream go on elsewhere, its blocks kept where it was until it has; whether there is one to move."""
-        attempt, stream = self.attempt, self._stream
-        if self.outcome or attempt is None or stream is None or not (attempt.open and attempt.started):
+        """Moves a stream to another replica, as the rebalancer does. Returns whether there was one to move."""
+        attempt = self.attempt
+        if self.outcome or attempt is None or not (attempt.open and attempt.started):
             return False
         attempt.move()
-        self._release()
-        self._kept = attempt, stream
         self._router.moved += 1
-        self.look()
         return True
 
-    def _release(self) -> None:
-        """Whoever keeps blocks for this request need not any more."""
-        if self._kept is not None:
-            (attempt, stream), self._kept = self._kept, None
-            attempt.release()
-            self._world.at(GONE_SECONDS, lambda: self._look_back(attempt.id, stream))
+    # Output
 
-    def _look_back(self, attempt_id: bytes, stream: RouterStream) -> None:
-        """Whoever left or moved is forgotten by now, unless the word of it could not get through."""
-        if stream.undisturbed and attempt_id in stream.replica.engine._requests:
-            raise BrokenPromise(f"{stream.replica.name} still serves request {self.wish.number}, which was called off")
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.tokens
 
-    def heard(self, delta: pb.Delta) -> None:
-        if self.attempt is not None:
-            self.attempt.receive(delta)
-            self.look()
+    @property
+    def done(self) -> bool:
+        return bool(self._finish)
 
-    def lost(self) -> None:
-        """The stream that carried the attempt is gone."""
-        if self.attempt is not None:
-            self.attempt.end(Outcome.LOST)
-            self.look()
+    # RunListener
 
-    def look(self) -> None:
-        """Whether the attempt is over, and what comes then."""
-        attempt = self.attempt
-        if attempt is None or not attempt.outcome.done() or self.outcome or self._looking:
-            return
-        outcome = attempt.outcome.result()
-        if outcome is Outcome.FINISHED:
-            raise BrokenPromise("an attempt is finished, its request is not")
-        self.attempt = None
-        begun = bool(self.tokens)
-        if outcome is Outcome.MOVED:
-            self._left = self.at
-            self._journey.moved(self.at)
-            self.place()
-            return
-        self._release()
-        loss = Loss.REFUSED if outcome is Outcome.REFUSED else Loss.LOST
-        self._left = self.at if begun and loss is Loss.LOST else ""
-        try:
-            self._journey.ended(self.at, loss, begun)
-        except ApiError as error:
-            self._end(type(error).__name__)
-            return
-        self.place()
+    def placed(self, replica_id: str) -> None:
+        if self._world.tracing:
+            self._world.log(f"request {self.spec.number} to {replica_id}, {len(self.tokens)} sent")
 
-    def _on_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int, error: str
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int, error: str
     ) -> None:
         first = len(self.tokens)
-        self._release()
         self.tokens += token_ids
-        if self.outcome:
-            raise BrokenPromise(f"request {self.wish.number} has ended and gets tokens")
+        if self.outcome or self._finish:
+            raise InvariantViolation(f"request {self.spec.number} has ended and receives tokens")
         if self.tokens != self._expected[: len(self.tokens)]:
-            raise BrokenPromise(
-                f"request {self.wish.number} got {list(token_ids)} from token {first} on, not {self._expected[first:]}"
+            raise InvariantViolation(
+                f"request {self.spec.number} got {list(token_ids)} from token {first} on, not {self._expected[first:]}"
             )
         if finish == pb.FINISH_LENGTH and len(self.tokens) != len(self._expected):
-            raise BrokenPromise(f"request {self.wish.number} ends after {len(self.tokens)} tokens")
+            raise InvariantViolation(f"request {self.spec.number} ends after {len(self.tokens)} tokens")
         if finish != pb.FINISH_NONE:
-            self._end(pb.FinishReason.Name(finish))
-        if (self.tokens and self.wish.leaves is Phase.FIRST_TOKEN) or (
-            len(self.tokens) > 2 and self.wish.leaves is Phase.DECODE
+            self._finish = pb.FinishReason.Name(finish)
+        elif (self.tokens and self.spec.disconnects_in is Phase.FIRST_TOKEN) or (
+            len(self.tokens) > 2 and self.spec.disconnects_in is Phase.DECODE
         ):
-            self.leave("left")
+            self.disconnect()
+
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        if self._world.tracing:
+            self._world.log(f"request {self.spec.number} leaves {replica_id}: {outcome.value}")
+
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        if failure is not None and not isinstance(failure, ApiError):
+            raise failure
+        if failure is None:
+            self._end(self._finish)
+        else:
+            self._end("deadline" if isinstance(failure, DeadlineError) else type(failure).__name__)
 
     def _end(self, outcome: str) -> None:
         if self.outcome:
-            raise BrokenPromise(f"request {self.wish.number} ends twice: {self.outcome}, {outcome}")
+            raise InvariantViolation(f"request {self.spec.number} ends twice: {self.outcome}, {outcome}")
         if self._world.tracing:
-            self._world.log(f"request {self.wish.number} ends: {outcome}")
+            self._world.log(f"request {self.spec.number} ends: {outcome}")
         self.outcome = outcome
 
 
+@dataclass(frozen=True, slots=True)
+class SimPlacement:
+    """Production's placement; sometimes with a source that production would not choose."""
+
+    router: "SimRouter"
+    pinned: str  # the replica that the request is placed on, if that is ready
+
+    def place(self, work: Work, excluded: Collection[State]) -> State | None:
+        if self.pinned:
+            for state in self.router.fleet.replicas:
+                if state.replica_id == self.pinned and state.ready and state not in excluded:
+                    return state
+        return self._production.place(work, excluded)
+
+    def prefill_source(self, target: State, work: Work) -> State | None:
+        """Any other replica, reachable or not; rarely the target itself."""
+        world = self.router.world
+        if not self.pinned and world.chance(self.router.source_share):
+            states = [state for state in self.router.fleet.replicas if state is not target or world.chance(0.02)]
+            return world.random.choice(states) if states else None
+        return None if self.pinned else self._production.prefill_source(target, work)
+
+    def sweep(self) -> None:
+        self._production.sweep()
+
+    @property
+    def _production(self) -> CardPlacement[SimCard]:
+        return CardPlacement(self.router.fleet, SimCard())
+
+
+class SimLink:
+    """Keeps a stream open to one build of a replica, as the production link does over gRPC."""
+
+    def __init__(self, router: "SimRouter", state: State) -> None:
+        self.state = state
+        self.stream: RouterStream | None = None
+        self._router = router
+        self._closed = False
+        router.links.append(self)
+        state.on_send = self._send
+        self._connect()
+
+    def close(self) -> None:
+        self._closed = True
+        self._router.links.remove(self)
+        if self.stream is not None:
+            self.stream.disconnect()
+
+    def check_stall(self) -> None:
+        """A stream without steps is closed, as the production link's read times out."""
+        state = self.state
+        if self.stream is not None and state.connected and state.seconds_since_step > state.stall_limit(STALL_SECONDS):
+            self.stream.disconnect()
+
+    def received(self, frame: pb.ReplicaFrame) -> None:
+        if frame.HasField("hello"):
+            self.state.describe(pb.ModelFacts(identity=frame.hello), SimCard())
+        self.state.receive(frame)
+
+    def disconnected(self) -> None:
+        """All attempts on it are lost; it is opened again after a delay."""
+        self.stream = None
+        self.state.disconnect()
+        if not self._closed:
+            self._router.world.at(RECONNECT_SECONDS, self._connect)
+
+    def _connect(self) -> None:
+        if self._closed or self.stream is not None:
+            return
+        replica = self._router.cluster.build(self.state.replica_id, self.state.identity.generation)
+        if replica is None or replica.stopped or replica.frozen_until > self._router.world.now:
+            if self._router.busy and (replica is not None or not self.state.retired):
+                self._router.world.at(RECONNECT_SECONDS, self._connect)
+            return
+        self.stream = RouterStream(self, replica)
+        self._send()
+
+    def _send(self) -> None:
+        stream = self.stream
+        while stream is not None and (frame := self.state.outbox.take()) is not None:
+            stream.send(frame)
+
+
 class SimRouter:
-    """Has a stream to every replica that can be reached."""
+    """Has a link to every build of a replica on its member list."""
 
     def __init__(self, cluster: "Cluster", source_share: float) -> None:
         self.cluster = cluster
         self.world = cluster.world
         self.requests: list[SimRequest] = []
-        self.streams: dict[str, RouterStream] = {}
-        self.moved = 0  # times that a stream was
-        self._source_share = source_share
+        self.links: list[SimLink] = []
+        self.moved = 0  # streams that `SimRequest.move` moved
+        self.source_share = source_share
+        self.fleet: Fleet[SimCard] = Fleet(self._state, self._open, LeastLoad(), 0)
+        self._maintaining = False
 
-    def arrive(self, wish: Wish) -> None:
-        journey: Journey[str] = Journey("m", max_attempts=3, migration_limit=3, patience=5.0)
-        request = SimRequest(self, wish, journey)
-        self.requests.append(request)
-        request.place()
-
-    def connect(self, name: str) -> None:
-        """Opens a stream to the replica's present life, or tries again in a moment."""
-        replica = self.cluster.at(name)
-        if name in self.streams:
-            return
-        if replica is None or replica.stopped or replica.frozen_until > self.world.now:
-            if replica is None or self.cluster.keeps(name):
-                self.world.at(0.1, lambda: self.connect(name)) if self.busy else None
-            return
-        self.streams[name] = RouterStream(self, replica)
+    @property
+    def streams(self) -> list[RouterStream]:
+        return [link.stream for link in self.links if link.stream is not None]
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits for an answer, or will."""
-        return self.cluster.wishes_to_come > 0 or any(not request.outcome for request in self.requests)
+        """Whether any client waits for an answer, or any request is still to come."""
+        return self.cluster.requests_to_come > 0 or any(not request.outcome for request in self.requests)
 
-    def choose(self, excluded: list[str], wanted: str) -> RouterStream | None:
-        ready = [
-            stream
-            for name, stream in self.streams.items()
-            if name not in excluded and not stream.replica.draining and self.cluster.decodes(name)
-        ]
-        first = [stream for stream in ready if stream.replica.name == wanted]
-        return self.world.random.choice(first or ready) if ready else None
+    def begin(self) -> None:
+        """Starts the production server's maintenance, which runs while there are clients."""
+        if not self._maintaining:
+            self._maintaining = True
+            self._maintain()
 
-    def choose_source(self, target: str) -> str:
-        """Any other replica by its address, whether or not it is there; now and then the target itself."""
-        if not self.world.chance(self._source_share):
-            return ""
-        others = [name for name in self.cluster.names if name != target or self.world.chance(0.02)]
-        return self.world.random.choice(others) if others else ""
+    def arrive(self, spec: ClientRequest) -> None:
+        request = SimRequest(self, spec)
+        self.requests.append(request)
+        self.begin()
+        request.run.begin()
 
-    def is_connected(self, name: str) -> bool:
-        return name in self.streams
+    def update(self, members: control.MemberList) -> None:
+        self.fleet.update(members)
 
-    def heard(self, stream: RouterStream, deltas: list[pb.Delta]) -> None:
-        for delta in deltas:
-            for request in self.requests:
-                if request.attempt is not None and request.attempt.id == delta.attempt_id:
-                    request.heard(delta)
+    def _maintain(self) -> None:
+        for link in list(self.links):
+            link.check_stall()
+        self.fleet.sweep()
+        self.fleet.rebalance(self.world.now)
+        if self.busy:
+            self.world.at(MAINTENANCE_SECONDS, self._maintain)
+        else:
+            self._maintaining = False
 
-    def disconnected(self, stream: RouterStream) -> None:
-        """All attempts on it are lost; it is opened again after a while."""
-        name = stream.replica.name
-        if self.streams.get(name) is stream:
-            del self.streams[name]
-            self.world.at(0.1, lambda: self.connect(name))
-        for request in self.requests:
-            if request.at == name and request.attempt is not None and not request.outcome:
-                request.lost()
+    def _state(self, member: control.Member) -> State:
+        return ReplicaState(member, clock=self.world.clock, new_id=lambda: self.world.random.randbytes(16))
+
+    def _open(self, state: State) -> SimLink:
+        return SimLink(self, state)

@@ -1,4 +1,4 @@
-"""Time, chance and the order of events: one seeded loop for a whole cluster."""
+"""Virtual time, random numbers and the order of events: one seeded event loop for a whole cluster."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Protocol
 
-MOST_EVENTS = 60_000
+MAX_EVENTS = 60_000
 
 
-class BrokenPromise(AssertionError):
+class InvariantViolation(AssertionError):
     """An invariant does not hold."""
 
 
 class Owner(Protocol):
-    """Whose events are lost when it dies, and wait while it stands still."""
+    """A simulated process: its events are lost when it is killed, and delayed while it is frozen."""
 
     alive: bool
     frozen_until: float
@@ -22,23 +22,23 @@ class Owner(Protocol):
 
 @dataclass(slots=True)
 class Fifo:
-    """Brings things in order, each after a delay of its own."""
+    """Delivers items in order, each after a random delay."""
 
     world: "World"
-    owner: Owner | None  # who receives
+    owner: Owner | None  # the receiver
     deliver: Callable[[object], None]
     held_until: float = 0.0
     _last: float = 0.0
 
     def put(self, item: object) -> None:
-        """Takes a moment."""
+        """Sends an item; it is delivered after a delay."""
         due = max(self._last, self.world.now + self.world.delay(), self.held_until)
         self._last = due
         self.world.at(due - self.world.now, lambda: self.deliver(item), self.owner)
 
 
 class World:
-    """Virtual seconds. Whatever happens is an event, and the seed alone says when."""
+    """The event loop, in virtual seconds. Everything is an event, and only the seed determines its time."""
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.seed = seed
@@ -53,7 +53,7 @@ class World:
         return self.now
 
     def delay(self) -> float:
-        """Of a message: mostly below 10 ms, now and then long."""
+        """Delay of a message: mostly below 10 ms, occasionally long."""
         random = self.random.random
         return 0.3 * random() if random() < 0.02 else 0.008 * random() ** 2
 
@@ -61,16 +61,16 @@ class World:
         return self.random.random() < probability
 
     def at(self, delay: float, action: Callable[[], None], owner: Owner | None = None) -> None:
-        """An event `delay` from now: lost when its owner is dead then, late when it stands still."""
+        """Schedules an event `delay` from now: lost if its owner is dead then, delayed while it is frozen."""
         self._count += 1
         heappush(self._heap, (self.now + delay, self._count, owner, action))
 
     def log(self, sentence: str) -> None:
-        """Callers ask `tracing` first, as most runs are not traced."""
+        """Callers check `tracing` first, as most runs are not traced."""
         print(f"{self.now:9.4f}  {sentence}")
 
     def run(self) -> None:
-        """Until nothing is left to happen. Raises BrokenPromise when it never ends."""
+        """Runs until no event is left. Raises InvariantViolation when there are too many."""
         heap = self._heap
         while heap:
             due, number, owner, action = heappop(heap)
@@ -82,6 +82,6 @@ class World:
                     continue
             self.now = due
             self.events += 1
-            if self.events > MOST_EVENTS:
-                raise BrokenPromise(f"the cluster does not come to rest within {MOST_EVENTS} events")
+            if self.events > MAX_EVENTS:
+                raise InvariantViolation(f"the cluster does not become idle within {MAX_EVENTS} events")
             action()

@@ -1,4 +1,4 @@
-"""Shared pieces of the engine's tests: a fake runner whose tokens depend only on a row's own tokens."""
+"""Fixtures of the engine's tests: a fake runner whose tokens depend only on a row's own tokens."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.engine import Engine
-from headrace_worker.guide import Mask, TokenGuide
-from headrace_worker.kv.manager import KVManager, ModelScope
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
-from headrace_worker.plan import RowSampling, StepPlan, StepResult
-from headrace_worker.request import Request
-from headrace_worker.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.guide import Mask, TokenGuide
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.core.request import Request
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake model draws after `tokens`: any function of all of them that is cheap and not constant."""
+    """The token that the fake model samples after `tokens`: a cheap, non-constant function of all of them."""
     value = len(tokens)
     for token in tokens:
         value = (value * 31 + token) % 50021
@@ -47,7 +47,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 def expected_of(prompt: list[int], count: int, guide: TokenGuide, stop_ids: frozenset[int] = frozenset()) -> list[int]:
-    """The same of a guided request, until it ends."""
+    """The same for a guided request, until it ends."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count and not guide.finished and not stop_ids & set(tokens[len(prompt) :]):
         tokens.append(guided_token(tokens, guide.mask()))
@@ -66,10 +66,10 @@ class FakeStep:
 
 @dataclass
 class FakeRunner:
-    """Checks every plan against a shadow of rows, tables and written KV slots, and fails loudly on a lie.
+    """Checks every plan against a copy of rows, tables and written KV slots, and fails on any violation.
 
-    A slot remembers the whole prefix that it was computed from, so that reading a block that was reused, never
-    written, or written after another prefix is seen.
+    A slot stores a hash of the whole prefix that it was computed from, so that reading a block that was reused, never
+    written, or written after another prefix is detected.
     """
 
     layout: CacheLayout
@@ -84,7 +84,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self.on_launch(plan)
-        assert self.undrawn is None, "a step was launched before the one before it was drawn"
+        assert self.undrawn is None, "a step was launched before the previous one was sampled"
         self.steps += 1
         for row in plan.frees:
             self.rows.pop(row, None)
@@ -112,7 +112,7 @@ class FakeRunner:
         self._finish(handle, masks)
 
     def collect(self, handle: FakeStep) -> StepResult:
-        assert handle.result is not None, "a step was collected before it was drawn"
+        assert handle.result is not None, "a step was collected before it was sampled"
         self.on_collect(handle.plan)
         return handle.result
 
@@ -135,13 +135,15 @@ class FakeRunner:
     def _draw(self, row: int, position: int, mask: Mask | None) -> int:
         size = self.layout.block_size
         tokens = self.rows[row]
-        assert position == len(tokens), "a token is drawn before its predecessors are computed"
+        assert position == len(tokens), "a token is sampled before its predecessors are computed"
         for group in self.layout.groups:
             table = self.tables[group.index, row]
             first = max(0, position - group.window) if group.window else 0
             for seen in range(first, position):
                 slot = (group.index, table[seen // size], seen % size)
-                assert self.slots.get(slot) == hash(tuple(tokens[: seen + 1])), "attention would read foreign KV"
+                assert self.slots.get(slot) == hash(tuple(tokens[: seen + 1])), (
+                    "attention would read the KV of another prefix"
+                )
         token = guided_token(tokens, mask)
         tokens.append(token)
         return token
@@ -149,7 +151,7 @@ class FakeRunner:
 
 @dataclass
 class PipelineRunner(FakeRunner):
-    """Several stages: a token is known to the first one only when its step was collected, not when it was launched."""
+    """Several stages: the first one knows a token only when its step was collected, not when it was launched."""
 
     batches: int = 2
     in_flight: list[StepPlan] = field(default_factory=list)
@@ -179,7 +181,7 @@ class PipelineRunner(FakeRunner):
         result = super().collect(handle)
         self.on_collect = collected
         plan = self.in_flight.pop(0)
-        assert plan is handle.plan, "steps are collected in their order"
+        assert plan is handle.plan, "steps are collected in order"
         drawn, self._late = self._late[: len(result.tokens)], self._late[len(result.tokens) :]
         for row, generation, token in drawn:
             if self.generations.get(row) == generation:
@@ -197,7 +199,7 @@ class PipelineRunner(FakeRunner):
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A clock that is advanced by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -208,7 +210,7 @@ class Clock:
 
 @dataclass
 class Bench:
-    """An engine over the fake runner, with everything reachable."""
+    """An engine with the fake runner, and access to its parts."""
 
     engine: Engine
     runner: FakeRunner
@@ -225,28 +227,28 @@ class Bench:
         stop_ids: frozenset[int] = frozenset(),
         **options: object,
     ) -> Request:
-        """A request with a fresh id."""
-        return Request(
-            attempt_id=self.random.randbytes(16),
-            tokens=list(prompt),
-            prompt_len=len(prompt),
-            max_len=len(prompt) + max_tokens,
-            sampling=RowSampling(temperature=0.0),
-            stop_ids=stop_ids,
-            chain=self.kv.start_chain(salt, ""),
-            arrival=self.clock(),
-            **options,  # type: ignore[arg-type]
-        )
+        """A request with a new id."""
+        fields: dict[str, object] = {
+            "attempt_id": self.random.randbytes(16),
+            "tokens": list(prompt),
+            "prompt_len": len(prompt),
+            "max_len": len(prompt) + max_tokens,
+            "sampling": RowSampling(temperature=0.0),
+            "stop_ids": stop_ids,
+            "chain": self.kv.start_chain(salt, ""),
+            "arrival": self.clock(),
+        }
+        return Request(**fields | options)  # type: ignore[arg-type]
 
     def run(self, requests: list[Request], steps: int = 10_000) -> dict[bytes, list[int]]:
-        """Submits all and steps until quiet, checking integrity at every step. Returns the emitted tokens."""
+        """Submits all and steps until idle, checking integrity at every step. Returns the emitted tokens."""
         emitted: dict[bytes, list[int]] = {request.attempt_id: [] for request in requests}
         for request in requests:
             assert self.engine.submit(request) is None
-        self.step_until_quiet(emitted, steps)
+        self.step_until_idle(emitted, steps)
         return emitted
 
-    def step_until_quiet(self, emitted: dict[bytes, list[int]], steps: int = 10_000) -> None:
+    def step_until_idle(self, emitted: dict[bytes, list[int]], steps: int = 10_000) -> None:
         for _ in range(steps):
             if not self.engine.has_work:
                 return
@@ -256,7 +258,7 @@ class Bench:
                 tokens.extend(output.token_ids)
             self.scheduler.check()
             self.clock.now += 0.01
-        raise AssertionError("the engine does not come to rest")
+        raise AssertionError("the engine does not become idle")
 
 
 def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLayout:
@@ -266,7 +268,7 @@ def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLa
 
 @pytest.fixture
 def make_bench() -> Callable[..., Bench]:
-    """Builds a bench: windows per cache group, blocks, limits, depth of the loop; `batches` > 1: as many in flight."""
+    """Creates a bench: windows per cache group, blocks, limits, depth of the loop; `batches` > 1: as many in flight."""
 
     def make(
         windows: tuple[int, ...] = (0,),
@@ -298,5 +300,5 @@ def undisturbed() -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture
 def undisturbed_of() -> Callable[..., list[int]]:
-    """The fake model's outputs for a prompt and a fresh guide."""
+    """The fake model's outputs for a prompt and a new guide."""
     return expected_of

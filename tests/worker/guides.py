@@ -1,14 +1,14 @@
-"""Guides for tests: what may come next is a function of all tokens so far, so that a mask which lags is seen."""
+"""Guides for tests: the allowed tokens are a function of all tokens so far, so that an outdated mask is detected."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace_worker.guide import Mask
+from headrace_worker.core.guide import Mask
 
 Rule = Callable[[Sequence[int]], Collection[int]]
-"""Tokens so far -> tokens that may come next."""
+"""Tokens so far -> allowed next tokens."""
 
 
 def mask_of(allowed: Collection[int], vocab_size: int) -> Mask:
@@ -21,7 +21,7 @@ def mask_of(allowed: Collection[int], vocab_size: int) -> Mask:
 
 @dataclass
 class RuleGuide:
-    """A `TokenGuide` that fails on a token which its rule does not allow."""
+    """A `TokenGuide` that raises for a token that its rule does not allow."""
 
     vocab_size: int
     rule: Rule
@@ -33,7 +33,7 @@ class RuleGuide:
 
     def advance(self, token: int) -> None:
         if token not in self.rule(self.taken):
-            raise ValueError("a token came that is not allowed")
+            raise ValueError("the token is not allowed")
         self.taken.append(token)
 
     @property
@@ -42,7 +42,7 @@ class RuleGuide:
 
 
 def one_in(modulus: int, vocab_size: int) -> Rule:
-    """Every so many ids one is allowed; which, depends on each token so far and its place."""
+    """One in `modulus` ids is allowed; which one depends on all tokens so far and their positions."""
 
     def rule(taken: Sequence[int]) -> Collection[int]:
         return range(
@@ -52,13 +52,13 @@ def one_in(modulus: int, vocab_size: int) -> Rule:
     return rule
 
 
-def spelled(tokens: Sequence[int]) -> Rule:
-    """One sequence and no other."""
+def exactly(tokens: Sequence[int]) -> Rule:
+    """Allows exactly one sequence."""
     return lambda taken: tokens[len(taken) : len(taken) + 1]
 
 
 def number(digits: Collection[int], end: int, most: int) -> Rule:
-    """One to `most` digits of which no two neighbours are equal, then the end."""
+    """One to `most` digits, no two adjacent ones equal, then the end."""
 
     def rule(taken: Sequence[int]) -> Collection[int]:
         follow = set(digits) - set(taken[-1:]) if len(taken) < most else set()

@@ -1,4 +1,4 @@
-"""Recorders that need no GPU: a replay calls the step again on the same buffers, which is what a graph does."""
+"""Recorders that need no GPU: a replay calls the step again on the same buffers, as a graph does."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class CallingRecorder:
-    """Counts the replays of each recorded step, in the order in which they were recorded."""
+    """Counts the replays of each recorded step, in the order of recording."""
 
     def __init__(self) -> None:
         self.replays: list[int] = []
 
-    def rehearse(self, step: Callable[[], None]) -> None:
+    def warm_up(self, step: Callable[[], None]) -> None:
         step()
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -26,31 +26,31 @@ class CallingRecorder:
 
 
 class FaultyRecorder(CallingRecorder):
-    """One of its rehearsals or recordings raises, or never ends."""
+    """One of its warm-up runs or recordings raises, or never ends."""
 
-    def __init__(self, at: str, number: int, hangs: bool = False, tell: Callable[[], None] = lambda: None) -> None:
-        """`at`: "rehearse" or "record"; `number`: of the call that goes wrong, from 1; `tell`: called just before."""
+    def __init__(self, at: str, number: int, hangs: bool = False, notify: Callable[[], None] = lambda: None) -> None:
+        """`at`: "warm_up" or "record"; `number`: of the call that fails, from 1; `notify`: called just before."""
         super().__init__()
-        self._at, self._number, self._hangs, self._tell = at, number, hangs, tell
-        self._calls = {"rehearse": 0, "record": 0}
+        self._at, self._number, self._hangs, self._notify = at, number, hangs, notify
+        self._calls = {"warm_up": 0, "record": 0}
 
-    def rehearse(self, step: Callable[[], None]) -> None:
-        self._go_wrong("rehearse")
-        super().rehearse(step)
+    def warm_up(self, step: Callable[[], None]) -> None:
+        self._fail_if_due("warm_up")
+        super().warm_up(step)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        self._go_wrong("record")
+        self._fail_if_due("record")
         return super().record(step)
 
-    def _go_wrong(self, at: str) -> None:
+    def _fail_if_due(self, at: str) -> None:
         self._calls[at] += 1
         if (at, self._calls[at]) == (self._at, self._number):
-            self._tell()
+            self._notify()
             if self._hangs:
                 time.sleep(1000)
             raise ArithmeticError("a secret detail")
 
 
-def make_recorder(fault: Mapping[str, Any], tell: Callable[[], None] = lambda: None) -> CallingRecorder:
-    """A faulty one if `fault` has its options."""
-    return FaultyRecorder(**fault, tell=tell) if fault else CallingRecorder()
+def make_recorder(fault: Mapping[str, Any], notify: Callable[[], None] = lambda: None) -> CallingRecorder:
+    """A faulty recorder if `fault` has its options."""
+    return FaultyRecorder(**fault, notify=notify) if fault else CallingRecorder()

@@ -1,4 +1,4 @@
-"""Guided requests over the fake runner: a mask is built from all tokens before, at any depth of the loop."""
+"""Guided requests with the fake runner: a mask is built from all previous tokens, at any depth of the loop."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from guides import RuleGuide, number, one_in, spelled
+from guides import RuleGuide, exactly, number, one_in
 
-from headrace_worker.plan import StepPlan
-from headrace_worker.request import Finish, Request
+from headrace_worker.core.plan import StepPlan
+from headrace_worker.core.request import Finish, Request
 
 Make = Callable[..., Any]
 Undisturbed = Callable[..., list[int]]
@@ -23,7 +23,7 @@ MAKERS: list[Callable[[], RuleGuide] | None] = [
     lambda: RuleGuide(VOCABULARY, one_in(40, VOCABULARY), longest=5),
     None,
     lambda: RuleGuide(VOCABULARY, number(DIGITS, END, 6)),
-    lambda: RuleGuide(VOCABULARY, spelled([5, 4, 3, 2, 9, 8, 7]), longest=7),
+    lambda: RuleGuide(VOCABULARY, exactly([5, 4, 3, 2, 9, 8, 7]), longest=7),
 ]
 LOOPS = [(0, 1), (1, 1), (2, 1), (0, 2), (0, 3)]  # depth, batches
 
@@ -96,7 +96,7 @@ def test_preemption(make_bench: Make, check_all: Callable[..., None], depth: int
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_schedules(make_bench: Make, check_all: Callable[..., None], seed: int) -> None:
-    """Cancels, tiny pools, steps that fail when they are drawn or collected: nobody gets a wrong token."""
+    """Cancels, tiny pools, steps that fail when they are sampled or collected: no request gets a wrong token."""
     random = Random(seed)
     depth, batches = LOOPS[seed % len(LOOPS)]
     bench = make_bench(num_blocks=12 + random.randrange(40), budget=16, depth=depth, batches=batches)
@@ -109,7 +109,7 @@ def test_random_schedules(make_bench: Make, check_all: Callable[..., None], seed
             raise ArithmeticError
 
     bench.runner.on_collect = fail
-    if batches == 1:  # between ranks a drawing that fails is heard of when it is collected
+    if batches == 1:  # with several ranks a sampling error is raised when the step is collected
         bench.runner.on_draw = fail
     requests, makers = requests_of(bench, 24)
     emitted: dict[bytes, list[int]] = {}
@@ -123,7 +123,7 @@ def test_random_schedules(make_bench: Make, check_all: Callable[..., None], seed
         bench.scheduler.check()
     check_all(requests, makers, emitted)
     assert failures > 0
-    # Where all but one of a failed step were cancelled, the last one is taken for the one at fault.
+    # If all but one request of a failed step were cancelled, the last one counts as the cause.
     assert sum(request.finish is Finish.ERROR for request in requests) <= 1
     assert bench.kv.pool.used == 0
 
@@ -134,11 +134,11 @@ def test_the_forward_pass_of_a_guided_step_does_not_wait_for_the_tokens_before_i
     guide = RuleGuide(VOCABULARY, one_in(7, VOCABULARY))
     mask = guide.mask
 
-    def watched() -> Any:
+    def recording_mask() -> Any:
         events.append(f"mask after {len(guide.taken)}")
         return mask()
 
-    guide.mask = watched  # type: ignore[method-assign]
+    guide.mask = recording_mask  # type: ignore[method-assign]
     bench.runner.on_launch = lambda plan: events.append("launch")
     bench.runner.on_collect = lambda plan: events.append("collect")
     bench.run([bench.request([5, 6, 7], 3, guide=guide)])
@@ -150,10 +150,10 @@ def test_the_forward_pass_of_a_guided_step_does_not_wait_for_the_tokens_before_i
 
 
 def test_steps_without_guided_rows_stay_one_ahead(make_bench: Make) -> None:
-    """A guided request that came and went leaves nothing behind."""
+    """An ended guided request has no effect on later steps."""
     bench = make_bench(depth=1)
     plans: list[StepPlan] = []
-    bench.run([bench.request([5, 6, 7], 3, guide=RuleGuide(VOCABULARY, spelled([9] * 3))), bench.request([5], 3)])
+    bench.run([bench.request([5, 6, 7], 3, guide=RuleGuide(VOCABULARY, exactly([9] * 3))), bench.request([5], 3)])
     bench.runner.on_launch = plans.append
     in_flight = []
     bench.engine.submit(bench.request([8, 9], 8))
@@ -164,10 +164,10 @@ def test_steps_without_guided_rows_stay_one_ahead(make_bench: Make) -> None:
 
 
 @pytest.mark.parametrize(("depth", "batches"), LOOPS)
-def test_a_guide_that_breaks_ends_its_own_request(
+def test_a_guide_that_raises_ends_its_own_request(
     make_bench: Make, check_all: Callable[..., None], depth: int, batches: int
 ) -> None:
-    """One cannot make its third mask, one does not take its fourth token, one does not say whether it is finished."""
+    """One raises for its third mask, one for its fourth token, one when it is asked whether it is finished."""
     bench = make_bench(depth=depth, batches=batches)
 
     class Broken(RuleGuide):
@@ -204,7 +204,7 @@ def test_a_guide_that_breaks_ends_its_own_request(
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("known", [1, 3, 5])
-def test_outputs_of_an_earlier_attempt_bring_the_guide_to_where_it_was(
+def test_outputs_of_an_earlier_attempt_restore_the_guides_state(
     make_bench: Make, undisturbed_of: Undisturbed, depth: int, known: int
 ) -> None:
     for maker in filter(None, MAKERS):

@@ -1,4 +1,4 @@
-"""The step predictor learns what steps cost, and stays sane whatever it is shown."""
+"""The step predictor fits the cost of steps, and stays within bounds for any observations."""
 
 import math
 from random import Random
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_worker.latency import StepLatency
+from headrace_worker.core.latency import StepLatency
 
 BASE, PER_PREFILL_TOKEN, PER_SEQUENCE, PER_KV_TOKEN = 2e-3, 4e-5, 1e-4, 1e-7
 
@@ -29,8 +29,8 @@ def test_coefficients_are_learned() -> None:
         assert cost.predict(*step) == pytest.approx(seconds(*step), rel=0.15)
 
 
-def test_steps_that_are_all_alike_are_read_with_sense() -> None:
-    """A replica for prompts sees chunks of one size: each token costs. Who answers one client sees one sequence."""
+def test_similar_steps_are_attributed_plausibly() -> None:
+    """A prefill replica observes chunks of one size: the cost is per token. One with a single client: per step."""
     prompts, answers = StepLatency(), StepLatency()
     for _ in range(20):
         prompts.observe(512, 0, 512, 0.6)
@@ -40,8 +40,8 @@ def test_steps_that_are_all_alike_are_read_with_sense() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_replica_that_nearly_always_decodes_keeps_its_sense(seed: int) -> None:
-    """Directions that are hardly ever excited must not grow with forgetting: after a thousand steps they once did."""
+def test_a_replica_that_nearly_always_decodes_stays_accurate(seed: int) -> None:
+    """Directions that are rarely excited must not grow with the decay: a regression after a thousand steps."""
     random, latency = Random(seed), StepLatency()
     for number in range(20_000):
         prefill = random.randrange(1, 400) if random.random() < 0.02 else 0
@@ -53,7 +53,7 @@ def test_a_replica_that_nearly_always_decodes_keeps_its_sense(seed: int) -> None
             assert latency.cost.predict(prefill, sequences, kv) < 0.2
 
 
-def test_what_is_not_seen_any_more_is_still_known() -> None:
+def test_a_coefficient_without_recent_observations_keeps_its_value() -> None:
     random, latency = Random(3), StepLatency()
     for _ in range(300):
         prefill, sequences = random.randrange(512), random.randrange(8)
@@ -74,8 +74,8 @@ def test_what_is_not_seen_any_more_is_still_known() -> None:
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_no_history_breaks_it(steps: list[tuple[int, int, int, float]]) -> None:
-    """Numbers stay finite and not negative; a step like the last one is predicted to take about what steps took."""
+def test_every_history_gives_finite_predictions(steps: list[tuple[int, int, int, float]]) -> None:
+    """Numbers stay finite and not negative; the prediction for the last step is bounded by the observed times."""
     latency = StepLatency()
     longest = max((step[3] for step in steps), default=0.0)
     for *what, took in steps:

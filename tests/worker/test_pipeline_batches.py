@@ -1,4 +1,4 @@
-"""Several batches in flight: one per pipeline stage. The runner hands a token over only when its step is collected."""
+"""Several batches in flight: one per pipeline stage. The runner knows a token only when its step is collected."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.plan import StepPlan
-from headrace_worker.request import Finish
+from headrace_worker.core.plan import StepPlan
+from headrace_worker.core.request import Finish
 
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
@@ -45,9 +45,9 @@ def test_decoding_requests_split_into_even_batches_that_alternate(make_bench: Ma
     bench.runner.on_launch = lambda plan: steps.append({work.row for work in plan.work})
     for _ in range(30):
         bench.engine.step()
-    settled = steps[8:]
-    assert {len(rows) for rows in settled} == {4}
-    for before, after in pairwise(settled):
+    steady = steps[8:]
+    assert {len(rows) for rows in steady} == {4}
+    for before, after in pairwise(steady):
         assert not before & after and len(before | after) == 8
 
 
@@ -60,7 +60,7 @@ def test_one_request_alone_is_never_in_two_batches_while_it_decodes(make_bench: 
 
 
 def test_a_long_prompt_fills_the_pipeline_with_its_chunks(make_bench: Make, undisturbed: Undisturbed) -> None:
-    """A chunk needs what the one before wrote, in each stage after it; it need not wait for the last stage."""
+    """A chunk follows the previous one through the stages; it does not wait for the last stage."""
     bench = make_bench(num_blocks=128, budget=8, batches=2)
     chunks: list[tuple[int, int, bool]] = []
     bench.runner.on_launch = lambda plan: chunks.extend((w.start, w.count, w.sample) for w in plan.work)
@@ -84,7 +84,7 @@ def test_preemption_with_batches_in_flight_changes_no_token(
 
 
 @pytest.mark.parametrize("steps", range(10))
-def test_a_cancel_frees_at_once_and_the_token_in_flight_goes_nowhere(
+def test_a_cancel_frees_at_once_and_the_token_in_flight_is_dropped(
     make_bench: Make, undisturbed: Undisturbed, steps: int
 ) -> None:
     bench = make_bench(num_blocks=64, budget=6, max_num_seqs=3, batches=2)
@@ -99,7 +99,7 @@ def test_a_cancel_frees_at_once_and_the_token_in_flight_goes_nowhere(
     before = len(emitted.get(doomed.attempt_id, []))
     assert bench.engine.cancel(doomed.attempt_id).finish is Finish.CANCELLED
     bench.scheduler.check()
-    bench.step_until_quiet(emitted)
+    bench.step_until_idle(emitted)
     assert len(emitted.get(doomed.attempt_id, [])) == before
     check(others, emitted, undisturbed)
     assert bench.kv.pool.used == 0
@@ -117,7 +117,7 @@ def test_a_stop_token_ends_one_request_and_not_its_batch(make_bench: Make, undis
     check(requests[:2] + requests[3:], emitted, undisturbed)
 
 
-def test_a_prefix_is_hit_only_when_it_is_through_all_stages(make_bench: Make, undisturbed: Undisturbed) -> None:
+def test_a_prefix_is_cached_only_after_all_stages(make_bench: Make, undisturbed: Undisturbed) -> None:
     bench = make_bench(num_blocks=256, budget=64, batches=2)
     stem = list(range(20, 60))
     first = bench.request([*stem, 1], max_tokens=8)
@@ -132,8 +132,8 @@ def test_a_prefix_is_hit_only_when_it_is_through_all_stages(make_bench: Make, un
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_steps_whose_drawing_fails_are_computed_again(make_bench: Make, undisturbed: Undisturbed, seed: int) -> None:
-    """Forward was fine on all stages, a token was not drawn: other batches are in flight meanwhile."""
+def test_steps_whose_sampling_fails_are_computed_again(make_bench: Make, undisturbed: Undisturbed, seed: int) -> None:
+    """Forward succeeded on all stages, sampling failed: other batches are in flight meanwhile."""
     random = Random(seed)
     bench = make_bench(num_blocks=random.randrange(30, 128), budget=16, batches=2)
     failures = 0

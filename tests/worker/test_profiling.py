@@ -1,4 +1,4 @@
-"""Windows of recorded steps: bounds, refusals, failures, one clock, no torch; then one of torch's own traces."""
+"""Windows of recorded steps: bounds, refusals, failures, with a fake clock, without torch; then a trace of torch."""
 
 import gzip
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.plan import StepPlan, Work
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import StepPlan, Work
 from headrace_worker.profiling import (
     Operator,
     ProfileFailedError,
@@ -32,7 +32,7 @@ IDLE = StepPlan(0, [], [], [], [])
 
 @dataclass
 class FakeRecorder:
-    """Takes `pause` seconds per step to stop; raises where told."""
+    """Takes `pause` seconds per step to stop; raises where configured."""
 
     bench: "Bench"
     marks: list[str] = field(default_factory=list)
@@ -106,10 +106,10 @@ def _marks(window: Window) -> list[str]:
 
 def test_a_window_holds_the_steps_after_the_first(bench: Bench) -> None:
     bench.steps(2)
-    assert not bench.made, "nothing is made before somebody asks"
+    assert not bench.made, "no recorder is created before a request"
     window = bench.profiler.open(3, 60)
     bench.steps(10)
-    assert _marks(window) == [f"step {number}: 1 requests, 3 tokens" for number in (4, 5, 6)]
+    assert _marks(window) == [f"step {number}: 1 request, 3 tokens" for number in (4, 5, 6)]
     report = window.wait(0)
     assert (report.steps, report.note) == (3, "")
     assert report.seconds == pytest.approx(3 * STEP_SECONDS)
@@ -117,17 +117,17 @@ def test_a_window_holds_the_steps_after_the_first(bench: Bench) -> None:
     assert len(bench.made) == 2 and not any(recorder.running for recorder in bench.made)
 
 
-def test_a_window_ends_with_its_time(bench: Bench) -> None:
+def test_a_window_ends_at_its_deadline(bench: Bench) -> None:
     window = bench.profiler.open(1000, 2.2)
     bench.steps(10)
-    assert window.wait(5).steps == 4  # the fifth step, sounding included, ends after the deadline
+    assert window.wait(5).steps == 4  # the fifth step, probe included, ends after the deadline
     window = bench.profiler.open(1000, 0.1)
     bench.steps(1)
     report = window.wait(5)
     assert (report.steps, "one step" in report.note) == (1, True)
 
 
-def test_a_window_is_cut_to_a_short_pause(bench: Bench) -> None:
+def test_a_window_is_limited_to_a_short_pause(bench: Bench) -> None:
     bench.pause = 0.008
     window = bench.profiler.open(40, 60)
     bench.steps(50)
@@ -155,7 +155,7 @@ def test_bounds_are_refused(bench: Bench, steps: int, seconds: float) -> None:
     bench.profiler.open(5, 1)
 
 
-def test_nobody_comes(bench: Bench) -> None:
+def test_no_request_in_the_window(bench: Bench) -> None:
     window = bench.profiler.open(5, 1)
     bench.idle_step()
     with pytest.raises(ProfileFailedError, match="no step ran"):
@@ -180,7 +180,7 @@ def test_requests_end_before_the_window(bench: Bench, steps: int, recorded: int)
 
 
 @pytest.mark.parametrize("where", ["make", "start", "stop", "mark", "unmark", "write"])
-def test_a_profiler_that_fails_harms_no_step(bench: Bench, where: str) -> None:
+def test_a_profiler_that_fails_affects_no_step(bench: Bench, where: str) -> None:
     window = bench.profiler.open(2, 60)
     bench.failing = where
     bench.steps(5)
@@ -191,7 +191,7 @@ def test_a_profiler_that_fails_harms_no_step(bench: Bench, where: str) -> None:
     bench.steps(5)
     assert again.wait(5).steps == 2
     bench.failing = where
-    bench.profiler.warm_up()  # nor does it keep a replica from starting
+    bench.profiler.warm_up()  # nor does it prevent a replica from starting
 
 
 def test_a_step_that_fails_keeps_its_error(bench: Bench) -> None:
@@ -206,7 +206,7 @@ def test_a_step_that_fails_keeps_its_error(bench: Bench) -> None:
     assert window.wait(5).steps == 2
 
 
-def test_the_folder_is_tried_at_start(tmp_path: Path) -> None:
+def test_the_folder_is_checked_at_start(tmp_path: Path) -> None:
     def config(folder: Path | None) -> ReplicaConfig:
         return ReplicaConfig(
             replica_id="m-0",
@@ -260,8 +260,8 @@ def test_torch_records_the_thread_that_runs_the_steps(
 ) -> None:
     import torch
 
-    from headrace_worker.engine import Engine
-    from headrace_worker.step_thread import StepThread
+    from headrace_worker.assembly.step_thread import StepThread
+    from headrace_worker.core.engine import Engine
 
     config = ReplicaConfig(replica_id="m-0", model="m", source="", secret=b"s", profile_dir=str(tmp_path))
     profiler = make_profiler(config, 0)
@@ -284,6 +284,6 @@ def test_torch_records_the_thread_that_runs_the_steps(
     assert {"aten::mm", "aten::fill_"} <= {entry.name for entry in report.operators}
     assert [path.suffix for path in tmp_path.iterdir()] == [".gz"], "nothing else is left"
     unended = profiler.open(4, 60)
-    base.engine.touch()
+    base.engine.run_empty_step()
     with pytest.raises(ProfileFailedError, match="no step ran"):
         unended.wait(5)

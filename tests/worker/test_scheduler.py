@@ -1,4 +1,4 @@
-"""The scheduler, KV manager and engine over a fake runner that checks every plan it gets."""
+"""The scheduler, KV manager and engine with a fake runner that checks every plan."""
 
 from collections.abc import Callable
 from random import Random
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.plan import StepPlan, StepResult
-from headrace_worker.request import Finish
+from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.request import Finish
 
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
@@ -40,6 +40,8 @@ def test_preemption_changes_no_token(make_bench: Make, undisturbed: Undisturbed,
     requests = [bench.request(prompt_of(i, 12), max_tokens=24) for i in range(8)]
     emitted = bench.run(requests)
     assert bench.scheduler.counters.preemptions > 0
+    assert bench.scheduler.counters.prefix_queries == 8 * 12, "blocks that it computed itself are no hits"
+    assert bench.scheduler.counters.prefix_hits == 0
     for request in requests:
         assert emitted[request.attempt_id] == undisturbed(request.tokens[:12], 24)
 
@@ -80,7 +82,7 @@ def test_waste_is_less_than_a_block_per_request(make_bench: Make) -> None:
             assert 0 <= request.table.capacity - request.computed < 4
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_computed(make_bench: Make) -> None:
+def test_decoding_continues_while_a_long_prompt_is_computed(make_bench: Make) -> None:
     bench = make_bench(num_blocks=512, budget=16)
     short = bench.request(prompt_of(1, 4), max_tokens=50)
     bench.engine.submit(short)
@@ -92,7 +94,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed(make_bench: Make) -> N
         assert len(short.tokens) == before + 1
 
 
-def test_nobody_starves_with_more_requests_than_budget(make_bench: Make) -> None:
+def test_no_request_starves_with_more_requests_than_budget(make_bench: Make) -> None:
     bench = make_bench(num_blocks=512, max_num_seqs=16, budget=8)
     requests = [bench.request(prompt_of(i, 3), max_tokens=90) for i in range(16)]
     for request in requests:
@@ -120,7 +122,7 @@ def test_priority_goes_first(make_bench: Make) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_stop_tokens_end_and_the_overshoot_is_never_seen(
+def test_stop_tokens_end_a_request_and_later_tokens_are_dropped(
     make_bench: Make, undisturbed: Undisturbed, depth: int
 ) -> None:
     bench = make_bench(depth=depth)
@@ -145,7 +147,7 @@ def test_cancel_frees_at_once_in_every_phase(make_bench: Make) -> None:
         output = bench.engine.cancel(request.attempt_id)
         assert output.finish is Finish.CANCELLED
         assert bench.kv.pool.used == 0
-        bench.step_until_quiet({})
+        bench.step_until_idle({})
         assert bench.engine.cancel(request.attempt_id) is None
 
 
@@ -194,26 +196,26 @@ def test_one_request_that_breaks_the_model_fails_alone(make_bench: Make, undistu
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_was_launched_on_top_of_a_failed_step_is_never_emitted(
+def test_results_of_steps_launched_after_a_failed_one_are_never_emitted(
     make_bench: Make, undisturbed: Undisturbed, depth: int
 ) -> None:
-    """The failure is seen when the step is collected; the next ones have drawn from what it left by then."""
+    """The failure is detected when the step is collected; the next ones have used its KV and tokens by then."""
     bench = make_bench(depth=depth)
-    spoilt: set[int] = set()
+    discarded: set[int] = set()
 
     deliver = bench.runner.collect
 
     def collect(handle: Any) -> StepResult:
         result = deliver(handle)
-        if result.step in (4, 11) and result.step not in spoilt:
-            spoilt.update(range(result.step + 1, bench.runner.steps + 1))
+        if result.step in (4, 11) and result.step not in discarded:
+            discarded.update(range(result.step + 1, bench.runner.steps + 1))
             raise ValueError("kernel failed")
-        return StepResult(result.step, [1] * len(result.tokens), {}, {}) if result.step in spoilt else result
+        return StepResult(result.step, [1] * len(result.tokens), {}, {}) if result.step in discarded else result
 
     bench.runner.collect = collect
     requests = [bench.request(prompt_of(index, 6), max_tokens=12) for index in range(3)]
     emitted = bench.run(requests)
-    assert spoilt
+    assert discarded
     for request in requests:
         assert emitted[request.attempt_id] == undisturbed(request.tokens[:6], 12)
 
@@ -239,7 +241,7 @@ def test_continued_outputs_keep_their_index(make_bench: Make, undisturbed: Undis
     ("seed", "batches"), [(seed, 1) for seed in range(60)] + [(seed, 2 + seed % 3) for seed in range(100, 160)]
 )
 def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int, batches: int) -> None:
-    """Shared prefixes, cancels, deadlines, tiny pools, any depth: tokens, conservation, and an end for everyone."""
+    """Shared prefixes, cancels, deadlines, tiny pools, any depth: tokens, conservation, and an end of every request."""
     random = Random(seed)
     windows = random.choice([(0,), (0, 5), (9,), (4, 0)])
     longest = 40

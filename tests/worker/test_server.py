@@ -1,4 +1,4 @@
-"""The replica's gRPC face over a real engine loop with a fake runner."""
+"""The replica's gRPC server with a real engine loop and a fake runner."""
 
 import asyncio
 import threading
@@ -14,20 +14,20 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
-from headrace_worker.loop import EngineLoop
+from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.description import Description
-from headrace_worker.server.pairs import PairDesk
+from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
-from headrace_worker.transfer.shards import KvShards, RankShard
 
 SECRET = b"s" * 32
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
 
 
-class Rig:
-    """A served engine and a router's side of the conversation."""
+class ServedEngine:
+    """An engine behind a gRPC server."""
 
     def __init__(self, bench: Any) -> None:
         self.bench = bench
@@ -37,9 +37,9 @@ class Rig:
         self.loop = EngineLoop(bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report))
         layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
         shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
-        desk = PairDesk(lambda: identity, shards, self.loop, "127.0.0.1", lambda pair, opened: None)
+        pair_registry = PairRegistry(lambda: identity, shards, self.loop, "127.0.0.1", lambda pair, opened: None)
         self.description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, desk, SECRET)
+        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, SECRET)
         self.address = self.server.start(self.servicer)
         self.loop.start()
 
@@ -52,16 +52,16 @@ class Rig:
 
 
 @pytest.fixture
-def make_rig(make_bench: Make) -> Any:
-    rigs: list[Rig] = []
+def make_served(make_bench: Make) -> Any:
+    made: list[ServedEngine] = []
 
-    def make(**options: Any) -> Rig:
-        rigs.append(Rig(make_bench(**options)))
-        return rigs[-1]
+    def make(**options: Any) -> ServedEngine:
+        made.append(ServedEngine(make_bench(**options)))
+        return made[-1]
 
     yield make
-    for rig in rigs:
-        rig.close()
+    for served in made:
+        served.close()
 
 
 def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: Any) -> pb.Submit:
@@ -72,8 +72,10 @@ def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: An
 HELLO = pb.RouterHello(router_id="test", contract_version=CONTRACT_VERSION)
 
 
-async def talk(rig: Rig, submits: list[pb.Submit], done: Callable[[dict[bytes, pb.Delta]], bool]) -> dict[bytes, Any]:
-    """Sends submits, merges deltas per attempt until `done`."""
+async def run_stream(
+    served: ServedEngine, submits: list[pb.Submit], done: Callable[[dict[bytes, pb.Delta]], bool]
+) -> dict[bytes, Any]:
+    """Sends submits over a Serve stream, merges deltas per attempt until `done`."""
     stop = asyncio.Event()
 
     async def frames() -> AsyncIterator[pb.RouterFrame]:
@@ -81,8 +83,8 @@ async def talk(rig: Rig, submits: list[pb.Submit], done: Callable[[dict[bytes, p
         await stop.wait()
 
     merged: dict[bytes, pb.Delta] = {}
-    async with grpc.aio.insecure_channel(rig.address) as channel:
-        async for frame in rig.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        async for frame in served.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
             for delta in frame.deltas:
                 known = merged.setdefault(delta.attempt_id, pb.Delta())
                 assert delta.first_index == len(known.token_ids) or not delta.token_ids
@@ -101,12 +103,12 @@ def all_finished(count: int) -> Callable[[dict[bytes, pb.Delta]], bool]:
     return lambda merged: sum(1 for delta in merged.values() if delta.finish) == count
 
 
-def test_tokens_of_many_attempts_arrive_once_and_in_order(make_rig: Make, undisturbed: Undisturbed) -> None:
-    rig = make_rig(num_blocks=512)
+def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make, undisturbed: Undisturbed) -> None:
+    served = make_served(num_blocks=512)
     random = Random(1)
     prompts = {bytes([i]) * 16: [random.randrange(10, 900) for _ in range(1 + i)] for i in range(20)}
     submits = [submit(attempt, prompt) for attempt, prompt in prompts.items()]
-    merged = asyncio.run(talk(rig, submits, all_finished(20)))
+    merged = asyncio.run(run_stream(served, submits, all_finished(20)))
     for attempt, prompt in prompts.items():
         assert list(merged[attempt].token_ids) == undisturbed(prompt, 8)
         assert merged[attempt].finish == pb.FINISH_LENGTH
@@ -126,41 +128,41 @@ def test_tokens_of_many_attempts_arrive_once_and_in_order(make_rig: Make, undist
     ],
 )
 def test_a_bad_submit_is_answered_and_the_next_one_works(
-    make_rig: Make, change: dict[str, Any], finish: int, word: str
+    make_served: Make, change: dict[str, Any], finish: int, word: str
 ) -> None:
-    rig = make_rig()
+    served = make_served()
     bad = submit(b"x" * 16, [1, 2])
     bad.MergeFrom(pb.Submit())
     for name, value in change.items():
         bad.ClearField(name)
         bad.MergeFrom(pb.Submit(**{name: value}))
-    merged = asyncio.run(talk(rig, [bad, submit(b"y" * 16, [1, 2])], all_finished(2)))
+    merged = asyncio.run(run_stream(served, [bad, submit(b"y" * 16, [1, 2])], all_finished(2)))
     assert merged[bad.attempt_id].finish == finish
     assert word in merged[bad.attempt_id].error
     assert merged[b"y" * 16].finish == pb.FINISH_LENGTH
 
 
-def test_closing_the_stream_frees_everything(make_rig: Make) -> None:
-    rig = make_rig(num_blocks=512)
+def test_closing_the_stream_frees_everything(make_served: Make) -> None:
+    served = make_served(num_blocks=512)
     submits = [submit(bytes([i]) * 16, [10 + i] * 20, 150) for i in range(12)]
-    asyncio.run(talk(rig, submits, lambda merged: len(merged) >= 4))
+    asyncio.run(run_stream(served, submits, lambda merged: len(merged) >= 4))
     end = time.monotonic() + 2
-    while rig.bench.engine.has_work and time.monotonic() < end:
+    while served.bench.engine.has_work and time.monotonic() < end:
         time.sleep(0.01)
-    assert not rig.bench.engine.has_work
-    assert rig.bench.kv.pool.used == 0
+    assert not served.bench.engine.has_work
+    assert served.bench.kv.pool.used == 0
 
 
-def test_nothing_is_answered_without_the_secret(make_rig: Make) -> None:
-    rig = make_rig()
+def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:
+    served = make_served()
 
     async def call(metadata: Any) -> list[grpc.StatusCode]:
         codes = []
-        async with grpc.aio.insecure_channel(rig.address) as channel:
-            stub = rig.stub(channel)
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            stub = served.stub(channel)
 
             async def silence() -> AsyncIterator[pb.RouterFrame]:
-                await asyncio.Event().wait()  # a write that meets the refusal is an error of its own in the client
+                await asyncio.Event().wait()  # a write at the time of the refusal would be another error in the client
                 yield pb.RouterFrame(hello=HELLO)
 
             calls = [
@@ -181,12 +183,14 @@ def test_nothing_is_answered_without_the_secret(make_rig: Make) -> None:
     assert asyncio.run(call(wrong)) == [grpc.StatusCode.UNAUTHENTICATED] * 4
 
 
-def test_describe_sends_the_tokenizer_unless_it_is_known(make_rig: Make) -> None:
-    rig = make_rig()
+def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> None:
+    served = make_served()
 
     async def describe(digest: bytes) -> tuple[pb.ModelFacts, bytes]:
-        async with grpc.aio.insecure_channel(rig.address) as channel:
-            call = rig.stub(channel).Describe(pb.DescribeRequest(known_digest=digest), metadata=secret_metadata(SECRET))
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            call = served.stub(channel).Describe(
+                pb.DescribeRequest(known_digest=digest), metadata=secret_metadata(SECRET)
+            )
             chunks = [chunk async for chunk in call]
         return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
 
@@ -195,17 +199,17 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_rig: Make) -> None
     assert asyncio.run(describe(b"d"))[1] == b""
 
 
-def test_a_new_role_is_told_from_the_next_message_on(make_rig: Make) -> None:
-    rig = make_rig()
+def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
+    served = make_served()
 
     async def roles() -> list[int]:
-        async with grpc.aio.insecure_channel(rig.address) as channel:
-            stub, metadata = rig.stub(channel), secret_metadata(SECRET)
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            stub, metadata = served.stub(channel), secret_metadata(SECRET)
             facts = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
-            watch = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
-            before = (await watch.read()).identity
-            rig.description.set_role(pb.ROLE_PREFILL)
-            after = (await watch.read()).identity
+            stream = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
+            before = (await stream.read()).identity
+            served.description.set_role(pb.ROLE_PREFILL)
+            after = (await stream.read()).identity
             again = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
             call = stub.Serve(metadata=metadata)
             await call.write(pb.RouterFrame(hello=HELLO))
@@ -218,16 +222,16 @@ def test_a_new_role_is_told_from_the_next_message_on(make_rig: Make) -> None:
     assert asyncio.run(roles()) == [unset, unset, pb.ROLE_PREFILL, pb.ROLE_PREFILL, pb.ROLE_PREFILL]
 
 
-def test_cache_events_rebuild_what_is_findable(make_rig: Make) -> None:
-    rig = make_rig(num_blocks=24)
+def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
+    served = make_served(num_blocks=24)
 
-    async def watch() -> set[bytes]:
+    async def follow() -> set[bytes]:
         known: set[bytes] = set()
         sequence = None
-        async with grpc.aio.insecure_channel(rig.address) as channel:
-            call = rig.stub(channel).WatchCache(pb.CacheWatchRequest(), metadata=secret_metadata(SECRET))
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            call = served.stub(channel).WatchCache(pb.CacheWatchRequest(), metadata=secret_metadata(SECRET))
             work = asyncio.create_task(
-                talk(rig, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
+                run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
             )
             async for frame in call:
                 if frame.snapshot:
@@ -241,24 +245,48 @@ def test_cache_events_rebuild_what_is_findable(make_rig: Make) -> None:
                         known.clear()
                     known |= set(event.stored)
                     known -= set(event.removed)
-                if work.done() and known == {content.digest for content in rig.bench.kv.pool.contents()}:
+                if work.done() and known == {content.digest for content in served.bench.kv.pool.contents()}:
                     return known
         raise AssertionError("the stream ended")
 
     async def bounded() -> set[bytes]:
-        await talk(rig, [submit(b"z" * 16, [9] * 30)], all_finished(1))
-        return await asyncio.wait_for(watch(), 10)
+        await run_stream(served, [submit(b"z" * 16, [9] * 30)], all_finished(1))
+        return await asyncio.wait_for(follow(), 10)
 
     assert asyncio.run(bounded())
 
 
-def test_health_tells_a_stall_from_an_idle_loop(make_rig: Make) -> None:
-    rig = make_rig()
+def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None:
+    """The controller drains an old build when every router has a stream to the new one."""
+    served = make_served()
+
+    async def counts() -> list[int]:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            stub, metadata = served.stub(channel), secret_metadata(SECRET)
+            stream = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
+            found = [(await stream.read()).routers]
+            calls = [stub.Serve(metadata=metadata) for _ in range(2)]
+            for call in calls:
+                await call.write(pb.RouterFrame(hello=HELLO))
+                await call.read()
+            while (routers := (await stream.read()).routers) != 2:
+                pass
+            found.append(routers)
+            calls[0].cancel()
+            while (routers := (await stream.read()).routers) == 2:
+                pass
+            return [*found, routers]
+
+    assert asyncio.run(asyncio.wait_for(counts(), 20)) == [0, 2, 1]
+
+
+def test_health_distinguishes_a_stalled_from_an_idle_loop(make_served: Make) -> None:
+    served = make_served()
     release = threading.Event()
 
     async def states(count: int) -> list[int]:
-        async with grpc.aio.insecure_channel(rig.address) as channel:
-            call = rig.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100), metadata=secret_metadata(SECRET))
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100), metadata=secret_metadata(SECRET))
             seen = []
             async for health in call:
                 seen.append(health.state)
@@ -268,28 +296,28 @@ def test_health_tells_a_stall_from_an_idle_loop(make_rig: Make) -> None:
 
     time.sleep(0.4)
     assert asyncio.run(states(3))[-1] == pb.REPLICA_STATE_READY
-    rig.bench.runner.on_launch = lambda plan: release.wait(10)
+    served.bench.runner.on_launch = lambda plan: release.wait(10)
     try:
-        rig.loop.submit(rig.bench.request([1, 2, 3]))
+        served.loop.submit(served.bench.request([1, 2, 3]))
         assert asyncio.run(states(28))[-1] == pb.REPLICA_STATE_UNHEALTHY
     finally:
         release.set()
     time.sleep(0.3)
     assert asyncio.run(states(2))[-1] == pb.REPLICA_STATE_READY
-    rig.loop.drain()
+    served.loop.drain()
     time.sleep(0.3)
     assert asyncio.run(states(2))[-1] == pb.REPLICA_STATE_DRAINING
 
 
-def test_a_dead_loop_ends_its_requests_and_says_so(make_rig: Make) -> None:
-    rig = make_rig()
+def test_a_failed_loop_ends_its_requests_and_reports_its_failure(make_served: Make) -> None:
+    served = make_served()
 
-    def die(plan: Any) -> None:
-        raise SystemError("the device is gone")
+    def fail(plan: Any) -> None:
+        raise SystemError("the device is lost")
 
-    rig.bench.runner.on_launch = die
-    rig.bench.engine._failed_steps = 100
-    merged = asyncio.run(talk(rig, [submit(b"q" * 16, [5, 6])], all_finished(1)))
+    served.bench.runner.on_launch = fail
+    served.bench.engine._failed_steps = 100
+    merged = asyncio.run(run_stream(served, [submit(b"q" * 16, [5, 6])], all_finished(1)))
     assert merged[b"q" * 16].finish == pb.FINISH_CANCELLED
-    assert rig.loop.ended.wait(5)
-    assert rig.loop.failure is not None
+    assert served.loop.ended.wait(5)
+    assert served.loop.failure is not None

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace_worker.assembly import Assembly, assemble
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.guide import TokenGuide
+from headrace_worker.assembly.assemble import Assembly, assemble
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.guide import TokenGuide
+from headrace_worker.core.plan import RowSampling, SampledLogprobs
+from headrace_worker.core.request import Finish, Request
 from headrace_worker.model.load import LoadedModel
-from headrace_worker.plan import RowSampling, SampledLogprobs
-from headrace_worker.request import Finish, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Prompt:
     sampling: RowSampling = field(default_factory=lambda: RowSampling(temperature=0.0))
     ignore_eos: bool = False
     tenant_salt: bytes = b""
-    guide: Callable[[], TokenGuide] | None = None  # makes a fresh one
+    guide: Callable[[], TokenGuide] | None = None  # creates a guide in its initial state
 
 
 @dataclass(slots=True)
 class Completion:
-    """What became of a prompt; times are seconds since the call."""
+    """The result of a prompt; times are seconds since the call."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[SampledLogprobs] = field(default_factory=list)
@@ -47,7 +47,7 @@ class OfflineEngine:
 
     @classmethod
     def of(cls, assembly: Assembly) -> "OfflineEngine":
-        """Over an engine that exists already, of several ranks perhaps."""
+        """For an assembled engine, possibly of several ranks."""
         made = cls.__new__(cls)
         made.assembly = assembly
         return made
@@ -55,7 +55,7 @@ class OfflineEngine:
     def generate(self, prompts: Sequence[Prompt], after_step: Callable[[], None] = lambda: None) -> list[Completion]:
         """Completions in the order of the prompts. `after_step` is called after every step."""
         engine = self.assembly.engine
-        began = time.monotonic()
+        started = time.monotonic()
         completions: dict[bytes, Completion] = {}
         for prompt in prompts:
             request = self._request(prompt)
@@ -66,7 +66,7 @@ class OfflineEngine:
         while engine.has_work:
             for output in engine.step():
                 completion = completions[output.attempt_id]
-                now = time.monotonic() - began
+                now = time.monotonic() - started
                 if not completion.token_ids:
                     completion.first_token_at = now
                 completion.token_ids += output.token_ids

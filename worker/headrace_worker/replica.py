@@ -1,4 +1,4 @@
-"""A replica: loads the model, sizes its cache, warms up, then serves until it is stopped or its loop dies."""
+"""A replica: loads the model, sizes its cache, warms up, then serves until it is stopped or its loop fails."""
 
 import gc
 import os
@@ -10,46 +10,46 @@ import structlog
 
 from headrace_kernels import describe
 from headrace_proto.errors import EngineDeadError, HeadraceError
-from headrace_worker.assembly import RankPart, assemble, assemble_part
-from headrace_worker.config import Meeting, ReplicaConfig, ReplicaStarted
-from headrace_worker.engine import RunnerBrokenError
-from headrace_worker.loop import EngineLoop
+from headrace_worker.assembly.assemble import RankPart, assemble, assemble_part
+from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.assembly.stepping import choose_recorder
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.engine import RunnerBrokenError
+from headrace_worker.core.kv.sizing import KvSize
+from headrace_worker.core.role import role_number
+from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.load import LoadedModel
-from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.follower import Follower
-from headrace_worker.parallel.meeting import MeetingHost
-from headrace_worker.parallel.runner import MultiRankRunner
-from headrace_worker.parallel.stage import StageRunner
-from headrace_worker.parallel.team import Team
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
 from headrace_worker.profiling.stepping import ProfiledStage
-from headrace_worker.role import role_number
+from headrace_worker.ranks.follower import Follower
+from headrace_worker.ranks.runner import MultiRankRunner
+from headrace_worker.ranks.stage import StageRunner
+from headrace_worker.ranks.team import Team
 from headrace_worker.runner.graphs import Recorder
-from headrace_worker.runner.sizing import KvSize
 from headrace_worker.server.describe import describe as describe_replica
 from headrace_worker.server.description import Description
-from headrace_worker.server.pairs import PairDesk
+from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
-from headrace_worker.stepping import choose_recorder
-from headrace_worker.transfer.courier import Courier
-from headrace_worker.transfer.reports import listen, to_loop, to_rank_0
+from headrace_worker.server.transfer_reports import forward_notes, to_loop, to_rank_0
 
 log = structlog.get_logger(__name__)
 
 Report = Callable[[str, float], None]
 
 STOP_SECONDS = 10.0
-LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank need not end
+LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank may not end
 FOLLOWER_STOP_SECONDS = 4.0
-PROFILE_EDGE_SECONDS = 0.3  # after the end of rank 0's window: the other ranks were asked a little later
+PROFILE_DELAY_SECONDS = 0.3  # after the end of rank 0's window: those of the other ranks started a little later
 PROFILE_WRITE_SECONDS = 30.0
 
 
 class Replica:
-    """One rank of one replica, in this process. No Ray here: the cluster room wraps this in an actor.
+    """One rank of one replica, in this process. No Ray here: the `cluster` package wraps this in an actor.
 
-    Of several ranks, rank 0 opens the meeting and has the engine and the server; the others follow it.
+    With several ranks, rank 0 opens the rendezvous and has the engine and the server; the others run its commands.
     """
 
     def __init__(
@@ -59,61 +59,61 @@ class Replica:
         report: Report = lambda stage, fraction: None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`recorder`: what records steps for replay, on all ranks alike; None means what the device has for it."""
+        """`recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder."""
         self._config = config
         self._rank = rank
         self._report = report
         self._recorder = recorder
         self._boot_id = os.urandom(16)
-        self._opened: MeetingHost | None = None
+        self._opened: RendezvousHost | None = None
         self._team: Team | None = None
         self._follower: Follower | None = None
         self._ranks: MultiRankRunner | None = None
         self._loop: EngineLoop | None = None
         self._server: ReplicaServer | None = None
         self._profiler: StepProfiler | None = None
-        self._courier: Courier | None = None
+        self._transfers: TransferWorker | None = None
         self._description: Description | None = None
 
-    def open_meeting(self) -> Meeting:
-        """Of rank 0 of several: where all ranks, itself included, are to `start`. Raises MeetingError."""
-        self._opened = MeetingHost(self._config.host)
-        return self._opened.meeting
+    def open_rendezvous(self) -> Rendezvous:
+        """On rank 0 of several: the rendezvous to pass to `start` of all ranks. Raises RendezvousError."""
+        self._opened = RendezvousHost(self._config.host)
+        return self._opened.rendezvous
 
-    def start(self, meeting: Meeting | None = None) -> ReplicaStarted:
+    def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:
         """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot.
 
-        With several ranks all must be started at the same `meeting`. When one fails, all do.
+        With several ranks all must be started with the same `rendezvous`. When one fails, all do.
         """
         self._profiler = make_profiler(self._config, self._rank)
         if self._profiler is not None:
-            self._report("making the profiler ready", 0.0)
+            self._report("preparing the profiler", 0.0)
             self._profiler.warm_up()
-        if meeting is None:
+        if rendezvous is None:
             return self._serve()
-        self._report("meeting the other ranks", 0.0)
-        self._team = team = Team(self._config, self._rank, meeting, self._opened)
+        self._report("connecting to the other ranks", 0.0)
+        self._team = team = Team(self._config, self._rank, rendezvous, self._opened)
         try:
-            return team.watch.guard(self._serve if self._rank == 0 else lambda: self._follow(team))
+            return team.detector.guard(self._serve if self._rank == 0 else lambda: self._follow(team))
         except Exception as error:
-            team.watch.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+            team.detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
             raise
 
     def _follow(self, team: Team) -> ReplicaStarted:
-        began = time.monotonic()
+        started = time.monotonic()
         part = assemble_part(self._config, self._report, team=team)
-        self._courier = part.runner.courier
-        if self._courier is not None:
-            self._courier.report = to_rank_0(team.watch)
+        self._transfers = part.transfers
+        if self._transfers is not None:
+            self._transfers.report = to_rank_0(team.detector)
         recorder = self._recorder or choose_recorder(self._config, team.device)
         self._follower = Follower(self._stage(part, team), team, recorder)
         self._follower.start()
         gc.collect()
         gc.freeze()
-        team.agree(0)  # pools are made: rank 0 warms all of us up
-        team.settle()
+        team.gather_all(0)  # pools are allocated: rank 0 warms all ranks up
+        team.barrier()
         self._report("ready", 1.0)
-        return self._started("", part.model, part.size, part.max_model_len, part.max_num_seqs, 0, began)
+        return self._started("", part.model, part.size, part.max_model_len, part.max_num_seqs, 0, started)
 
     def _stage(self, part: RankPart, team: Team) -> StageRunner:
         if self._profiler is None:
@@ -123,27 +123,29 @@ class Replica:
         return stage
 
     def _serve(self) -> ReplicaStarted:
-        began = time.monotonic()
+        started = time.monotonic()
         config = self._config
         assembly = assemble(config, self._report, team=self._team, profiler=self._profiler, recorder=self._recorder)
         self._ranks = assembly.ranks
         model, size, limits = assembly.model, assembly.size, assembly.limits
-        # What was loaded stays for good: a full collection would walk all of it in the middle of a step.
+        # Loaded objects are never freed: a full collection would traverse all of them in the middle of a step.
         gc.collect()
         gc.freeze()
         if self._team is not None:
-            self._team.settle()
+            self._team.barrier()
         self._report("listening", 0.0)
         server = self._server = ReplicaServer(config.host, config.port, config.secret)
         loop = self._loop = EngineLoop(assembly.engine, lambda report: server.call_soon(servicer.deliver, report))
         description = self._description = describe_replica(assembly, config, self._boot_id)
-        courier = self._courier = assembly.runner.courier
-        assert courier is not None
-        courier.report = to_loop(loop)
+        transfers = self._transfers = assembly.transfers
+        assert transfers is not None
+        transfers.report = to_loop(loop)
         if self._team is not None:
-            listen(self._team.watch, loop)
-        desk = PairDesk(lambda: description.identity, courier.shards, loop, config.host, courier.opened)
-        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id, desk, config.secret)
+            forward_notes(self._team.detector, loop)
+        pair_registry = PairRegistry(
+            lambda: description.identity, transfers.shards, loop, config.host, transfers.set_rendezvous_host
+        )
+        servicer = Servicer(description, loop, assembly.kv.start_chain, self._boot_id, pair_registry, config.secret)
         try:
             address = server.start(servicer)
         except BaseException:
@@ -152,7 +154,7 @@ class Replica:
         loop.exchange(lambda exchange: exchange.compute_for_others(config.role != "decode"))
         loop.start()
         if self._team is not None:
-            self._team.watch.call(loop.abandon)
+            self._team.detector.on_loss(loop.abandon)
         self._report("ready", 1.0)
         return self._started(
             address,
@@ -161,7 +163,7 @@ class Replica:
             assembly.max_model_len,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
-            began,
+            started,
             assembly.notes,
         )
 
@@ -173,10 +175,11 @@ class Replica:
         max_len: int,
         seqs: int,
         tokens: int,
-        began: float,
+        started: float,
         notes: Sequence[str] = (),
     ) -> ReplicaStarted:
         return ReplicaStarted(
+            model=self._config.model,
             address=address,
             boot_id=self._boot_id,
             pid=os.getpid(),
@@ -193,12 +196,13 @@ class Replica:
             kv_bytes=size.num_bytes,
             block_size=model.layout.block_size,
             weight_bytes=model.weight_bytes,
-            load_seconds=time.monotonic() - began,
+            load_seconds=time.monotonic() - started,
+            defaults=model.facts.defaults,
             notes=[*describe(), *model.notes, *(self._team.notes if self._team is not None else ()), size.note, *notes],
         )
 
     def wait(self) -> None:
-        """Blocks until `stop`. Raises EngineDeadError when the rank's loop ends by itself, or another rank is lost."""
+        """Blocks until `stop`. Raises EngineDeadError when the rank's loop fails, or another rank is lost."""
         loop = self._loop or self._follower
         if loop is None:
             raise EngineDeadError("the replica was not started")
@@ -210,7 +214,8 @@ class Replica:
             raise EngineDeadError(f"the step loop ended: {type(failure).__name__}") from failure
 
     def set_role(self, role: str) -> None:
-        """Of rank 0, from any thread: what routers are to use the replica for; what runs here goes on.
+        """On rank 0, from any thread: changes the replica's role for routers; current requests continue.
+
 
         Raises UnknownRoleError.
         """
@@ -220,12 +225,13 @@ class Replica:
             self._loop.exchange(lambda exchange: exchange.compute_for_others(role != "decode"))
 
     def drain(self) -> None:
-        """Refuses new requests; those that are here go on."""
+        """Refuses new requests; current ones continue."""
         if self._loop is not None:
             self._loop.drain()
 
     def profile(self, steps: int, seconds: float) -> ProfileReport:
-        """Records this rank's next steps, and waits for the trace. All ranks are asked at the same time.
+        """Records this rank's next steps, and waits for the trace. To be called on all ranks at the same time.
+
 
         Raises ProfileRefusedError, ProfileFailedError.
         """
@@ -237,18 +243,18 @@ class Replica:
             raise ProfileRefusedError("this replica has no folder for profiles: serve with --profile DIR")
         window = self._profiler.open(steps, seconds)
         if self._loop is not None:
-            # A rank that waits for a step notices nothing, not even that the time is over.
-            edge = threading.Timer(seconds + PROFILE_EDGE_SECONDS, self._loop.touch)
-            edge.daemon = True
-            edge.start()
+            # A rank that waits for a step does not check the deadline.
+            timer = threading.Timer(seconds + PROFILE_DELAY_SECONDS, self._loop.run_empty_step)
+            timer.daemon = True
+            timer.start()
         return window
 
     def stop(self) -> None:
-        """Ends the loop, then the server once the last frames are out. Idempotent, from any thread.
+        """Ends the loop, then the server once the last frames are sent. Idempotent, from any thread.
 
-        Of several ranks all must be stopped: the others end when rank 0 says so.
+        With several ranks all must be stopped: the others end when rank 0 sends `Stop`.
         """
-        lost = self._team is not None and self._team.watch.failure is not None
+        lost = self._team is not None and self._team.detector.failure is not None
         if self._loop is not None:
             self._loop.stop(LOST_STOP_SECONDS if lost else STOP_SECONDS)
         if self._ranks is not None:
@@ -256,8 +262,8 @@ class Replica:
             ranks.stop()
         if self._follower is not None:
             self._follower.join(FOLLOWER_STOP_SECONDS)
-        if self._courier is not None:
-            self._courier.stop()
+        if self._transfers is not None:
+            self._transfers.stop()
         if self._team is not None:
             self._team.close()
         if self._server is not None:

@@ -1,4 +1,6 @@
-"""All commands in one application. Each is a function of one of these modules; its work lives in one of its own."""
+"""All commands in one application. Each is a function in one of these modules; its work has a module of its own."""
+
+from typing import Annotated
 
 import typer
 
@@ -16,3 +18,18 @@ app = typer.Typer(
 app.add_typer(starting.app)
 app.add_typer(operating.app)
 app.add_typer(project.app)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        project.version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before a command."""

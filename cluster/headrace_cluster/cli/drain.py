@@ -1,4 +1,4 @@
-"""`headrace drain` and `headrace undrain`: ask, then look until it is done."""
+"""`headrace drain` and `headrace undrain`: send the request, then poll until it is done."""
 
 import json
 import time
@@ -6,82 +6,93 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_cluster.cli.client import AdminClient, ServerError
-from headrace_cluster.display import say
+from headrace_cluster.cli.servers import ServerChoice
+from headrace_cluster.launch.display import show_message
+from headrace_cluster.program import program_name
 
-LOOK_SECONDS = 0.25
-STOP_SECONDS = 60.0  # beyond the time for requests: to move what is left and to end the processes
+POLL_SECONDS = 0.25
+STOP_SECONDS = 60.0  # after the time for requests: to move the remaining ones and to end the processes
 START_SECONDS = 1800.0  # to load a model again
 
 Entry = dict[str, Any]
 
 
 def drain_replica(
-    admin_port: int, replica: str, seconds: float | None, *, force: bool = False, as_json: bool = False
+    choice: ServerChoice, replica: str, seconds: float | None, *, force: bool = False, as_json: bool = False
 ) -> None:
-    """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the refusal."""
-    entry = await_drained(AdminClient(admin_port), replica, seconds, force=force)
-    _tell(entry, f"{replica} is drained; bring it back with: headrace undrain {replica}", as_json=as_json)
+    """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the server."""
+    entry = await_drained(AdminClient(choice), replica, seconds, force=force)
+    _print_result(entry, f"{replica} is drained; bring it back with: headrace undrain {replica}", as_json=as_json)
 
 
-def undrain_replica(admin_port: int, replica: str, *, as_json: bool = False) -> None:
+def undrain_replica(choice: ServerChoice, replica: str, *, as_json: bool = False) -> None:
     """Returns once the replica is ready again. Raises NotRunningError, ServerError."""
-    _tell(await_ready(AdminClient(admin_port), replica), f"{replica} is ready", as_json=as_json)
+    _print_result(await_ready(AdminClient(choice), replica), f"{replica} is ready", as_json=as_json)
 
 
 def await_drained(client: AdminClient, replica: str, seconds: float | None, *, force: bool = False) -> Entry:
-    """Orders a drain, and its entry of the status when it is done. Raises ServerError."""
+    """Starts a drain; returns the replica's status entry when it is done. Raises ServerError."""
     body = {"replica": replica, "seconds": seconds, "force": force}
-    order = client.call("POST", "/drain", {name: value for name, value in body.items() if value is not None})
+    begun = client.call("POST", "/drain", {name: value for name, value in body.items() if value is not None})
 
     def done(entry: Entry) -> bool:
-        if entry["state"] != "drained" and entry["generation"] != order["generation"]:
-            raise ServerError(f"{replica} was brought back while it was drained; see `headrace status`")
+        if entry["state"] != "drained" and entry["generation"] != begun["generation"]:
+            raise ServerError(f"{replica} was brought back while it was drained; see `{program_name()} status`")
         return bool(entry["state"] == "drained")
 
-    return _watch(client, replica, done, _in_flight, order["seconds"] + STOP_SECONDS)
+    return watch_replica(client, replica, done, in_flight, begun["seconds"] + STOP_SECONDS)
 
 
 def await_ready(client: AdminClient, replica: str) -> Entry:
-    """Has a drained replica built again, and its entry of the status when it is ready. Raises ServerError."""
-    order = client.call("POST", "/undrain", {"replica": replica})
+    """Has a drained replica built again; returns its status entry when it is ready. Raises ServerError."""
+    begun = client.call("POST", "/undrain", {"replica": replica})
 
     def done(entry: Entry) -> bool:
-        again = entry["generation"] > order["generation"]
+        again = entry["generation"] > begun["generation"]
         if entry["state"] == "drained" or (again and entry["state"] == "dead"):
             why = f": {entry['note']}" if entry["note"] else ""
             raise ServerError(f"{replica} is {entry['state']}{why}")
         return bool(again and entry["state"] == "ready")
 
-    return _watch(client, replica, done, lambda entry: f"{entry['state']}: {entry['note']}", START_SECONDS)
+    return watch_replica(client, replica, done, progress, START_SECONDS)
 
 
-def _watch(
+def watch_replica(
     client: AdminClient, replica: str, done: Callable[[Entry], bool], shown: Callable[[Entry], str], seconds: float
 ) -> Entry:
-    """The replica's entry of the status once `done`; says what changes meanwhile."""
-    told = ""
+    """The replica's status entry once `done`; shows its changes meanwhile.
+
+    If the controller is lost, the next one is waited for. Raises NotRunningError, ServerError.
+    """
+    last = ""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        entries = client.call("GET", "/status")["replicas"]
+        entries = client.await_status()["replicas"]
         entry: Entry | None = next((entry for entry in entries if entry["id"] == replica), None)
         if entry is None:
-            raise ServerError(f"{replica} is gone: the server is stopping")
+            raise ServerError(f"{replica} has ended: the server is stopping")
         if done(entry):
             return entry
-        if (news := shown(entry)) != told:
-            say(f"{replica}: {news}")
-            told = news
-        time.sleep(LOOK_SECONDS)
-    raise ServerError(f"{replica} is not done after {seconds:g} s; see `headrace status`")
+        if (text := shown(entry)) != last:
+            show_message(f"{replica}: {text}")
+            last = text
+        time.sleep(POLL_SECONDS)
+    raise ServerError(f"{replica} is not done after {seconds:g} s; see `{program_name()} status`")
 
 
-def _in_flight(entry: Entry) -> str:
+def in_flight(entry: Entry) -> str:
+    """The state of a replica and its requests."""
     load = entry["load"]
     return f"{entry['state']}, {load['running']} running, {load['waiting']} waiting"
 
 
-def _tell(entry: Entry, sentence: str, *, as_json: bool) -> None:
+def progress(entry: Entry) -> str:
+    """The state of a replica that starts, and its note if it has one."""
+    return ": ".join(words for words in (entry["state"], entry["note"]) if words)
+
+
+def _print_result(entry: Entry, sentence: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(entry, indent=2))
     else:
-        say(sentence)
+        show_message(sentence)

@@ -1,4 +1,4 @@
-"""The commands for a running server: to talk to it, to look at it, to change it."""
+"""The commands for a running server: chat, status, logs, changes."""
 
 from typing import Annotated
 
@@ -16,35 +16,58 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
-    host: o.Host = None,
-    port: o.Port = None,
-    admin_port: o.AdminPort = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show speed and tokens of each answer, on stderr.")] = False,
+    host: Annotated[str | None, typer.Option("--host", help="Of a server elsewhere, with --port.")] = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
     api_key: o.ApiKey = None,
 ) -> None:
-    """Talk to a running server."""
-    from headrace_cluster.cli.chat import Chat
-    from headrace_cluster.cli.client import ApiClient
+    """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
+    from headrace_cluster.cli.chat.start import start_chat
+    from headrace_cluster.cli.client import api_client
 
-    client = ApiClient(o.client_setting("host", host, "127.0.0.1"), o.client_setting("port", port, 8000), api_key)
-    session = Chat(client, model=model, system=system, max_tokens=max_tokens, temperature=temperature)
-    if once is not None:
-        session.once(once)
-    else:
-        session.talk()
+    client = api_client(o.choice(port, admin_port, cluster), o.client_host(host), api_key)
+    fields = {"max_tokens": max_tokens, "temperature": temperature}
+    start_chat(client, once=once, model=model, system=system, fields=fields, stats=stats)
 
 
 @app.command()
 def status(
+    server: o.Server = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the document for programs.")] = False,
-    host: o.Host = None,
-    port: o.Port = None,
-    admin_port: o.AdminPort = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
 ) -> None:
     """Show replicas and routers of a running cluster."""
     from headrace_cluster.cli.status import print_json, print_table
 
-    admin = o.client_setting("admin_port", admin_port, 8002)
-    print_json(admin) if json_ else print_table(admin)
+    choice = o.choice(port, admin_port, cluster, server)
+    print_json(choice) if json_ else print_table(choice)
+
+
+@app.command()
+def logs(
+    part: Annotated[
+        str | None,
+        typer.Argument(metavar="[REPLICA]", help="Or router, controller, serve. [default: all, merged by time]"),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Records to begin with.")] = 100,
+    path: Annotated[bool, typer.Option("--path", help="Print the folder of the files, and exit.")] = False,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+) -> None:
+    """Show what the processes of a server log, or logged in its last run."""
+    from headrace_cluster.cli.logs import find_run, print_logs
+
+    run = find_run(o.choice(port, admin_port, cluster), part)
+    if path:
+        print(run)
+    else:
+        print_logs(run, part, lines, follow=follow)
 
 
 @app.command()
@@ -52,12 +75,14 @@ def role(
     replica: o.Replica,
     role: Annotated[str, typer.Argument(metavar="prefill|decode|both", help="What routers are to use it for.")],
     json_: o.AsJson = False,
-    admin_port: o.AdminPort = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
 ) -> None:
-    """Give a running replica another role, in place: nothing is loaded again, what runs there goes on."""
+    """Give a running replica another role, in place: nothing is loaded again, its requests continue."""
     from headrace_cluster.cli.role import set_role
 
-    set_role(o.client_setting("admin_port", admin_port, 8002), replica, role, as_json=json_)
+    set_role(o.choice(port, admin_port, cluster), replica, role, as_json=json_)
 
 
 @app.command()
@@ -66,22 +91,30 @@ def drain(
     seconds: Annotated[
         float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if nobody is left to answer.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if no replica is left to answer.")] = False,
     json_: o.AsJson = False,
-    admin_port: o.AdminPort = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
 ) -> None:
-    """Take a replica out: its requests finish or move to others, then it ends and stays down."""
+    """Drain a replica: its requests finish or move to others, then it ends and stays down."""
     from headrace_cluster.cli.drain import drain_replica
 
-    drain_replica(o.client_setting("admin_port", admin_port, 8002), replica, seconds, force=force, as_json=json_)
+    drain_replica(o.choice(port, admin_port, cluster), replica, seconds, force=force, as_json=json_)
 
 
 @app.command()
-def undrain(replica: o.Replica, json_: o.AsJson = False, admin_port: o.AdminPort = None) -> None:
+def undrain(
+    replica: o.Replica,
+    json_: o.AsJson = False,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+) -> None:
     """Bring a drained replica back; returns when it is ready."""
     from headrace_cluster.cli.drain import undrain_replica
 
-    undrain_replica(o.client_setting("admin_port", admin_port, 8002), replica, as_json=json_)
+    undrain_replica(o.choice(port, admin_port, cluster), replica, as_json=json_)
 
 
 @app.command()
@@ -92,13 +125,21 @@ def rollout(
     seconds: Annotated[
         float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if nobody is left to answer meanwhile.")] = False,
-    admin_port: o.AdminPort = None,
+    allow_gap: Annotated[
+        bool, typer.Option("--allow-gap", help="If a second build does not fit, end the only replica first.")
+    ] = False,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
 ) -> None:
-    """Build replicas again, one after the other: their requests finish or move, and nobody's fails."""
+    """Build replicas again, one after the other: requests finish or move, none fails.
+
+    A model's only replica ends when its next build, which starts beside it, is ready.
+    """
     from headrace_cluster.cli.rollout import roll_out
 
-    roll_out(o.client_setting("admin_port", admin_port, 8002), replicas or [], seconds, force=force)
+    if not roll_out(o.choice(port, admin_port, cluster), replicas or [], seconds, allow_gap=allow_gap):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -106,24 +147,28 @@ def profile(
     replica: Annotated[str | None, typer.Argument(metavar="[REPLICA]", help="As `status` names it.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="At most so many steps. [default: 20]")] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", help="For at most so long. [default: 10]")] = None,
-    host: o.Host = None,
-    port: o.Port = None,
-    admin_port: o.AdminPort = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
 ) -> None:
     """Record the next steps of a replica that runs with --profile DIR, every rank for itself."""
     from headrace_cluster.cli.profile import profile_replica
 
-    profile_replica(o.client_setting("admin_port", admin_port, 8002), replica, steps, seconds)
+    profile_replica(o.choice(port, admin_port, cluster), replica, steps, seconds)
 
 
 @app.command()
 def stop(
-    host: o.Host = None,
-    port: o.Port = None,
-    admin_port: o.AdminPort = None,
-    wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the end.")] = 40,
+    server: o.Server = None,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+    wait: Annotated[
+        float | None, typer.Option("--wait", min=0, help="Seconds to wait for the end. [default: as the server needs]")
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="End requests in flight with an error, at once.")] = False,
 ) -> None:
-    """Stop a running server, in order."""
+    """Stop a running server, in order: requests in flight finish first."""
     from headrace_cluster.cli.stop import stop_server
 
-    stop_server(o.client_setting("admin_port", admin_port, 8002), wait)
+    stop_server(o.choice(port, admin_port, cluster, server), wait, now=now)

@@ -1,78 +1,26 @@
 """Flags that several commands share."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-Host = Annotated[str | None, typer.Option("--host", help="Interface of the HTTP and gRPC API. [default: 127.0.0.1]")]
-Port = Annotated[int | None, typer.Option("--port", help="HTTP port. [default: 8000]")]
-GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="gRPC port. [default: 8001]")]
-Routers = Annotated[
-    int | None, typer.Option("--routers", help="Router processes that share --port and --grpc-port. [default: 1]")
+from headrace_cluster.spec.flag import ARGUMENT, Setting
+from headrace_cluster.spec.settings import SETTINGS
+
+ServerPort = Annotated[
+    int | None, typer.Option("--port", help="Any port of the server; needed when several servers run.")
 ]
-MigrationLimit = Annotated[
-    int | None, typer.Option("--migration-limit", help="Times a stream may move when its replica is lost. [default: 3]")
+ServerAdminPort = Annotated[int | None, typer.Option("--admin-port", help="The server's admin port.")]
+ServerName = Annotated[
+    str | None, typer.Option("--cluster", metavar="NAME", help="The server's name: of its cluster or of a model.")
 ]
-Disaggregation = Annotated[
-    str | None,
-    typer.Option("--disaggregation", help="Prompts to prefill replicas: auto (where it pays), always or off."),
+Server = Annotated[
+    str | None, typer.Argument(metavar="[SERVER]", help="Its cluster, model or port. [default: the only one]")
 ]
-Rebalancing = Annotated[
-    str | None, typer.Option("--rebalancing", help="on or off: streams leave replicas that are short. [default: on]")
-]
-AdminPort = Annotated[int | None, typer.Option("--admin-port", help="Port of the admin API. [default: 8002]")]
 Config = Annotated[Path | None, typer.Option("--config", "-f", help="A cluster spec in YAML.")]
-Model = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file, or the embedded 'smollm2' (the default)."),
-]
-ServedName = Annotated[str | None, typer.Option("--served-model-name", help="What requests call the model.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Of the Hub repository.")]
-Replicas = Annotated[int | None, typer.Option("--replicas", help="Copies of the model. [default: 1]")]
-Prefill = Annotated[int | None, typer.Option("--prefill", help="Replicas that only compute prompts; with --decode.")]
-Decode = Annotated[int | None, typer.Option("--decode", help="Replicas that answer; with --prefill.")]
-PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="--tp of the prefill pool.")]
-PrefillPp = Annotated[int | None, typer.Option("--prefill-pp", help="--pp of the prefill pool.")]
-DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="--tp of the decode pool.")]
-DecodePp = Annotated[int | None, typer.Option("--decode-pp", help="--pp of the decode pool.")]
-Tp = Annotated[int | None, typer.Option("--tp", help="Ranks that share each layer. [default: 1]")]
-Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline stages. [default: 1]")]
-Ep = Annotated[
-    bool | None, typer.Option("--ep", help="Whole experts per tensor-parallel rank, not parts.", is_flag=True)
-]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-LoadFormat = Annotated[str | None, typer.Option("--load-format", help="auto, safetensors, gguf or dummy.")]
-MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Prompt + output tokens of a request.")]
-KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", help="KV cache per rank, such as 2GiB.")]
-BlockSize = Annotated[int | None, typer.Option("--block-size", help="Tokens per KV-cache block. [default: 16]")]
-MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests that run at a time.")]
-MaxBatched = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens of one step.")]
-CpuThreads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads of one rank.")]
-CpuShare = Annotated[float | None, typer.Option("--cpu-share", help="Ray CPUs that a rank on a CPU reserves.")]
-AsyncScheduling = Annotated[
-    str | None, typer.Option("--async-scheduling", help="auto, on or off: plan a step while the last one runs.")
-]
-CudaGraphs = Annotated[str | None, typer.Option("--cuda-graphs", help="full or off: replay whole steps on GPUs.")]
-Deterministic = Annotated[
-    bool | None, typer.Option("--deterministic", help="Bits that never depend on the batch; slower.", is_flag=True)
-]
-Profile = Annotated[
-    Path | None, typer.Option("--profile", help="Folder for profiles, which `headrace profile` asks for.")
-]
-TrustCode = Annotated[
-    bool | None, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", is_flag=True)
-]
-RayAddress = Annotated[str | None, typer.Option("--ray-address", help="Join this Ray (host:port, or auto).")]
-Cluster = Annotated[str | None, typer.Option("--cluster", help="The cluster's name in Ray. [default: headrace]")]
-ControlHost = Annotated[str | None, typer.Option("--control-host", help="Interface for routers of the controller.")]
-ControlPort = Annotated[int | None, typer.Option("--control-port", help="Its port. [default: any]")]
-SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="Holds the cluster's secret.")]
-ApiKeysFile = Annotated[Path | None, typer.Option("--api-keys-file", help="One API key a line, or name:key.")]
-NoAuth = Annotated[
-    bool | None, typer.Option("--allow-no-auth", help="Listen beyond this machine without keys.", is_flag=True)
-]
 Replica = Annotated[str, typer.Argument(metavar="REPLICA", help="As `status` names it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the document for programs.")]
 ApiKey = Annotated[
@@ -80,19 +28,86 @@ ApiKey = Annotated[
 ]
 
 
-def client_setting(name: str, given: Any, default: Any) -> Any:
-    """Where a client command connects: flag > environment > default. Raises SpecError."""
-    from headrace_cluster.errors import SpecError
-    from headrace_cluster.settings import from_environment
+def takes_settings(
+    *sections: str, without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds to a command a flag for each setting of these sections of the spec, or of these names.
 
-    if given is not None:
-        return given
+    The command gets what was given as its first argument, by name of the setting.
+    """
+    chosen = [
+        setting
+        for setting in SETTINGS
+        if (setting.path[0] in sections or setting.name in sections) and setting.name not in without
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        def run(**arguments: Any) -> None:
+            given = {setting.name: arguments.pop(setting.name) for setting in chosen}
+            command({name: value for name, value in given.items() if value is not None}, **arguments)
+
+        parameters = [*map(_parameter, chosen), *own]
+        parameters.sort(key=lambda parameter: parameter.name not in ("model", "config"))
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """A setting as Typer reads it from a signature. None = not given."""
+    words = setting.help if setting.help.startswith("gRPC") else setting.help[0].upper() + setting.help[1:]
+    about: dict[str, Any] = {"help": words, "metavar": setting.values or None}
+    if setting.flag == ARGUMENT:
+        declared = typer.Argument(**about | {"metavar": f"[{ARGUMENT}]"})
+    elif setting.kind is bool:
+        declared = typer.Option(*setting.flags, is_flag=True, **about)
+    else:
+        declared = typer.Option(*setting.flags, **about)
+    kind: Any = setting.kind
+    annotation = Annotated[kind | None, declared]
+    return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def choice(port: int | None, admin_port: int | None, cluster: str | None, server: str | None = None) -> Any:
+    """The server choice of a client command: its flags, or without any, HEADRACE_PORT and so on. Raises SpecError."""
     import os
 
-    value = from_environment(os.environ).get(name)
-    if value is None:
-        return default
-    try:
-        return type(default)(value)
-    except ValueError:
-        raise SpecError(f"HEADRACE_{name.upper()} must be a number, not '{value}'") from None
+    from headrace_cluster.cli.servers import ServerChoice
+    from headrace_cluster.errors import SpecError
+    from headrace_cluster.spec.settings import from_environment
+
+    given = {"--port": port, "--admin-port": admin_port, "--cluster": cluster, "SERVER": server}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        environment = from_environment(os.environ)
+        for name in ("port", "admin_port", "cluster"):
+            value = environment.get(name, "0")
+            if name != "cluster" and not value.isdigit():
+                raise SpecError(f"HEADRACE_{name.upper()} must be a number, not '{value}'")
+            if value != "0":  # any port
+                given[f"HEADRACE_{name.upper()}"] = value if name == "cluster" else int(value)
+
+    def value_of(flag: str, variable: str) -> Any:
+        return given.get(flag, given.get(variable))
+
+    names = (value_of("--cluster", "HEADRACE_CLUSTER"), server)
+    return ServerChoice(
+        port=value_of("--port", "HEADRACE_PORT"),
+        admin_port=value_of("--admin-port", "HEADRACE_ADMIN_PORT"),
+        names=tuple(name for name in names if name is not None),
+        given=" and ".join(f"{name} {value}" for name, value in given.items()).replace("SERVER ", "the name or port "),
+    )
+
+
+def client_host(host: str | None) -> str | None:
+    """The host to which `chat` connects, if given: flag > HEADRACE_HOST."""
+    import os
+
+    from headrace_cluster.spec.settings import from_environment
+
+    return host or from_environment(os.environ).get("host")

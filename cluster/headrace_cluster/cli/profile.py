@@ -1,26 +1,28 @@
-"""`headrace profile`: traces of the next steps of one replica, and what took the time in them."""
+"""`headrace profile`: traces of the next steps of one replica, and their operators by time."""
 
 from typing import Any
 
 from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.servers import ServerChoice
+from headrace_proto.quantities import counted
 
 ANSWER_SECONDS = 120.0  # a window is open for a minute at most; then the traces are written
 
 
-def profile_replica(admin_port: int, replica: str | None, steps: int | None, seconds: float | None) -> None:
-    """Raises NotRunningError; ServerError with the sentence of whoever refused."""
+def profile_replica(choice: ServerChoice, replica: str | None, steps: int | None, seconds: float | None) -> None:
+    """Raises NotRunningError; ServerError with the sentence of the server."""
     from rich.console import Console
 
-    order = {"replica": replica, "steps": steps, "seconds": seconds}
-    body = {name: value for name, value in order.items() if value is not None}
-    document = AdminClient(admin_port).call("POST", "/profile", body, ANSWER_SECONDS)
+    fields = {"replica": replica, "steps": steps, "seconds": seconds}
+    body = {name: value for name, value in fields.items() if value is not None}
+    document = AdminClient(choice).call("POST", "/profile", body, ANSWER_SECONDS)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for trace in document["traces"]:
         where = f"rank {trace['rank']} on {trace['node']}"
         if "error" in trace:
             console.print(f"{where}: {trace['error']}")
             continue
-        console.print(f"{where}: {trace['steps']} steps in {trace['seconds']:.3f} s  {trace['path']}")
+        console.print(f"{where}: {counted(trace['steps'], 'step')} in {trace['seconds']:.3f} s  {trace['path']}")
         if trace["note"]:
             console.print(f"  {trace['note']}")
     _print_operators(console, document["operators"])

@@ -1,27 +1,103 @@
-"""`headrace rollout`: replicas are built again one after the other, while the others answer."""
+"""`headrace rollout`: the replicas of each model are built again, one after the other, while requests are answered."""
+
+from typing import Any
 
 from headrace_cluster.cli.client import AdminClient, ServerError
-from headrace_cluster.cli.drain import await_drained, await_ready
-from headrace_cluster.display import say
+from headrace_cluster.cli.drain import POLL_SECONDS, START_SECONDS, STOP_SECONDS, Entry, in_flight, watch_replica
+from headrace_cluster.cli.servers import ServerChoice
+from headrace_cluster.errors import NotRunningError
+from headrace_cluster.launch.display import show_message
+from headrace_cluster.program import program_name
+
+NO_RECORD_SECONDS = 5.0  # without an effect on the replica, after which the request counts as lost
 
 
-def roll_out(admin_port: int, replicas: list[str], seconds: float | None, *, force: bool = False) -> None:
-    """Returns once all are ready again: those named, or all that are not drained.
+def roll_out(choice: ServerChoice, replicas: list[str], seconds: float | None, *, allow_gap: bool = False) -> bool:
+    """Rolls the given replicas, or all that are not drained. Returns whether all of them were rolled.
 
-    Raises NotRunningError; ServerError with the sentence of whatever stopped it, and the rest is left as it was.
+    If a new build of a model does not start, the rest of that model keeps its builds; the other models continue, also
+    after the controller was lost. Raises NotRunningError before the first request, and ServerError for a replica that
+    does not exist.
     """
-    client = AdminClient(admin_port)
+    client = AdminClient(choice)
     listed = {entry["id"]: entry for entry in client.call("GET", "/status")["replicas"]}
     unknown = [name for name in replicas if name not in listed]
     if unknown:
         raise ServerError(f"there is no replica {unknown[0]!r}; there are: {', '.join(listed)}")
     chosen = replicas or [name for name, entry in listed.items() if entry["state"] != "drained"]
     if not chosen:
-        raise ServerError("every replica is drained: bring one back with headrace undrain")
-    # Those that compute prompts first: they are only helpers, and show whether a new build comes up at all.
-    chosen = sorted(chosen, key=lambda name: listed[name].get("role") != "prefill")
-    for number, name in enumerate(chosen, 1):
-        say(f"{number} of {len(chosen)}: {name}")
-        await_drained(client, name, seconds, force=force)
-        await_ready(client, name)
-    say(f"{len(chosen)} replicas were built again" if len(chosen) > 1 else f"{chosen[0]} was built again")
+        raise ServerError(f"every replica is drained: bring one back with {program_name()} undrain")
+    models = dict.fromkeys(listed[name]["model"] for name in chosen)
+    options = {"seconds": seconds, "allow_gap": allow_gap}
+    entries = {model: [listed[name] for name in chosen if listed[name]["model"] == model] for model in models}
+    outcomes = {model: _roll_model(client, entries[model], options) for model in models}
+    for model, problems in outcomes.items():
+        count = len(entries[model])
+        show_message(f"{model}: {count - len(problems)} of {count} rolled")
+        for name, problem in problems.items():
+            show_message(f"  {name} was not rolled: {problem}")
+    return not any(outcomes.values())
+
+
+def _roll_model(client: AdminClient, entries: list[Entry], options: dict[str, Any]) -> dict[str, str]:
+    """Why replicas were not rolled, by id. After the first failure the model's other replicas are not rolled."""
+    problems: dict[str, str] = {}
+    # Prefill replicas first: the model is served without them, and they show whether a new build starts at all.
+    for entry in sorted(entries, key=lambda entry: bool(entry["role"] != "prefill")):
+        name = entry["id"]
+        if problems:
+            problems[name] = "another one before it was not"
+            continue
+        try:
+            _roll(client, name, options)
+        except (NotRunningError, ServerError) as error:
+            problems[name] = str(error)
+    return problems
+
+
+def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
+    body = {"replica": replica, **options}
+    begun = _post_rollout(client, {name: value for name, value in body.items() if value is not None})
+    show_message(f"{replica}: its next build starts {'beside it' if begun['beside'] else 'after it has ended'}")
+
+    unchanged = 0  # consecutive polls that found no rollout of the replica
+
+    def done(entry: Entry) -> bool:
+        nonlocal unchanged
+        if entry["roll_failed"]:
+            raise ServerError(entry["roll_failed"])
+        again = entry["generation"] > begun["generation"]
+        plain = entry["state"] == "ready" and not again and not entry["beside"] and not entry["note"]
+        unchanged = unchanged + 1 if plain else 0
+        if unchanged * POLL_SECONDS >= NO_RECORD_SECONDS:  # lost with a controller, after its last View
+            raise ServerError("the controller has no record of this rollout; roll it again")
+        if entry["state"] == "drained" or (again and entry["state"] == "dead"):
+            why = f": {entry['note']}" if entry["note"] else ""
+            raise ServerError(f"it is {entry['state']}{why}")
+        # The next replica must not end before every router is connected to this one.
+        return bool(again and entry["state"] == "ready" and entry["connected"] and not entry["beside"])
+
+    watch_replica(client, replica, done, _progress, START_SECONDS + begun["seconds"] + STOP_SECONDS)
+    show_message(f"{replica} is rolled")
+
+
+def _post_rollout(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /rollout; repeated once if the controller was lost. If the first one took effect, the second is rejected."""
+    try:
+        return client.call("POST", "/rollout", body)
+    except NotRunningError:
+        client.await_status()
+        return client.call("POST", "/rollout", body)
+
+
+def _progress(entry: Entry) -> str:
+    if entry["beside"]:
+        other = entry["beside"][0]
+        stage = f": {other['note']}" if other["note"] else ""
+        builds = (f"generation {build['generation']} {build['state']}" for build in (entry, other))
+        return ", ".join(builds) + stage
+    if entry["state"] == "ready" and not entry["connected"]:
+        return "ready; not every router is connected to it yet"
+    if entry["state"] in ("ready", "draining"):
+        return in_flight(entry)
+    return f"{entry['state']}: {entry['note']}" if entry["note"] else str(entry["state"])

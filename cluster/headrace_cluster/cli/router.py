@@ -1,13 +1,14 @@
-"""`headrace router`: alone, or as the child of `headrace serve`."""
+"""`headrace router`: standalone, or as a child process of `headrace serve`."""
 
 import sys
 from collections.abc import Callable
 
-from headrace_cluster.processes import die_with_parent
-from headrace_cluster.router_process import EXIT_CONFIG, decode_config, router_config
-from headrace_cluster.secret_file import read_or_draw
-from headrace_cluster.spec import ClusterSpec
-from headrace_router.auth import check_exposure
+from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
+from headrace_cluster.local.processes import set_parent_death_signal
+from headrace_cluster.local.secret_file import read_or_generate
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.address import port_of
+from headrace_router.access.auth import check_exposure, check_metrics_exposure
 from headrace_router.config import RouterConfig
 
 
@@ -17,19 +18,19 @@ def run_router(spec: ClusterSpec, controller: str) -> int:
 
     if spec.control.secret_file is None:
         raise SpecError(
-            "a router needs the cluster's secret: --secret-file FILE (`headrace controller` says where its own lies)"
+            "a router needs the cluster's secret: --secret-file FILE (`headrace controller` shows the path of its own)"
         )
-    host, colon, port = controller.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not port_of(controller):
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
     check_exposure(spec.routers.host, spec.auth)
-    return _run()(router_config(spec, controller, read_or_draw(spec.control.secret_file)))
+    check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
+    return _run()(router_config(spec, controller, read_or_generate(spec.control.secret_file)))
 
 
 def run_from_stdin(parent: int) -> int:
-    """The config comes through a pipe; the process ends when its parent does."""
+    """Reads the config from a pipe; the process ends when its parent does."""
     if parent:
-        die_with_parent(parent)
+        set_parent_death_signal(parent)
     try:
         config = decode_config(sys.stdin.read())
     except (ValueError, KeyError):

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.servers import ServerChoice
 
 _STYLES = {
     "ready": "green",
@@ -15,18 +16,24 @@ _STYLES = {
 }
 
 
-def print_json(admin_port: int) -> None:
-    """The document as it is."""
-    print(json.dumps(AdminClient(admin_port).call("GET", "/status"), indent=2))
+def print_json(choice: ServerChoice) -> None:
+    """Prints the document; for a server of this user, with the sockets of its processes, Ray's included."""
+    client = AdminClient(choice)
+    document = client.call("GET", "/status")
+    if client.state is not None and client.state.process.alive:
+        from headrace_cluster.local.sockets import listeners
+
+        document["sockets"] = [listener.document() for listener in listeners(client.state.pid)]
+    print(json.dumps(document, indent=2))
 
 
-def print_table(admin_port: int) -> None:
-    """The same for people."""
+def print_table(choice: ServerChoice) -> None:
+    """Prints the status as tables."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    client = AdminClient(admin_port)
+    client = AdminClient(choice)
     document = client.call("GET", "/status")
     console = Console(highlight=False)
     replicas = Table("replica", "model", "role", "tp×pp", "state", "running", "waiting", "KV used", box=None)
@@ -42,6 +49,12 @@ def print_table(admin_port: int) -> None:
             console.print(f"{entry['id']}: {_ranks(entry['ranks'])}", markup=False, soft_wrap=True)
         if entry.get("note"):
             console.print(f"{entry['id']}: {entry['note']}", markup=False)
+        for other in entry.get("beside", ()):
+            stage = f": {other['note']}" if other["note"] else ""
+            line = f"{entry['id']}: beside it generation {other['generation']}, {other['state']}{stage}"
+            console.print(line, markup=False)
+        if entry.get("roll_failed"):
+            console.print(f"{entry['id']} was not rolled: {entry['roll_failed']}", markup=False, soft_wrap=True)
     for entry in document["routers"]:
         grpc = f", gRPC {entry['grpc']}" if entry["grpc"] else ""
         metrics = f", metrics {entry['metrics']}" if entry["metrics"] != entry["http"] else ""

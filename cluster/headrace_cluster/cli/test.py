@@ -1,11 +1,15 @@
-"""`headrace test`: everything that a change must pass, and a short summary."""
+"""`headrace test`: all checks for a change, and a short summary."""
 
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_cluster.errors import SpecError
+
+PYTEST = [sys.executable, "-m", "pytest", "--durations=20"]
+FAST = "not slow and not ci"
 
 
 def checkout() -> Path:
@@ -16,28 +20,58 @@ def checkout() -> Path:
     raise SpecError("`headrace test` works in a checkout of the project; clone it and run ./headrace test there")
 
 
-def run_tests(arguments: list[str]) -> int:
-    """ruff, mypy, then pytest with the arguments that are left. `--slow`: the tests marked slow, and nothing else."""
-    slow = "--slow" in arguments
-    rest = [argument for argument in arguments if argument != "--slow"]
-    root = checkout()
-    python = [sys.executable, "-m"]
-    steps: list[tuple[str, list[str]]] = []
-    if not slow and not rest:  # with arguments, somebody is after particular tests
-        steps += [
-            ("ruff check", [*python, "ruff", "check", "--no-cache", "."]),
-            ("ruff format", [*python, "ruff", "format", "--no-cache", "--check", "."]),
-            ("mypy", [*python, "mypy"]),
-        ]
-    marks = [] if "-m" in rest else ["-m", "slow" if slow else "not slow"]
-    steps.append(("pytest", [*python, "pytest", *marks, *rest]))
-    results = []
-    for name, command in steps:
-        print(f"== {name}", flush=True)
-        began = time.monotonic()
-        code = subprocess.run(command, cwd=root, check=False).returncode
-        results.append((name, code, time.monotonic() - began))
+def run_tests(rest: list[str], *, ci: bool, slow: bool) -> int:
+    """Runs the steps and prints a summary; 0 if all passed. With `rest`, pytest's arguments, pytest alone runs."""
+    steps = chosen_tests(rest, ci=ci, slow=slow) if rest or slow else full_check(ci=ci)
+    results = [result for group in steps for result in _run(group)]
     print("== summary")
-    for name, code, seconds in results:
-        print(f"{'passed' if code == 0 else 'FAILED':8}{name:14}{seconds:7.1f} s")
+    for step, code, seconds in results:
+        print(f"{'passed' if code == 0 else 'FAILED':8}{step.name:24}{seconds:7.1f} s")
     return 0 if all(code == 0 for _, code, _ in results) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command. The output of a quiet one is shown when it has ended."""
+
+    name: str
+    command: list[str]
+    quiet: bool = False
+
+
+def chosen_tests(rest: list[str], *, ci: bool, slow: bool) -> list[list[Step]]:
+    """The tests that pytest's arguments select."""
+    marks = "slow" if slow else "not slow" if ci or rest else FAST
+    return [[Step("pytest", [*PYTEST, *([] if "-m" in rest else ["-m", marks]), *rest])]]
+
+
+def full_check(*, ci: bool) -> list[list[Step]]:
+    """Groups of steps, one after the other; the steps of a group run side by side.
+
+    Tests that measure time, or need the machine for themselves, are marked `alone` and come last.
+    """
+    python = [sys.executable, "-m"]
+    static = [
+        Step("ruff check", [*python, "ruff", "check", "--no-cache", "."], quiet=True),
+        Step("ruff format", [*python, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
+        Step("mypy", [*python, "mypy"], quiet=True),
+    ]
+    beside = Step("pytest, side by side", [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {FAST}"])
+    alone = Step("pytest, one by one", [*PYTEST, "-m", f"(alone or ci) and {'not slow' if ci else FAST}"])
+    return [[*static, beside], [alone]]
+
+
+def _run(steps: list[Step]) -> list[tuple[Step, int, float]]:
+    started = []
+    for step in steps:
+        print(f"== {step.name}", flush=True)
+        output, errors = (subprocess.PIPE, subprocess.STDOUT) if step.quiet else (None, None)
+        process = subprocess.Popen(step.command, cwd=checkout(), stdout=output, stderr=errors)
+        started.append((step, process, time.monotonic()))
+    results = []
+    for step, process, began in started:
+        said, _ = process.communicate()
+        if said and process.returncode != 0:
+            print(f"== {step.name}\n{said.decode(errors='replace')}", flush=True)
+        results.append((step, process.returncode, time.monotonic() - began))
+    return results

@@ -1,1 +1,1 @@
-"""Keeps the replicas as the spec wants them, and tells routers who serves."""
+"""Keeps the replicas as the spec describes them, and publishes the member list to routers."""

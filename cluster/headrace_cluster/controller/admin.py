@@ -1,4 +1,4 @@
-"""The admin HTTP API: status, stop, orders about replicas. Its own port and key, on loopback (RELIABILITY R4)."""
+"""The admin HTTP API: status, stop, operations on replicas. Its own port and key, on loopback (RELIABILITY R4)."""
 
 import hmac
 import socket
@@ -14,21 +14,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_cluster.controller.orders import Order
+from headrace_cluster.controller.operations import Operation
 from headrace_proto.errors import HeadraceError, ListenError
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class Guard:
-    """Lets a request through only with the admin key and a Host that is this machine (DNS rebinding)."""
+    """Accepts a request only with the admin key and a Host that is this machine (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Nothing but HTTP passes; what an unknown caller asked for is not looked at."""
+        """ASGI. Only HTTP is accepted; the request of an unauthenticated client is not parsed."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -47,11 +47,11 @@ class Guard:
 
 
 def admin_app(
-    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], orders: Iterable[Order]
+    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], operations: Iterable[Operation]
 ) -> ASGIApp:
-    """GET /status answers the status document; POST /stop begins an orderly stop and answers at once.
+    """GET /status returns the status document; POST /stop begins an orderly stop and returns at once.
 
-    Each order is a POST of its own.
+    Each operation is a POST of its own.
     """
 
     async def get_status(_request: Request) -> Response:
@@ -68,25 +68,25 @@ def admin_app(
     routes = [
         Route("/status", get_status),
         Route("/stop", post_stop, methods=["POST"]),
-        *(Route(order.path, _post(order), methods=["POST"]) for order in orders),
+        *(Route(operation.path, _post(operation), methods=["POST"]) for operation in operations),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, Exception: refuse})
     return Guard(app, key)
 
 
-def _post(order: Order) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+def _post(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
         try:
-            body = order.body.model_validate_json(await request.body() or b"{}")
+            body = operation.body.model_validate_json(await request.body() or b"{}")
         except ValidationError as error:
             entry = error.errors(include_url=False)[0]
             return _error(400, f"{'.'.join(map(str, entry['loc'])) or 'the body'}: {entry['msg'].lower()}")
         try:
-            return JSONResponse(await order.carry_out(body))
+            return JSONResponse(await operation.run(body))
         except HeadraceError as error:
             return _error(409, str(error))
 
-    return answer
+    return respond
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,16 +1,16 @@
-"""One build of a replica, as the supervisor knows it."""
+"""State of one build of a replica in the supervisor."""
 
 import asyncio
 from dataclasses import dataclass, field
 
-from headrace_cluster.controller.driver import Progress, RankFacts
+from headrace_cluster.core.driver import Progress, RankFacts
 from headrace_proto import replica_pb2
-from headrace_worker.config import ReplicaStarted
+from headrace_worker.core.config import ReplicaStarted
 
 
 @dataclass(slots=True)
 class Build:
-    """What is known about one build of a replica beyond the reconciler's record."""
+    """State of one build of a replica beyond the reconciler's record."""
 
     ranks: list[RankFacts] = field(default_factory=list)
     started: ReplicaStarted | None = None
@@ -20,10 +20,10 @@ class Build:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
-    def emptied(self) -> bool:
-        """Whether it takes nothing new and has nothing left. Older words of it do not count."""
+    def is_empty(self) -> bool:
+        """Whether it accepts no requests and has none. Health messages from before the drain do not count."""
         health = self.health
         if self.ended or health is None:
-            return self.ended or self.started is None  # one that was adopted has not said yet what it holds
+            return self.ended or self.started is None  # an adopted build has not reported its requests yet
         draining = health.state == replica_pb2.REPLICA_STATE_DRAINING
         return draining and not health.load.running and not health.load.waiting

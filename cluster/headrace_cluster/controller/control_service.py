@@ -1,4 +1,4 @@
-"""gRPC headrace.v1.Control: routers learn members here, and count as alive while they do."""
+"""gRPC headrace.v1.Control: routers receive the member list, and count as alive while the stream is open."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -7,13 +7,13 @@ from typing import Any
 import grpc
 
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.ports import host_port
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
+from headrace_proto.address import host_port
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import SecretInterceptor
 
-# A router that vanished without a word (its machine lost power) is noticed after about 15 s.
+# A router that ended without closing its connection (its machine lost power) is detected after about 15 s.
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
@@ -30,7 +30,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._membership = membership
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
-        """Streams the list; the caller is a registered router until the stream ends."""
+        """Streams the list; the client is a registered router until the stream ends."""
         registration = secrets.token_bytes(8)
         self._membership.routers[registration] = request.router
         try:

@@ -1,22 +1,23 @@
-"""Takes a replica out on demand: what runs there finishes or moves, then it ends and stays down until it is wanted."""
+"""Drains a replica on demand: its requests finish or move, then it ends and stays down until `undrain`."""
 
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_cluster.controller.build import Build
-from headrace_cluster.controller.reconciler import Reconciler, Record, State
-from headrace_cluster.controller.roles import another_answers, no_such_replica
+from headrace_cluster.controller.roles import no_such_replica
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.reconciler import Reconciler
+from headrace_cluster.core.record import Record, State, another_answers
 from headrace_cluster.errors import DrainError
-from headrace_cluster.naming import ReplicaName
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 class Drains:
-    """Which builds may finish their requests, and until when. Of one event loop.
+    """Which builds may finish their requests, and until when. For one event loop.
 
-    `changed` has the reconciler look at once. Times are seconds of `clock`.
+    `changed` wakes the supervisor at once. Times are seconds of `clock`.
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class Drains:
         self._seconds = seconds
         self._clock = clock
         self._changed = changed
-        self._until: dict[ReplicaName, float] = {}
+        self._deadlines: dict[ReplicaName, float] = {}
+        self._pending: dict[ReplicaName, float] = {}  # seconds of drains that have not begun
 
     def begin(self, replica_id: str, seconds: float | None = None, *, force: bool = False) -> dict[str, Any]:
-        """Takes the replica out; asking twice changes nothing. Raises DrainError.
+        """Drains the replica; a second call changes nothing. Raises DrainError.
 
-        seconds: for requests in flight; what still runs then goes on at other replicas. None = as the spec says.
+        seconds: for requests in flight; those that still run then move to other replicas. None = the spec's value.
         """
         record = self._find(replica_id)
         seconds = self._seconds if seconds is None else seconds
@@ -43,13 +45,33 @@ class Drains:
                     "first, or pass --force"
                 )
             if record.running:
-                self._until[record.name] = self._clock() + seconds
+                self._deadlines[record.name] = self._clock() + seconds
             self._reconciler.hold(replica_id)
             self._changed()
         return {"id": replica_id, "generation": record.generation, "seconds": seconds}
 
+    def roll(self, replica_id: str, seconds: float | None = None, *, allow_gap: bool = False) -> dict[str, Any]:
+        """Builds a ready replica again; `beside`: the next build starts before this one drains. Raises DrainError.
+
+        seconds: for requests in flight, as for `begin`. allow_gap: if no other replica serves the model and resources
+        for two builds are missing, it ends before the next one starts.
+        """
+        record = self._find(replica_id)
+        surges = self._reconciler.surges
+        if record.state is not State.READY or record.held:
+            raise DrainError(
+                f"{replica_id} is {'drained' if record.held else record.state}: run rollout again when it is ready"
+            )
+        if record.rolling or surges.following(record) is not None or replica_id in surges.leaving:
+            raise DrainError(f"{replica_id} is being rolled already; see `headrace status`")
+        seconds = self._seconds if seconds is None else seconds
+        self._pending[record.name] = seconds
+        beside = self._reconciler.roll(replica_id, allow_gap=allow_gap)
+        self._changed()
+        return {"id": replica_id, "generation": record.generation, "seconds": seconds, "beside": beside}
+
     def end(self, replica_id: str) -> dict[str, Any]:
-        """The replica is wanted again: the next generation follows the last of this one. Raises DrainError."""
+        """Ends the hold: the next generation starts after this one has ended. Raises DrainError."""
         record = self._find(replica_id)
         if not record.held:
             raise DrainError(f"{replica_id} is {record.state}, not drained: there is nothing to bring back")
@@ -57,35 +79,54 @@ class Drains:
         self._changed()
         return {"id": replica_id, "generation": record.generation}
 
-    async def emptied(self, name: ReplicaName, build: Build) -> None:
-        """Returns when no request is in flight at a build that takes no new ones, or the time for that is over."""
-        self._until.setdefault(name, self._clock() + self._seconds)
-        while self._clock() < self._until[name]:
-            if build.emptied:
+    async def wait_until_empty(self, name: ReplicaName, build: Build) -> None:
+        """Returns when a draining build has no request in flight, or at its deadline."""
+        self._deadlines.setdefault(name, self._clock() + self._pending.pop(name, self._seconds))
+        while self._clock() < self._deadlines[name]:
+            if build.is_empty:
                 break
-            await asyncio.sleep(LOOK_SECONDS)
-        del self._until[name]
+            await asyncio.sleep(POLL_SECONDS)
+        del self._deadlines[name]
 
-    def hurry(self) -> None:
-        """Everything ends: nobody gets more time than the spec gives."""
+    @property
+    def pending(self) -> dict[ReplicaName, float]:
+        """Seconds of drains that begin once the next build has taken over."""
+        return dict(self._pending)
+
+    def discard_failed(self) -> None:
+        """Discards the seconds of builds that are no longer replaced: their next build failed."""
+        self._pending = {name: seconds for name, seconds in self._pending.items() if self._is_rolled(name)}
+
+    def _is_rolled(self, name: ReplicaName) -> bool:
+        build = next((record for record in self._reconciler.builds() if record.name == name), None)
+        if build is None:
+            return False
+        draining = build.state is State.DRAINING  # `wait_until_empty` takes the seconds
+        return build.rolling or draining or self._reconciler.surges.following(build) is not None
+
+    def cap_deadlines(self) -> None:
+        """The cluster stops: no drain takes longer than the spec allows."""
+        self._pending.clear()
         latest = self._clock() + self._seconds
-        self._until = {name: min(until, latest) for name, until in self._until.items()}
+        self._deadlines = {name: min(until, latest) for name, until in self._deadlines.items()}
 
-    def left(self) -> dict[ReplicaName, float]:
-        """Seconds until what still runs at a draining build moves."""
-        return {name: max(0.0, until - self._clock()) for name, until in self._until.items()}
+    def remaining(self) -> dict[ReplicaName, float]:
+        """Seconds until the requests of a draining build move."""
+        return {name: max(0.0, until - self._clock()) for name, until in self._deadlines.items()}
 
-    def resume(self, left: Mapping[ReplicaName, float]) -> None:
-        """The other end of `left`, for drains that an earlier controller began."""
-        self._until |= {name: self._clock() + seconds for name, seconds in left.items()}
+    def resume(self, remaining: Mapping[ReplicaName, float]) -> None:
+        """The inverse of `remaining`, for drains that an earlier controller began."""
+        self._deadlines |= {name: self._clock() + seconds for name, seconds in remaining.items()}
 
     def note(self, record: Record) -> str:
-        """A sentence for status; empty for a replica that nobody wants down."""
+        """A sentence for status; empty for a replica that is neither drained nor rolled."""
+        if record.rolling:
+            return "draining: it is built again next"
         if not record.held:
             return ""
         if record.state is State.DRAINED:
             return f"drained; `headrace undrain {record.replica_id}` brings it back"
-        left = self._until.get(record.name, 0.0) - self._clock()
+        left = self._deadlines.get(record.name, 0.0) - self._clock()
         return f"draining: what still runs in {left:.0f} s moves" if left > 0 else "draining: it is being stopped"
 
     def _find(self, replica_id: str) -> Record:

@@ -4,20 +4,31 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterable
 
+from headrace_cluster.core.record import State
 from headrace_proto import control_pb2 as pb
+from headrace_proto import replica_pb2
+
+PROTO_STATES = {
+    State.STARTING: replica_pb2.REPLICA_STATE_STARTING,
+    State.READY: replica_pb2.REPLICA_STATE_READY,
+    State.DRAINING: replica_pb2.REPLICA_STATE_DRAINING,
+    State.UNHEALTHY: replica_pb2.REPLICA_STATE_UNHEALTHY,
+    State.DEAD: replica_pb2.REPLICA_STATE_DEAD,
+    State.DRAINED: replica_pb2.REPLICA_STATE_DEAD,
+}
 
 
 class Membership:
-    """Who serves, now and after every change. Of one event loop."""
+    """The current member list and its updates. For one event loop."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_bytes(16)
-        self._list = pb.MemberList(epoch=self._epoch)  # version 0: nothing is known yet, and nobody is told so
+        self._list = pb.MemberList(epoch=self._epoch)  # version 0: nothing is known yet; never sent
         self._changed = asyncio.Condition()
         self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
 
     async def publish(self, members: Iterable[pb.Member], models: Iterable[pb.ModelEntry]) -> None:
-        """Sets the list; a new version goes out only if something changed."""
+        """Sets the list; a new version is sent only if something changed."""
         fresh = pb.MemberList(epoch=self._epoch, version=self._list.version, members=members, models=models)
         if fresh == self._list and self._list.version:
             return
@@ -27,7 +38,7 @@ class Membership:
             self._changed.notify_all()
 
     async def watch(self) -> AsyncIterator[pb.MemberList]:
-        """The list as soon as there is one, then each later version; those that a slow reader missed are skipped."""
+        """The list as soon as there is one, then later versions; a slow reader skips those that it missed."""
         seen = 0
         while True:
             async with self._changed:

@@ -1,14 +1,15 @@
-"""Changes the role of a running replica in place: nothing is loaded again, what runs there goes on."""
+"""Changes the role of a running replica in place: nothing is loaded again, its requests continue."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from headrace_cluster.controller.driver import ReplicaDriver
-from headrace_cluster.controller.reconciler import Reconciler, Record, State
+from headrace_cluster.core.driver import ReplicaDriver
+from headrace_cluster.core.reconciler import Reconciler
+from headrace_cluster.core.record import Record, State, another_answers
 from headrace_cluster.errors import RoleError
-from headrace_cluster.pools import Role
+from headrace_cluster.spec.pools import Role
 from headrace_proto import replica_pb2
 
 ROLE_NUMBERS = {
@@ -18,34 +19,27 @@ ROLE_NUMBERS = {
 }
 
 
-def another_answers(records: Mapping[str, Record], record: Record) -> bool:
-    """Whether requests for the model can go somewhere else."""
-    return any(
-        other.answers and other.model.name == record.model.name for other in records.values() if other is not record
-    )
-
-
 def no_such_replica(records: Mapping[str, Record], replica_id: str) -> str:
     """The sentence for an id that does not exist."""
     return f"there is no replica {replica_id!r}; there are: {', '.join(records)}"
 
 
 class Roles:
-    """Flips, one at a time."""
+    """Role changes, one at a time."""
 
     def __init__(self, reconciler: Reconciler, driver: ReplicaDriver, publish: Callable[[], Awaitable[None]]) -> None:
         self._reconciler = reconciler
         self._driver = driver
         self._publish = publish
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def flip(self, replica_id: str, wanted: str) -> dict[str, Any]:
-        """Gives a replica another role; returns once it knows and the new member list is out. Raises RoleError."""
+    async def change(self, replica_id: str, new_role: str) -> dict[str, Any]:
+        """Changes a role; returns once the replica and the member list have it. Raises RoleError."""
         began = time.monotonic()
-        async with self._turn:
-            record, role = self._allowed(replica_id, wanted)
+        async with self._lock:
+            record, role = self._check(replica_id, new_role)
             before, name = record.role, record.name
-            # Before the replica is asked: while that takes, nothing may count on it for what it is to give up.
+            # Before the call to the replica: during the call no other decision may rely on its old role.
             record.role = role
             try:
                 await self._driver.set_role(name, role)
@@ -58,18 +52,20 @@ class Roles:
         seconds = round(time.monotonic() - began, 4)
         return {"id": replica_id, "generation": name.generation, "role": role, "before": before, "seconds": seconds}
 
-    def _allowed(self, replica_id: str, wanted: str) -> tuple[Record, Role]:
+    def _check(self, replica_id: str, new_role: str) -> tuple[Record, Role]:
         records = self._reconciler.records
-        if wanted not in list(Role):
-            raise RoleError(f"a role is prefill, decode or both, not {wanted!r}")
+        if new_role not in list(Role):
+            raise RoleError(f"a role is prefill, decode or both, not {new_role!r}")
         if replica_id not in records:
             raise RoleError(no_such_replica(records, replica_id))
-        record, role = records[replica_id], Role(wanted)
+        record, role = records[replica_id], Role(new_role)
         if record.state is not State.READY or record.held:
             raise RoleError(f"{replica_id} is {record.state}: its role can be changed while it is ready")
+        if self._reconciler.surges.following(record) is not None:
+            raise RoleError(f"{replica_id} is being rolled: its role can be changed when that is done")
         if not role.decodes and not another_answers(records, record):
             raise RoleError(
                 f"{replica_id} is the only ready replica of {record.model.name} that can decode: as {role} it would "
-                "leave nobody to answer; give another one the role decode or both first"
+                "leave no replica to serve requests; give another one the role decode or both first"
             )
         return record, role

@@ -1,12 +1,13 @@
-"""Documents of the admin API: the status that `headrace status --json` prints, and what a profile brought."""
+"""Documents of the admin API: the status that `headrace status --json` prints, and the result of a profile."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace_cluster.controller.driver import RankFacts
-from headrace_cluster.controller.reconciler import Record, State
-from headrace_cluster.naming import ReplicaName
-from headrace_cluster.rank_config import ProfileOutcome
+from headrace_cluster.core.driver import RankFacts
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.record import Record, State
+from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_proto import control_pb2, replica_pb2
 
 
@@ -15,9 +16,14 @@ def replica_status(
     ranks: Iterable[RankFacts],
     health: replica_pb2.ReplicaHealth | None,
     note: str,
+    beside: Sequence[dict[str, Any]] = (),
+    roll_failed: str = "",
 ) -> dict[str, Any]:
-    """One replica. `note` says what is going on when it is not plainly ready."""
-    load = health.load if health is not None else replica_pb2.Load()
+    """One replica. `note` explains a state other than ready.
+
+    connected: every router has a stream to it. beside: its builds that start or drain beside this one.
+    roll_failed: why its last next build did not take over.
+    """
     return {
         "id": record.replica_id,
         "model": record.model.name,
@@ -26,21 +32,34 @@ def replica_status(
         "tp": record.model.tp,
         "pp": record.model.pp,
         "state": str(record.state),
-        "load": {"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)},
+        "load": _load(health),
         "ranks": [{"rank": r.rank, "pid": r.pid, "node": r.node, "device": r.device} for r in ranks],
         "generation": record.generation,
         "note": note,
+        "connected": record.connected is not None,
+        "beside": list(beside),
+        "roll_failed": roll_failed,
     }
 
 
-def trouble(record: Record, note: str) -> str:
-    """Why a replica that was up is not: what `serve` says once, hence without stages and seconds. Else empty."""
+def build_status(record: Record, health: replica_pb2.ReplicaHealth | None, note: str) -> dict[str, Any]:
+    """A build of a replica beside the current one."""
+    return {"generation": record.generation, "state": str(record.state), "load": _load(health), "note": note}
+
+
+def _load(health: replica_pb2.ReplicaHealth | None) -> dict[str, Any]:
+    load = health.load if health is not None else replica_pb2.Load()
+    return {"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)}
+
+
+def down_reason(record: Record, note: str) -> str:
+    """Why a replica that was up is down, else empty. `serve` prints it once, so it has no stages and no seconds."""
     if record.held:
         return note if record.state is State.DRAINED else "draining"
     if record.state in (State.READY, State.DRAINING) or not record.generation:
         return ""
     if record.state is not State.UNHEALTHY and not record.cause:
-        return "it is built again" if record.ever_ready else ""
+        return BUILT_AGAIN if record.ever_ready else ""
     return note
 
 
@@ -52,7 +71,7 @@ def router_status(router: control_pb2.RouterInfo) -> dict[str, Any]:
 def profile_document(
     name: ReplicaName, ranks: Iterable[RankFacts], outcomes: Iterable[ProfileOutcome]
 ) -> dict[str, Any]:
-    """Where each rank's trace lies, or why it has none; and which operators took rank 0's time."""
+    """The path of each rank's trace, or why it has none; and the operators of rank 0 by time."""
     entries: list[dict[str, Any]] = []
     operators: list[dict[str, Any]] = []
     for rank, outcome in zip(ranks, outcomes, strict=True):

@@ -1,8 +1,9 @@
 """Compiles the C++ sources into a shared library, once per user, source, compiler and CPU.
 
-The library is named by a digest of all that shapes it, written under a temporary name and renamed, so that processes
-that build at the same time cannot harm each other. The cache folder must belong to this user and be writable by nobody
-else: a library found there is loaded.
+
+The library is named by a digest of all its inputs, written under a temporary name and renamed, so that processes that
+build at the same time do not interfere. The cache folder must belong to this user and be writable by no other: a
+library in it is loaded.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ _FLAGS = (
     "-fPIC",
     "-Wno-psabi",
 )
-_EXTRA_FLAGS = {"noise.cpp": ("-ffp-contract=off",)}  # its bits are fixed by its definition
+_EXTRA_FLAGS = {"noise.cpp": ("-ffp-contract=off",)}  # its results are defined bit by bit
 _TIMEOUT_S = 120
 _APT = "apt-get install g++"
 
@@ -44,7 +45,7 @@ def find_compiler() -> str | None:
 
 
 def library_path() -> Path:
-    """The compiled library; builds it if the cache has none. Raises KernelBuildError with what to do about it."""
+    """The compiled library; builds it if it is not in the cache. Raises KernelBuildError with a remedy."""
     compiler = find_compiler()
     if compiler is None:
         raise KernelBuildError(f"there is no C++ compiler; install one (Debian: {_APT})")
@@ -67,7 +68,7 @@ def _digest(compiler: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
+    """The CPU properties that -march=native depends on: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -89,7 +90,7 @@ def _cache_folder() -> Path:
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelBuildError(
             "the cache folder headrace/kernels can be written by other users, and libraries are loaded from it; "
-            "make it yours alone (chmod 700) or set XDG_CACHE_HOME"
+            "restrict it to your user (chmod 700) or set XDG_CACHE_HOME"
         )
     return folder
 

@@ -1,6 +1,7 @@
 """Sums and gathers between processes of one machine, through memory that all of them map.
 
-The layout of a segment is told in `src/exchange.cpp`. Nothing here knows who the ranks are or how they met.
+
+`src/exchange.cpp` documents the layout of a segment. This module does not depend on how the ranks connect.
 """
 
 import ctypes
@@ -24,10 +25,10 @@ def segment_bytes(size: int, slot_bytes: int) -> int:
 
 @dataclass(slots=True)
 class Exchange:
-    """One rank's side of a segment that begins, zeroed but for its first line, at `address`.
+    """One rank's end of a segment at `address`, which is zero except for its first line.
 
     All ranks make the same calls in the same order. A call returns 0 when it is done, `ABORTED` after `abort`, and
-    1 + r when rank r did not come within `timeout_ms`; the exchange cannot be used after that.
+    1 + r when rank r did not join within `timeout_ms`; the exchange cannot be used after that.
     """
 
     address: int
@@ -39,7 +40,7 @@ class Exchange:
     _status: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(0))
 
     def sum(self, tensor: Tensor) -> int:
-        """Add a contiguous float32 CPU tensor over the ranks, in place, in rank order on every rank."""
+        """Sum a contiguous float32 CPU tensor over the ranks, in place, in rank order on every rank."""
         load().headrace_exchange_sum(
             self.address, tensor.data_ptr(), tensor.numel(), self.rank, self.size, self.slot_bytes,
             ctypes.addressof(self._sequence), self.timeout_ms, ctypes.addressof(self._status),
@@ -47,7 +48,7 @@ class Exchange:
         return self._status.value
 
     def gather(self, tensor: Tensor, out: Tensor) -> int:
-        """out [size, *tensor.shape] = what each rank gave; both contiguous, of any dtype, on the CPU."""
+        """out [size, *tensor.shape] = the tensor of each rank; both contiguous, of any dtype, on the CPU."""
         load().headrace_exchange_gather(
             self.address, tensor.data_ptr(), out.data_ptr(), tensor.numel() * tensor.element_size(), self.rank,
             self.size, self.slot_bytes, ctypes.addressof(self._sequence), self.timeout_ms,
@@ -56,10 +57,10 @@ class Exchange:
         return self._status.value
 
     def abort(self) -> None:
-        """Let nobody wait any more, in any process; from any thread."""
+        """End all waits, in all processes; from any thread."""
         ctypes.c_uint32.from_address(self.address + LINE_BYTES).value = 1
 
 
 def can_sum(tensor: Tensor) -> bool:
-    """Whether `Exchange.sum` takes it."""
+    """Whether `Exchange.sum` supports it."""
     return tensor.dtype is torch.float32 and tensor.is_cpu

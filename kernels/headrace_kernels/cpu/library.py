@@ -1,7 +1,8 @@
 """The compiled library, bound to Python.
 
+
 OpenMP: the library is linked without a runtime of its own and resolves its OpenMP calls in the runtime that torch has
-loaded, so both share one pool of threads. Two pools would spin against each other for the same cores.
+loaded, so both share one thread pool. Two pools would compete for the same cores while spinning.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ SWITCH = "HEADRACE_CPU_KERNELS"
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CODES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
 
-# Argument types by function: p pointer, i int64, f float. None of them returns anything.
+# Argument types by function: p pointer, i int64, f float. None of them returns a value.
 _SIGNATURES = {
     "headrace_attention": "ppiipipppiiiiiififpi",
     "headrace_write_kv": "piipiipipiiiii",
@@ -37,7 +38,7 @@ _SIGNATURES = {
 
 @functools.cache
 def missing() -> str | None:
-    """Why the C++ kernels cannot run here, as a sentence; None if they can. Compiles them if need be."""
+    """Why the C++ kernels cannot run here, as a sentence; None if they can. Compiles them if necessary."""
     switch = os.environ.get(SWITCH, "on").lower()
     if switch not in ("on", "off"):
         return f"{SWITCH}={switch} is neither on nor off"
@@ -57,7 +58,7 @@ def load() -> ctypes.CDLL:
     torch.get_num_threads()  # torch starts its OpenMP runtime before ours looks for it
     runtime = _openmp_runtime()
     if runtime is None:
-        raise KernelBuildError("this build of torch brings no GNU-compatible OpenMP runtime to share")
+        raise KernelBuildError("this build of torch has no GNU-compatible OpenMP runtime to share")
     try:
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(path))
@@ -71,13 +72,13 @@ def load() -> ctypes.CDLL:
 
 
 def _openmp_runtime() -> str | None:
-    """Path of the OpenMP runtime in this process: torch's own, where several are mapped."""
+    """Path of the OpenMP runtime in this process: torch's own if several are mapped."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6}
     runtimes = [path for path in sorted(mapped) if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
-    torch_home = str(Path(torch.__file__).parent.parent)
-    runtimes.sort(key=lambda path: not path.startswith(torch_home))
+    torch_root = str(Path(torch.__file__).parent.parent)
+    runtimes.sort(key=lambda path: not path.startswith(torch_root))
     return runtimes[0] if runtimes else None

@@ -1,1 +1,1 @@
-"""The Triton backend: modules and functions as in the reference, for CUDA tensors. Kernels lie in ``kernels/``."""
+"""The Triton backend: modules and functions as in the reference, for CUDA tensors. Kernels are in ``kernels/``."""

@@ -1,7 +1,7 @@
-"""Launches paged attention: how a step is cut into tiles, and which kernels run.
+"""Launches paged attention: how a step is divided into tiles, and which kernels run.
 
-Short queries (decode steps, mostly) go to the kernel that splits the keys, the others to the one that walks over them;
-a mixed step launches both, and each program looks on the device whether its sequence is its own. The grids depend on
+Short queries (decode steps, mostly) use the kernel that splits the keys, the others the one that iterates over them; a
+mixed step launches both, and each program checks on the device whether its sequence is of its kind. The grids depend on
 the shapes of the tensors and on the meta's two upper bounds alone, so a launch can be captured in a CUDA graph.
 """
 
@@ -19,12 +19,12 @@ from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
 
 LOG2_E = 1.4426950408889634
-CHUNK = 1024  # keys that deterministic attention sums up before it folds them into the rest
+CHUNK = 1024  # keys that deterministic attention sums before it merges them with the others
 _LARGEST_HEAD = 256
 _SPLIT_KEYS = 128  # no piece of a split sequence is shorter
-_MOST_SPLITS = 64
-_PROGRAMS = 2048  # a split grid grows up to this: some 16 per multiprocessor of an H200
-_FILL = 132  # prefill takes smaller tiles if large ones would leave multiprocessors idle
+_MAX_SPLITS = 64
+_PROGRAMS = 2048  # upper bound of a split grid: about 16 per multiprocessor of an H200
+_FILL = 132  # prefill uses smaller tiles if large ones would leave multiprocessors idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def paged_attention(
 
 
 class _Launch:
-    """One call: what its kernels have in common."""
+    """One call: the arguments that its kernels have in common."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class _Launch:
         short = _ordered_tiles(self, 1) if self.ordered else _split_tiles(self)
         alone = self.meta.max_query_len <= short.tokens  # no sequence is for the other kernel
         if alone and self.tokens > self.sequences * short.tokens:
-            self.out.zero_()  # more padding than the programs of the split grid reach
+            self.out.zero_()  # more padding than the programs of the split grid cover
         if not alone:
-            tiles = _ordered_tiles(self, 0) if self.ordered else _walk_tiles(self)
+            tiles = _ordered_tiles(self, 0) if self.ordered else _loop_tiles(self)
             grid = (-(-self.tokens // tiles.tokens) + self.sequences, self.kv_heads, 1)
             self._attend(grid, tiles, short.tokens, 1, self._parts(0, 1), split=False, zero_tail=True)
         splits = self._splits(short)
@@ -109,20 +109,20 @@ class _Launch:
         return self.out
 
     def _splits(self, tiles: Tiles) -> int:
-        """The most pieces that a sequence may be cut into; how many it is, the device decides from its length."""
+        """Upper bound of the pieces of a sequence; the device derives the actual number from its length."""
         longest = min(self.tables.shape[1] * self.block_size, self.meta.max_seq_len)
         piece = CHUNK if self.ordered else max(_SPLIT_KEYS, tiles.keys)
         if self.window and self.window + tiles.tokens + piece < longest:
-            longest = self.window + tiles.tokens + piece  # it need not begin where a piece does
+            longest = self.window + tiles.tokens + piece  # it may begin inside a piece
         pieces = max(1, -(-longest // piece))
         if self.ordered:
             return pieces
-        return min(pieces, _MOST_SPLITS, max(1, _PROGRAMS // (self.sequences * self.kv_heads)))
+        return min(pieces, _MAX_SPLITS, max(1, _PROGRAMS // (self.sequences * self.kv_heads)))
 
     def _parts(self, tile_rows: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax states of pieces: mixed values [S, K, rows, splits, D], peaks and totals [S, K, rows, splits]."""
         shape = (self.sequences, self.kv_heads, tile_rows, splits) if splits > 1 else (1,)
-        # Allocated one by one, and when unread too: Triton compiles anew for other dtypes and alignments.
+        # Allocated one by one, and even if unread: Triton recompiles for other dtypes and alignments.
         mixed, peaks, totals = (
             torch.empty(size, dtype=torch.float32, device=self.out.device)
             for size in ((*shape, self.head_dim), shape, shape)
@@ -159,7 +159,7 @@ class _Launch:
             self.out, *parts, self._sinks(), self.meta.query_starts, self.meta.seq_lens, self.window, splits,
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, TILE_TOKENS=tiles.tokens,
             BLOCK_N=tiles.keys, MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), CHUNK=CHUNK,
-            SPLITS_PAD=16 if splits <= 16 else _MOST_SPLITS, ORDERED=self.ordered, HAS_WINDOW=self.window > 0,
+            SPLITS_PAD=16 if splits <= 16 else _MAX_SPLITS, ORDERED=self.ordered, HAS_WINDOW=self.window > 0,
             HAS_SINKS=self.sinks is not None, num_warps=4, enable_fp_fusion=not self.ordered,
         )  # fmt: skip
 
@@ -168,7 +168,7 @@ class _Launch:
 
 
 def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> object:
-    """The operands' dtype of the products: the query's, or float32 where the pool's is another floating one."""
+    """The operands' dtype of the products: the query's, or float32 if the pool has another floating dtype."""
     if query is torch.float32 or (pool in FLOATS and pool is not query):
         return tl.float32
     if query is torch.bfloat16:
@@ -183,14 +183,14 @@ def _tiles(launch: _Launch, wanted_rows: int, keys: int, warps: int, stages: int
 
 
 def _split_tiles(launch: _Launch) -> Tiles:
-    """Decode reads each key once: the smallest tile of a matrix unit, and keys enough in flight."""
+    """Decode reads each key once: the smallest tile of a matrix unit, and enough keys in flight."""
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
     return _tiles(launch, 16, 64 if launch.padded <= 128 else 32, 8 if quantization(launch.pool) else 4, 3)
 
 
-def _walk_tiles(launch: _Launch) -> Tiles:
-    """Prefill multiplies: large tiles, two warp groups."""
+def _loop_tiles(launch: _Launch) -> Tiles:
+    """Prefill is bound by multiplications: large tiles, two warp groups."""
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
     large = -(-launch.tokens * launch.group // 128) * launch.kv_heads >= _FILL
@@ -199,7 +199,7 @@ def _walk_tiles(launch: _Launch) -> Tiles:
 
 
 def _ordered_tiles(launch: _Launch, tokens: int) -> Tiles:
-    """One shape for prefill and decode, whose tiles hold one token; both then do the same operations in one order."""
+    """One shape for prefill and decode, whose tiles hold one token: both do the same operations in the same order."""
     if launch.compute is tl.float32:
         tiles = _exact_tiles(launch)
     else:

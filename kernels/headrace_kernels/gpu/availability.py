@@ -12,13 +12,13 @@ INTERPRET = "TRITON_INTERPRET"
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU; fixed when it is first asked."""
+    """Whether kernels run in Triton's interpreter, on the CPU; fixed at the first call."""
     return os.environ.get(INTERPRET, "0") not in ("", "0")
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why the Triton kernels cannot run here, as a sentence; None if they can. Fixed when it is first asked."""
+    """Why the Triton kernels cannot run here, as a sentence; None if they can. Fixed at the first call."""
     switch = os.environ.get(SWITCH, "on").lower()
     if switch not in ("on", "off"):
         return f"{SWITCH}={switch} is neither on nor off"
@@ -27,5 +27,5 @@ def missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton)"
     if not interpreted() and not torch.cuda.is_available():
-        return f"torch sees no CUDA device ({INTERPRET}=1 runs the kernels in Triton's interpreter, for tests)"
+        return f"torch finds no CUDA device ({INTERPRET}=1 runs the kernels in Triton's interpreter, for tests)"
     return None

@@ -1,7 +1,7 @@
-"""Times of the Triton ops on a GPU, beside torch's own: the GPU part of ``python -m headrace_kernels.benchmark``.
+"""Times of the Triton ops on a GPU, compared with torch: the GPU part of ``python -m headrace_kernels.benchmark``.
 
 Shapes are Llama-3.1-8B's in bfloat16. Every run is recorded in a CUDA graph over several copies of its inputs, more
-than the L2 cache holds, so a figure is the device's time alone and its bytes come from memory.
+than fit into the L2 cache, so a figure is the device's time alone and all bytes are read from memory.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def _pool(blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def prefill() -> None:
-    """Chunks of a prompt: TFLOP/s, beside torch's attention over keys that lie in order and are not paged."""
+    """Chunks of a prompt: TFLOP/s, compared with torch's attention over contiguous keys."""
     attend = catalog.PAGED_ATTENTION.named("triton")
     for sequences, query_len, seq_len in ((1, 2048, 2048), (4, 2048, 2048), (1, 2048, 8192), (8, 128, 1024)):
         meta = _meta(sequences, query_len, seq_len)
@@ -139,7 +139,9 @@ def rows() -> None:
 
 def _report(count: int, name: str, size: int, *arguments: object) -> None:
     op = next(op for op in catalog.ALL if op.name == name)
-    backends = [] if name == "rope_write_kv" else ["torch"]  # the reference's store asks the device, no graph can
+    backends = (
+        [] if name == "rope_write_kv" else ["torch"]
+    )  # the reference's store waits for the device, which a graph cannot
     parts = []
     for backend in ["triton", *backends]:
         run = op.named(backend)

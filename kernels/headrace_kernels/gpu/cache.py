@@ -1,6 +1,6 @@
-"""Launches the cache stores: any slot layout, plain or quantized pools. What they do not take goes to torch.
+"""Launches the cache stores: any slot layout, plain or quantized pools; torch for unsupported inputs.
 
-Nothing is fused: rotated and quantized values are the reference's bits.
+No operations are fused: rotated and quantized values are bit for bit the reference's.
 """
 
 import torch
@@ -43,7 +43,7 @@ def rope_write_kv(
     kv_scale: Tensor | None = None,
 ) -> Tensor:
     """See ``headrace_kernels.ops.rope_write_kv``; writes into neither query nor key."""
-    if not _fits(pool, key, value) or not turns(query, key, cos, sin):
+    if not _fits(pool, key, value) or not can_rotate(query, key, cos, sin):
         return reference.rope_write_kv(query, key, value, cos, sin, pool, slots, kv_scale)
     tokens, heads, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -63,8 +63,8 @@ def rope_write_kv(
     return out
 
 
-def turns(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernels rotate these: one dtype (torch would widen a mixture), and tables that are not wider."""
+def can_rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernels support these: one dtype for all (torch would widen a mixture)."""
     return query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype
 
 

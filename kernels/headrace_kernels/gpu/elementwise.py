@@ -1,9 +1,9 @@
-"""Launches norms, activation and rotary embedding; what the kernels do not take goes to torch."""
+"""Launches norms, activation and rotary embedding; torch for unsupported inputs."""
 
 import torch
 from torch import Tensor
 
-from headrace_kernels.gpu.cache import turns
+from headrace_kernels.gpu.cache import can_rotate
 from headrace_kernels.gpu.kernels import cache as rope_kernels
 from headrace_kernels.gpu.kernels import elementwise as kernels
 from headrace_kernels.gpu.tensors import FLOATS, flat, power_of_2, rows
@@ -55,7 +55,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
 
 
 def _two_levels(x: Tensor) -> Tensor:
-    """x as [A, B, N] with contiguous rows; heads cut from a merged projection stay views."""
+    """x as [A, B, N] with contiguous rows; heads of a merged projection stay views."""
     x = rows(x)
     if x.dim() == 3:
         return x.view(x.shape[1], 1, x.shape[2]) if x.shape[0] == 1 and x.stride(1) else x
@@ -87,7 +87,7 @@ def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.apply_rope``; not in place."""
-    if not turns(query, key, cos, sin):
+    if not can_rotate(query, key, cos, sin):
         return reference.apply_rope(query, key, cos, sin)
     tokens, heads, head_dim = query.shape
     kv_heads, half = key.shape[1], cos.shape[-1] // 2

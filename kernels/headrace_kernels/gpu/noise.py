@@ -32,7 +32,7 @@ def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.gumbel_argmax``; noise is only made where it could matter."""
+    """See ``headrace_kernels.ops.gumbel_argmax``; noise is only computed where it can change the result."""
     if scores.dtype is not torch.float32:
         return reference.gumbel_argmax(scores, keys)
     scores = rows(scores)

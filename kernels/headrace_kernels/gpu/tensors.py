@@ -1,4 +1,4 @@
-"""What the launchers of several ops share."""
+"""Helpers of the launchers of several ops."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n: Triton's tiles have no other sizes."""
+    """The smallest power of two >= n: the possible sizes of Triton's tiles."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
@@ -17,17 +17,17 @@ def rows(x: Tensor) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """x as [rows, N] with contiguous rows: a view where the strides allow it."""
+    """x as [rows, N] with contiguous rows: a view if the strides allow it."""
     return rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
 def quantization(pool: Tensor) -> int:
-    """The kernels' code for a pool's format: 0 floating point, 1 int8, 2 e4m3 (handed over as bytes)."""
+    """The kernels' code for a pool's format: 0 floating point, 1 int8, 2 e4m3 (passed as bytes)."""
     return {torch.int8: 1, torch.float8_e4m3fn: 2}.get(pool.dtype, 0)
 
 
 def halves(pool: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """keys, values [B, K, P, D] and their scales [B, K, P]; without scales the pool stands in, unread."""
+    """keys, values [B, K, P, D] and their scales [B, K, P]; without scales the pool is passed instead, unread."""
     if pool.dtype is torch.float8_e4m3fn:
         pool = pool.view(torch.uint8)
     keys, values = pool[0], pool[1]

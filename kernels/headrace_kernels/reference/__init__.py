@@ -1,1 +1,1 @@
-"""Every op in plain torch: the oracle of the tests, and the path for devices and dtypes without a faster one."""
+"""Every op in plain torch: the oracle of the tests, and the fallback for devices and dtypes without a faster one."""

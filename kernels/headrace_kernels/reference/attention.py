@@ -23,9 +23,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, H, D] over the pool [2, B, K, P, D]; see ``headrace_kernels.ops``.
 
+
     Deterministic: one token at a time, which is slow. Else sequences are padded to the longest of their bucket, where a
     bucket holds query lengths of one power of two: decode rows are never padded to the length of a prefill chunk, and
-    the work is at most about twice the necessary.
+    at most about twice the necessary work is done.
     """
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if deterministic and len(query) > 1:
@@ -46,7 +47,7 @@ def paged_attention(
 
 
 def _token_by_token(meta: AttentionMeta) -> Iterator[tuple[int, AttentionMeta]]:
-    """Each token of the step with a meta of its own, in which it is the last of its sequence."""
+    """Each token of the step with a separate meta, in which it is the last of its sequence."""
     starts, lens = meta.query_starts.tolist(), meta.seq_lens.tolist()
     for s, (start, end, seq_len) in enumerate(zip(starts, starts[1:], lens, strict=False)):
         for token in range(start, end) if seq_len else ():
@@ -91,7 +92,7 @@ def _attend_bucket(
     span = int((seq_lens - first).max())
     key_pos_SL = first[:, None] + torch.arange(span, device=device)
     exists_SL = key_pos_SL < seq_lens[:, None]
-    # Padding re-reads the sequence's own last key: never a block that belongs to somebody else.
+    # Padding re-reads the sequence's own last key: never a block of another sequence.
     read_SL = torch.minimum(key_pos_SL, seq_lens[:, None] - 1)
     block_SL = meta.block_tables[members].long().gather(1, read_SL // block_size)
     offset_SL = read_SL % block_size

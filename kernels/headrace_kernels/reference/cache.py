@@ -41,7 +41,7 @@ def rope_write_kv(
     slots: Tensor,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotates query and key, stores the rotated key and the value, returns the rotated query."""
+    """Rotates query [T, H, D] and key [T, K, D], stores the rotated key and the value, returns the rotated query."""
     query, key = apply_rope(query, key, cos, sin)
     write_kv(key, value, pool, slots, kv_scale)
     return query

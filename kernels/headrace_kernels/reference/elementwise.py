@@ -6,26 +6,26 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension."""
+    """``x / rms(x) * weight`` over the last dimension: x [..., N], weight [N]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of both inputs, normed and as it is."""
+    """The sum of both inputs [..., N], normalized and unchanged."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension."""
+    """silu(first half) * second half of the last dimension: [..., 2 I] -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up, both [..., I]."""
     return functional.silu(gate) * up
 
 
@@ -36,7 +36,7 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x[..., :size], x[..., size:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

@@ -4,7 +4,7 @@ All of it is a pure function of a 64-bit key and a vocabulary index:
 
 1. ``hash = finalize(key + GOLDEN * (index + 1))``: SplitMix64 (Steele, Lea, Flood 2014) at step ``index``;
 2. its upper 32 bits k give ``x = (k + 0.5) / 2**32``, rounded to float32 (small x keep 24 significant bits);
-3. ``E = -log(1 - x)`` is exponential, ``-log(E)`` is Gumbel. Small x are the winners of an argmax, and there E is as
+3. ``E = -log(1 - x)`` is exponential, ``-log(E)`` is Gumbel. Small x decide an argmax, and there E is as
    precise as x, because log(1 - x) is computed from x itself. The range is finite: from -2.82 to 22.9.
 
 The logarithm is written out in float32 multiplications, additions and divisions, each rounded on its own (no fused

@@ -1,4 +1,4 @@
-"""Shared pieces of the model and runner tests: tiny saved models, and a driver that writes plans by hand."""
+"""Fixtures of the model and runner tests: tiny saved models, and a driver that builds plans."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 from headrace_worker.runner import Runner
+from headrace_worker.runner.pools import KVPools
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
 
@@ -46,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_tiny(family: str, folder: Path) -> Path:
-    """Save a tiny random model of a family as transformers does; norms are not all ones."""
+    """Save a tiny random model of a family with transformers; norms are not all ones."""
     options = dict(FAMILIES[family])
     config = AutoConfig.for_model(options.pop("model_type", family), **TINY | options)
     torch.manual_seed(11)
@@ -76,7 +77,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def replica() -> Callable[..., ReplicaConfig]:
     """A replica config for a source; float32 on the CPU.
 
-    Tiny models get one thread: on a busy machine two wait for each other longer than they compute.
+
+    Tiny models use one thread: on a busy machine two threads wait for each other longer than they compute.
     """
 
     def make(source: object, **options: Any) -> ReplicaConfig:
@@ -142,7 +144,7 @@ def oracle() -> Callable[[Path, list[int], int], list[int]]:
 
 @dataclass
 class Driver:
-    """Writes plans for a runner: rows in any order, blocks handed out scattered, one group after the other."""
+    """Builds plans for a runner: rows in any order, blocks scattered over the pool."""
 
     runner: Runner
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class Driver:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        # Odd blocks backwards, then even ones: neighbours in a table are never neighbours in the pool.
+        # Odd blocks backwards, then even ones: adjacent blocks of a table are never adjacent in the pool.
         count = self.runner.num_blocks
         self.free = [*range(2, count, 2), *range(1, count, 2)]
 
@@ -177,7 +179,7 @@ class Driver:
     def step(
         self, chunks: dict[int, int], inits: list[RowInit] | None = None, frees: list[int] | None = None
     ) -> StepResult:
-        """Compute up to `chunks[row]` tokens of each row; a row whose known tokens are all computed draws one."""
+        """Compute up to `chunks[row]` tokens of each row; a row whose known tokens are all computed samples one."""
         work, updates = [], []
         for row, most in chunks.items():
             start = self.computed[row]
@@ -206,9 +208,9 @@ class Driver:
 
 @pytest.fixture(scope="session")
 def driver() -> Callable[..., Driver]:
-    """A driver over a fresh runner of a loaded model."""
+    """A driver with a new runner of a loaded model."""
 
     def make(model: LoadedModel, num_blocks: int = 400, max_rows: int = 40, max_len: int = 128) -> Driver:
-        return Driver(Runner(model, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len))
+        return Driver(Runner(model, KVPools.of(model, num_blocks), max_rows=max_rows, max_len=max_len))
 
     return make

@@ -1,4 +1,4 @@
-"""Engines over tiny models that run their steps in every way there is."""
+"""Engines with tiny models that run their steps in every mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from recorders import CallingRecorder
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
 
 MODES = {
@@ -50,7 +50,7 @@ def engine_in(
 
 
 def same(one: list[Completion], other: list[Completion]) -> bool:
-    """The same tokens and ends, and log-probabilities as close as sums in another order are."""
+    """The same tokens and finish reasons, and log-probabilities equal up to the order of sums."""
     if [(c.token_ids, c.finish) for c in one] != [(c.token_ids, c.finish) for c in other]:
         return False
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]

@@ -1,4 +1,4 @@
-"""The room that is left for steps: no step of any family takes more than is said before."""
+"""The memory reserved for steps: no step of any family takes more than predicted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
 from headrace_worker.model.load import LoadedModel, load
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
 from headrace_worker.runner import Runner
 from headrace_worker.runner.activations import step_bytes
+from headrace_worker.runner.pools import KVPools
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
@@ -53,10 +54,11 @@ def model(
 
 
 def _step(model: LoadedModel, tokens: int, rows: int, sampling: RowSampling) -> tuple[Runner, StepPlan]:
-    """A step of so many positions, which these rows share."""
+    """A step of `tokens` positions, distributed over `rows` rows."""
     each, groups = tokens // rows, len(model.layout.groups)
     entries = -(-each // model.layout.block_size)
-    runner = Runner(model, num_blocks=1 + groups * rows * entries, max_rows=rows, max_len=each + 1)
+    pools = KVPools.of(model, 1 + groups * rows * entries)
+    runner = Runner(model, pools, max_rows=rows, max_len=each + 1)
     inits = [RowInit(row, 1, [3] * each, each, sampling) for row in range(rows)]
     places = [(row, group) for row in range(rows) for group in range(groups)]
     tables = [
@@ -67,7 +69,7 @@ def _step(model: LoadedModel, tokens: int, rows: int, sampling: RowSampling) -> 
 
 
 def _peak(runner: Runner, plan: StepPlan) -> int:
-    """Bytes of tensors alive together during a step, beyond those that were there."""
+    """Peak bytes of tensors allocated during a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         runner.collect(runner.launch(plan))
     events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -79,16 +81,16 @@ def _peak(runner: Runner, plan: StepPlan) -> int:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "sampling"), [(1024, 4, RowSampling(temperature=0.0)), (128, 64, MIXED)])
-def test_a_step_takes_no_more_and_not_much_less(
+def test_the_prediction_is_an_upper_bound_and_not_too_high(
     model: LoadedModel, tokens: int, rows: int, sampling: RowSampling
 ) -> None:
     peak = _peak(*_step(model, tokens, rows, sampling))
-    said = step_bytes(model.config, tokens=tokens, rows=rows, vocab_size=model.vocab_size, element_bytes=4)
-    assert peak <= said <= 4 * peak
+    predicted = step_bytes(model.config, tokens=tokens, rows=rows, vocab_size=model.vocab_size, element_bytes=4)
+    assert peak <= predicted <= 4 * peak
 
 
 def test_an_8b_model_leaves_some_gibibytes() -> None:
-    """Llama 3.1 8B at 8,192 tokens and 256 rows; ranks share what is inside a layer, each draws from all logits."""
+    """Llama 3.1 8B at 8,192 tokens and 256 rows; ranks share the inside of a layer, each has all logits."""
     config = SimpleNamespace(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128
     )

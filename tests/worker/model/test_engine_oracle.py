@@ -1,8 +1,9 @@
 """The whole engine (scheduler, KV manager, runner, sampler) against plain transformers in float32.
 
+
 The oracle is teacher-forced: one plain forward over prompt + outputs, whose best token at every position must be the
-engine's. That is greedy decoding position by position. Where the two best logits are closer than 1e-3 either may
-win; such ties are counted and must be rare.
+engine's. That is greedy decoding position by position. If the two best logits are closer than 1e-3 either is accepted;
+such ties are counted and must be rare.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling
 
 TIE = 1e-3
 MODELS = ("smollm2", "llama", "qwen3", "mistral")
@@ -26,7 +27,7 @@ GREEDY = RowSampling(temperature=0.0, logprobs=3)
 
 
 class Subject:
-    """A model both as Headrace loads it and as plain transformers has it."""
+    """A model loaded by Headrace and by plain transformers."""
 
     def __init__(self, config: ReplicaConfig, plain: Any, loaded: LoadedModel) -> None:
         self.config = config
@@ -85,7 +86,7 @@ def subject(
 
 
 def run(engine: OfflineEngine, prompts: list[list[int]], lengths: Sequence[int]) -> list[Completion]:
-    """Generates and checks the bookkeeping at every step; everything is given back in the end."""
+    """Generates and checks the bookkeeping at every step; all blocks are released in the end."""
     work = [Prompt(prompt, length, GREEDY, ignore_eos=True) for prompt, length in zip(prompts, lengths, strict=True)]
     completions = engine.generate(work, after_step=engine.assembly.engine.scheduler.check)
     assert [len(completion.token_ids) for completion in completions] == list(lengths)
@@ -134,8 +135,8 @@ def test_with_prefix_hits(subject: Subject) -> None:
 
 def test_after_preemption(subject: Subject) -> None:
     layout = subject.loaded.layout
-    # Room for two and a half requests, so that sixteen push each other out; for one where a window bounds what each
-    # of them grows to, and then prompts that are small when they come in.
+    # Memory for two and a half requests, so that sixteen preempt each other; for one request if a window bounds their
+    # size, and then prompts that are small when they are admitted.
     share, length = (1.0, 2) if any(group.window for group in layout.groups) else (2.5, 30)
     blocks = 1 + int(share * len(layout.groups) * (96 // layout.block_size))
     engine = subject.engine(max_model_len=96, kv_cache_memory=blocks * layout.block_bytes)

@@ -1,4 +1,4 @@
-"""Constrained outputs of real forward passes: the tokens of a plain loop over transformers, however steps are run."""
+"""Constrained outputs of real forward passes: the tokens of a plain loop over transformers, in every step mode."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guides import Rule, RuleGuide, mask_of, number, one_in, spelled
+from guides import Rule, RuleGuide, exactly, mask_of, number, one_in
 from step_modes import MODES, OPTIONS, engine_in, same
 from transformers import AutoModelForCausalLM
 
-from headrace_worker.guide import Mask
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling
-from headrace_worker.request import Finish
 
 __all__ = ["engine_in"]
 
@@ -26,7 +26,7 @@ RULES: list[Rule | None] = [
     one_in(7, VOCABULARY),
     None,
     number(DIGITS, END, 8),
-    spelled([300, 5, 5, 319, 40]),
+    exactly([300, 5, 5, 319, 40]),
     None,
     one_in(60, VOCABULARY),
 ]
@@ -40,7 +40,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def workload(count: int = 36, seed: int = 0) -> list[Prompt]:
-    """Guided and free requests with every sampling option among them."""
+    """Guided and free requests with every sampling option."""
     work = []
     for index, ids in enumerate(prompts(count, seed)):
         rule = RULES[index % len(RULES)]
@@ -53,7 +53,7 @@ def workload(count: int = 36, seed: int = 0) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def plain_loop(tiny: Callable[[str], Path]) -> Callable[..., list[tuple[list[int], float]]]:
-    """Greedy tokens under a rule by transformers alone, and by how much each won."""
+    """Greedy tokens under a rule by transformers alone, and the margin of each."""
     models: dict[str, Any] = {}
 
     def generate(family: str, prompt: Sequence[int], rule: Rule, count: int) -> list[tuple[int, float]]:
@@ -105,7 +105,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop(
 def test_guided_and_free_requests_do_not_change_each_other(
     family: str, engine_in: Callable[..., OfflineEngine]
 ) -> None:
-    """Each gets what it gets alone, in every mode; a free one what it gets where no guide is."""
+    """Each has the result it has alone, in every mode; a free one the result it has without guides."""
     work = workload()
     plain = engine_in(family, "one at a time")
     expected = plain.generate(work)
@@ -157,7 +157,7 @@ def test_preemption_and_cancels(mode: str, engine_in: Callable[..., OfflineEngin
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stop_tokens_and_a_minimum_of_tokens(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """The end is barred until the minimum is reached; where the guide allows nothing else, that request alone fails."""
+    """The end is excluded until the minimum is reached; if the guide allows nothing else, only that request fails."""
     rule = number(DIGITS, END, 6)
 
     def ask(**options: Any) -> Prompt:
@@ -177,8 +177,8 @@ def test_stop_tokens_and_a_minimum_of_tokens(mode: str, engine_in: Callable[...,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mask_that_allows_nothing_ends_its_request_alone(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """After two tokens; greedy and drawn, filtered and penalised."""
+def test_a_mask_that_allows_nothing_ends_its_request_only(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
+    """After two tokens; greedy and sampled, filtered and penalised."""
 
     def dead_end(taken: Sequence[int]) -> Sequence[int]:
         return (VOCABULARY + 3,) if len(taken) == 2 else range(30, 60)  # an id that the model does not have
@@ -190,7 +190,7 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(mode: str, engine_in:
     others = workload(12, seed=4)
     found = engine_in("llama", mode).generate([*doomed, *others])
     assert [(one.finish, len(one.token_ids)) for one in found[:8]] == [(Finish.ERROR, 2)] * 8
-    assert all(one.error.startswith("What constrains this output allows no token") for one in found[:8])
+    assert all(one.error.startswith("The constraint of this output allows no token") for one in found[:8])
     assert same(found[8:], engine_in("llama", "one at a time").generate(others))
 
 
@@ -210,7 +210,7 @@ def test_logprobs_are_those_of_the_model_and_not_of_the_mask(
 
 
 def test_the_bits_of_a_mask(engine_in: Callable[..., OfflineEngine]) -> None:
-    """Every id alone, masks that are shorter or longer than the vocabulary, of rows in any order."""
+    """Every id alone, masks that are shorter or longer than the vocabulary, for rows in any order."""
     sampler = engine_in("llama", "one at a time").assembly.runner.sampler
     tokens = torch.zeros(12, 8, dtype=torch.int32)
 

@@ -1,4 +1,4 @@
-"""Reading GGUF: weights, config and tokenizer equal what transformers makes of the same file."""
+"""Reading GGUF: weights, config and tokenizer equal those of transformers for the same file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.build import read_config
 from headrace_worker.model.facts import read_facts
-from headrace_worker.model.gguf import GgufWeights, gguf_config
+from headrace_worker.model.gguf import GgufWeights
+from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
 from headrace_worker.model.load import load

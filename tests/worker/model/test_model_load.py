@@ -1,4 +1,4 @@
-"""Loading: every tensor in place or a sentence, buffers from the config, facts from the files."""
+"""Loading: all tensors or a clear error, buffers from the config, facts from the files."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_proto.errors import DeviceError, ModelLoadError, ModelUnsupportedError
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.model import device
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.device import choice as device
+from headrace_worker.device import dtypes
 from headrace_worker.model.build import build_meta
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
@@ -71,20 +72,20 @@ def test_missing_tensor(folder: Path, replica: Replica) -> None:
 
 def test_left_over_tensor(folder: Path, replica: Replica) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(3)}))
-    with pytest.raises(ModelLoadError, match=r"no place for, 'model\.layers\.9"):
+    with pytest.raises(ModelLoadError, match=r"that the model does not have, 'model\.layers\.9"):
         load(replica(folder))
 
 
 def test_wrong_shape(folder: Path, replica: Replica) -> None:
     edit_config(folder, intermediate_size=97)
-    with pytest.raises(ModelLoadError, match=r"has shape \[.*\], but the config asks for"):
+    with pytest.raises(ModelLoadError, match=r"has shape \[.*\], but the config requires"):
         load(replica(folder))
 
 
 def test_damaged_file(folder: Path, replica: Replica) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ModelLoadError, match="not a whole safetensors file"):
+    with pytest.raises(ModelLoadError, match="not a complete safetensors file"):
         load(replica(folder))
 
 
@@ -98,13 +99,13 @@ def test_missing_tokenizer(folder: Path, replica: Replica) -> None:
     ("fields", "sentence"),
     [
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "nonsense"}, "not understood"),
+        ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
         ({"num_attention_heads": 0}, "config|head"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_models_are_refused_by_name(
     fields: dict[str, Any], sentence: str, folder: Path, replica: Replica
 ) -> None:
     edit_config(folder, **fields)
@@ -140,7 +141,7 @@ def test_deterministic_is_float32_on_a_cpu(folder: Path, replica: Replica) -> No
         load(replica(folder, deterministic=True, dtype="bfloat16"))
 
 
-def test_deterministic_refuses_what_it_does_not_cover(tmp_path: Path, replica: Replica) -> None:
+def test_deterministic_refuses_models_that_it_does_not_cover(tmp_path: Path, replica: Replica) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"vocab_size": 64, "intermediate_size": 32, "num_local_experts": 2}
     AutoConfig.for_model("mixtral", **sizes).save_pretrained(tmp_path)
@@ -158,12 +159,41 @@ def test_facts_come_from_the_files(folder: Path, replica: Replica) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     facts = load(replica(folder)).facts
     assert facts.eos_token_ids == (2, 7, ord("!"))
-    assert facts.defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.defaults == {"temperature": 0.6, "top_k": 20}
     assert facts.chat_template == "{{ messages }}" and facts.special_tokens["eos_token"] == "!"
     assert (facts.max_positions, facts.vocab_size, facts.bos_token_id, facts.add_bos) == (256, 320, 1, False)
 
 
-def test_tp_is_refused_for_now(folder: Path, replica: Replica) -> None:
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),  # greedy without do_sample
+        (
+            {"do_sample": True, "temperature": 1, "top_k": -1, "min_p": 0.05},
+            {"temperature": 1, "top_k": 0, "min_p": 0.05},
+        ),
+        ({"max_new_tokens": 300}, {"max_tokens": 300}),
+        ({"max_new_tokens": None}, {}),
+        ({"max_new_tokens": -1}, {}),
+    ],
+)
+def test_defaults_of_a_generation_config(
+    folder: Path, replica: Replica, generation: dict[str, object], defaults: dict[str, float]
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert load(replica(folder)).facts.defaults == defaults
+
+
+def test_defaults_of_the_spec_override_the_files(folder: Path, replica: Replica) -> None:
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 300})
+    )
+    facts = load(replica(folder, defaults={"temperature": 0.0, "max_tokens": 64, "presence_penalty": 0.5})).facts
+    assert facts.defaults == {"temperature": 0.0, "top_k": 20, "max_tokens": 64, "presence_penalty": 0.5}
+
+
+def test_tp_without_ranks_is_refused(folder: Path, replica: Replica) -> None:
     with pytest.raises(ModelUnsupportedError, match="tp 2"):
         load(replica(folder, tp=2))
 
@@ -179,7 +209,7 @@ def test_device_and_dtype_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="dtype 'int3' is unknown"):
         device.choose_dtype("int3", cpu)
     for flags, expected in (({"avx2"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)):
-        monkeypatch.setattr(device, "cpu_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr(dtypes, "cpu_flags", lambda flags=flags: frozenset(flags))
         assert device.choose_dtype("auto", cpu) == expected
     assert device.choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
@@ -193,7 +223,7 @@ def test_device_and_dtype_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rope_type": "longrope", "rope_theta": 1e4}, 64, None),
     ],
 )
-def test_rope_that_depends_on_neighbours(
+def test_rope_that_depends_on_other_sequences(
     rope: dict[str, Any], max_model_len: int | None, sentence: str | None, folder: Path, replica: Replica
 ) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}

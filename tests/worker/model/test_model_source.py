@@ -1,4 +1,4 @@
-"""Finding a model from what the user wrote, and saying what is wrong otherwise."""
+"""Resolving a model from the user's argument, with a clear error otherwise."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_revision_follows_the_weights(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "a"), "dummy").revision != first
 
 
-def test_digest_sees_a_change_in_the_middle_of_a_big_file(tmp_path: Path) -> None:
+def test_digest_detects_a_change_in_the_middle_of_a_big_file(tmp_path: Path) -> None:
     size = 12 << 20
     before, after = bytearray(size), bytearray(size)
     after[size // 2 : size // 2 + 16384] = b"\1" * 16384  # one small tensor
@@ -82,13 +82,13 @@ def test_dummy_needs_only_a_config(tmp_path: Path) -> None:
         ("", "auto", "MODEL is empty"),
         ("smollm2", "pickle", "load format 'pickle' is unknown"),
         ("smollm2", "safetensors", "is a GGUF file"),
-        ("{tmp}", "auto", "holds no config.json"),
+        ("{tmp}", "auto", "contains no config.json"),
         ("{tmp}", "gguf", "no .gguf file"),
         ("{tmp}/note.txt", "auto", "is not a .gguf file"),
         ("{tmp}/bins", "auto", "are not loaded \\(unsafe format\\)"),
     ],
 )
-def test_wrong_sources_get_a_sentence(source: str, load_format: str, sentence: str, tmp_path: Path) -> None:
+def test_wrong_sources_are_a_clear_error(source: str, load_format: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("x")
     (tmp_path / "bins").mkdir()
     (tmp_path / "bins" / "config.json").write_text("{}")
@@ -108,13 +108,13 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked = {}
+    requested = {}
 
     def download(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        requested.update(repo=repo, revision=revision, patterns=allow_patterns)
         return str(write_model(tmp_path / "0123abcd"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = resolve("acme/model", revision="main")
     assert (source.revision, source.kind) == ("0123abcd", "safetensors")
-    assert asked["revision"] == "main" and not any("bin" in p or p.endswith(".py") for p in asked["patterns"])
+    assert requested["revision"] == "main" and not any("bin" in p or p.endswith(".py") for p in requested["patterns"])

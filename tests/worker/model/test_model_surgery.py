@@ -1,4 +1,4 @@
-"""Changes from outside: they happen where they should, and change no result."""
+"""Changes from outside: they are applied where expected, and change no result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from headrace_worker.comm.parallel_context import ParallelContext, SingleRank
 from headrace_worker.model.cache_layout import cache_layout, layer_windows
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
@@ -16,7 +17,6 @@ from headrace_worker.model.surgery.linears import pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.plan import _replace
-from headrace_worker.parallel.context import Alone, ParallelContext
 
 FUSED = {  # family -> modules of each kind that replace the original ones, of 3 (Gemma 2: 4) layers
     "llama": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
@@ -45,7 +45,7 @@ def logits_of(model: LoadedModel, driver: Callable[..., Any], monkeypatch: pytes
     monkeypatch.setattr(LogitsModel, "__call__", record)
     bench = driver(model)
     bench.step({0: 50, 1: 50}, [bench.init(0, list(range(3, 20))), bench.init(1, list(range(40, 45)))])
-    for token in (7, 9):  # the same tokens whatever the logits: only the numbers are compared
+    for token in (7, 9):  # fixed tokens, whatever the logits: only the numbers are compared
         for row in (0, 1):
             bench.tokens[row][-1] = token
             bench.runner.rows.tokens[row, len(bench.tokens[row]) - 1] = token
@@ -58,7 +58,7 @@ def logits_of(model: LoadedModel, driver: Callable[..., Any], monkeypatch: pytes
 def test_fused_where_the_structure_is_known(family: str, load_tiny: Callable[..., LoadedModel]) -> None:
     kinds = [type(module).__name__ for module in load_tiny(family).module.modules()]
     assert {name: kinds.count(name) for name in FUSED[family]} == FUSED[family]
-    # A linear that stays plain is one nobody looked at.
+    # A linear that stays plain was missed.
     assert "Linear" not in kinds
 
 
@@ -90,7 +90,7 @@ def test_no_weight_is_kept_twice(load_tiny: Callable[..., LoadedModel]) -> None:
     assert packed - rotary <= model.weight_bytes * 1.01
 
 
-def test_lookalikes_are_left_alone() -> None:
+def test_similar_modules_with_other_results_stay_unchanged() -> None:
     class ShiftedRMSNorm(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden_states) + 0.01
@@ -111,8 +111,8 @@ def test_lookalikes_are_left_alone() -> None:
         assert fuse_mlp(LlamaMLP(Config()), True) is not None
 
 
-def test_a_child_that_its_parent_looks_into_stays() -> None:
-    class Peeking(nn.Module):
+def test_a_child_whose_weight_its_parent_reads_stays() -> None:
+    class ReadingParent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.seen, self.used = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -121,7 +121,7 @@ def test_a_child_that_its_parent_looks_into_stays() -> None:
             out: torch.Tensor = self.used(self.seen(x.to(self.seen.weight.dtype)))
             return out
 
-    model = nn.Sequential(Peeking())
+    model = nn.Sequential(ReadingParent())
     x = torch.randn(3, 16)
     expected = model(x)
     assert _replace(model, pack_linear) == 1
@@ -175,13 +175,13 @@ def test_windows_without_layer_types() -> None:
 def test_layout_of_stages_has_the_same_groups_everywhere(pattern: str, stages: int) -> None:
     kinds = ["full_attention" if letter == "F" else "sliding_attention" for letter in pattern]
     config = LayoutConfig(len(kinds), layer_types=kinds, sliding_window=8)
-    ranks = [cache_layout(config, 4, 4, ParallelContext(Alone(), stage, stages)) for stage in range(stages)]
+    ranks = [cache_layout(config, 4, 4, ParallelContext(SingleRank(), stage, stages)) for stage in range(stages)]
     assert len({tuple(group.window for group in rank.groups) for rank in ranks}) == 1
     layers = [layer for rank in ranks for group in rank.groups for layer in group.layers]
     assert sorted(layers) == list(range(len(kinds)))
     for rank in ranks:
         for group in rank.groups:
             assert all((kinds[layer] == "full_attention") == (group.window == 0) for layer in group.layers)
-    # A token's memory on the fullest stage: near its share of the whole.
+    # A token's memory on the fullest stage: close to its share of the whole.
     fullest = max(rank.layers_per_group * len(rank.groups) for rank in ranks)
     assert fullest <= 1.5 * -(-len(kinds) // stages) + 1

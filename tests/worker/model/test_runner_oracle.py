@@ -1,4 +1,4 @@
-"""Greedy tokens through the runner equal plain transformers' generate, whatever the shape of the steps."""
+"""Greedy tokens of the runner equal plain transformers' generate, whatever the shape of the steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_rows_join_and_leave_a_running_batch(
     bench.step({rows[0]: 1, rows[1]: 4}, [bench.init(rows[1], prompts[rows[1]])])
     bench.step({rows[1]: 100, rows[0]: 1})
     first = bench.tokens[rows[0]][len(prompts[rows[0]]) :]
-    # The row changes hands in the very step in which others decode.
+    # The row is reassigned in a step in which others decode.
     again = bench.init(rows[0], prompts[rows[3]])
     bench.step({rows[1]: 1, rows[0]: 100}, [again], frees=[rows[0]])
     for _ in range(5):
@@ -69,7 +69,7 @@ def test_rows_join_and_leave_a_running_batch(
 def test_bfloat16_stays_close(
     family: str, load_tiny: Callable[..., LoadedModel], tiny: Callable[[str], Path], oracle: Any, driver: Any
 ) -> None:
-    """In 16 bits tokens may flip; most of a short greedy run does not."""
+    """In 16 bits single tokens may differ; most of a short greedy run does not."""
     prompts = prompts_of([9, 17])
     found = driver(load_tiny(family, dtype="bfloat16")).generate(prompts, count=3)
     same = sum(

@@ -61,8 +61,12 @@ def test_tokens_equal_transformers(
         for step, (ours, theirs) in enumerate(zip(found[row], tokens, strict=True)):
             if ours != theirs:
                 best = logits[step].topk(2).values
-                assert best[0] - best[1] < 1e-3, f"text {row} differs at token {step}, and it is no tie"
+                assert best[0] - best[1] < 1e-3, f"text {row} differs at token {step}, and it is not a tie"
                 break
+
+
+def test_its_requests_have_bounded_greedy_defaults(smollm2: LoadedModel) -> None:
+    assert smollm2.facts.defaults == {"max_tokens": 512, "temperature": 0.0, "top_p": 0.9}
 
 
 def test_it_answers(smollm2: LoadedModel, driver: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows, batches, pools and sizes: what a step is made of."""
+"""Rows, batches, pools and sizes of steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,31 +7,32 @@ import pytest
 import torch
 
 from headrace_proto.errors import MemoryTooSmallError
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.kv.sizing import size_kv
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
+from headrace_worker.core.transfer.orders import Drop
 from headrace_worker.model.attention import StepContext, StepContextError, attend, step_context
 from headrace_worker.model.load import LoadedModel
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
-from headrace_worker.runner import Runner, size_kv, warm_up
+from headrace_worker.runner import Runner, warm_up
 from headrace_worker.runner.batch import gather
-from headrace_worker.runner.pools import bind_layers, make_pools
+from headrace_worker.runner.pools import KVPools, bind_layers, make_pools
 from headrace_worker.runner.rows import RowState
-from headrace_worker.transfer.orders import Drop
 
 CPU = torch.device("cpu")
 GREEDY = RowSampling(temperature=0.0)
 
 
-class FakeCourier:
-    """Counts the steps that it was given orders with, and those it heard the end of."""
+class CountingListener:
+    """Counts the calls at the begin and at the end of steps with orders."""
 
     def __init__(self) -> None:
-        self.taken = self.ended = 0
+        self.begun = self.ended = 0
 
-    def take(self, orders: Any, works: bool) -> Callable[[int, Any], None]:
-        self.taken += 1
+    def begin_step(self, orders: Any, *, computes: bool) -> Callable[[int, Any], None]:
+        self.begun += 1
         return lambda layer, values: None
 
-    def end_step(self, pools: Any) -> None:
+    def end_step(self) -> None:
         self.ended += 1
 
 
@@ -42,7 +43,7 @@ def make_layout(windows: tuple[int, ...] = (0,), layers: int = 2, block_size: in
     return CacheLayout(block_size, groups, 4)
 
 
-def test_a_row_is_reset_when_it_changes_hands() -> None:
+def test_a_row_is_reset_when_it_is_reassigned() -> None:
     rows = RowState(make_layout((0, 6)), max_rows=3, max_len=16, device=CPU)
     rows.initialise(RowInit(1, 1, list(range(5, 15)), 10, GREEDY))
     rows.update_table(TableUpdate(0, 1, 0, [7, 8, 9]))
@@ -55,7 +56,7 @@ def test_a_row_is_reset_when_it_changes_hands() -> None:
     assert rows.generations.tolist() == [-1, 2, -1]
 
 
-def test_gather_lays_mixed_work_out_flat() -> None:
+def test_gather_flattens_mixed_work() -> None:
     rows = RowState(make_layout((0, 6)), max_rows=4, max_len=16, device=CPU)
     for group, tables in enumerate([{0: [5, 6, 7], 2: [8], 3: [9, 10]}, {0: [15, 16, 17], 2: [18], 3: [19, 20]}]):
         for row, blocks in tables.items():
@@ -108,7 +109,7 @@ def test_attention_outside_a_step_or_of_another_shape_is_an_error() -> None:
             attend(0, x, x, torch.zeros(1, 2, 4), scale=1.0)
 
 
-def test_a_plan_without_draws_or_work_gives_nothing(
+def test_a_plan_without_samples_or_work_has_no_tokens(
     load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any]
 ) -> None:
     bench = driver(load_tiny("llama"))
@@ -132,53 +133,55 @@ def test_steps_may_be_launched_before_earlier_ones_are_collected(
     assert [runner.collect(handle).tokens[0] for handle in handles] == expected
 
 
-def test_warm_up_leaves_no_trace(load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any]) -> None:
+def test_warm_up_resets_rows_and_pools(load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any]) -> None:
     model = load_tiny("mistral")
     bench = driver(model)
     phases: list[float] = []
     result = warm_up(bench.runner, lambda phase, fraction: phases.append(fraction))
     assert phases[-1] == 1.0 and result.prefill_tokens_per_s > 0 and result.decode_step_s > 0
     assert 32 <= result.max_num_batched_tokens <= 4096
-    assert not any(pool.any() for pool in bench.runner.pools) and not bench.runner.rows.tokens.any()
+    assert not any(pool.any() for pool in bench.runner.pools.tensors) and not bench.runner.rows.tokens.any()
     assert bench.generate({0: [5, 6, 7]}, 5) == driver(model).generate({0: [5, 6, 7]}, 5)
 
 
 def test_warm_up_fits_into_the_smallest_cache(load_tiny: Callable[..., LoadedModel]) -> None:
-    runner = Runner(load_tiny("mistral"), num_blocks=4, max_rows=1, max_len=12)
+    model = load_tiny("mistral")
+    runner = Runner(model, KVPools.of(model, 4), max_rows=1, max_len=12)
     assert warm_up(runner).max_num_batched_tokens >= 32
 
 
-def test_kv_size_is_a_share_of_what_is_free_but_no_more_than_useful() -> None:
+def test_kv_size_is_a_share_of_the_free_memory_but_no_more_than_useful() -> None:
     layout = make_layout(layers=4)
-    options: dict[str, Any] = {"device": CPU, "max_num_seqs": 8, "max_model_len": 64}
+    options: dict[str, Any] = {"device_type": "cpu", "max_num_seqs": 8, "max_model_len": 64}
     useful = size_kv(layout, free=1 << 40, **options)
     assert useful.num_blocks == 8 * 16 + 1 and "8 requests of 64 tokens" in useful.note
     share = size_kv(layout, free=layout.block_bytes * 100, **options)
     assert share.num_blocks == 30 and "30%" in share.note
-    told = size_kv(layout, free=1 << 40, kv_cache_memory=layout.block_bytes * 40 + 1, **options)
-    assert told.num_blocks == 40 and told.num_bytes == 40 * layout.block_bytes
+    configured = size_kv(layout, free=1 << 40, kv_cache_memory=layout.block_bytes * 40 + 1, **options)
+    assert configured.num_blocks == 40 and configured.num_bytes == 40 * layout.block_bytes
     reserved = size_kv(layout, free=layout.block_bytes * 120, activation_bytes=layout.block_bytes * 20, **options)
     assert reserved.num_blocks == 30
-    assert size_kv(layout, **options).num_blocks == useful.num_blocks  # this machine
 
 
-def test_too_little_memory_names_both_numbers_and_the_way_out() -> None:
+def test_too_little_memory_names_both_numbers_and_a_remedy() -> None:
     layout = CacheLayout(16, (CacheGroupSpec(0, tuple(range(30)), 3, 64),), 4)
-    options: dict[str, Any] = {"device": CPU, "max_num_seqs": 8, "max_model_len": 8192}
+    options: dict[str, Any] = {"device_type": "cpu", "max_num_seqs": 8, "max_model_len": 8192}
     with pytest.raises(MemoryTooSmallError, match=r"8192 tokens needs .* 0\.35 GiB, .* 0\.30 GiB .*--max-model-len 6"):
         size_kv(layout, free=1 << 30, **options)
-    with pytest.raises(MemoryTooSmallError, match=r"take 2\.00 GiB, but 1\.00 GiB"):
+    with pytest.raises(MemoryTooSmallError, match=r"is 2\.00 GiB, but 1\.00 GiB"):
         size_kv(layout, free=1 << 30, kv_cache_memory=2 << 30, **options)
 
 
-def test_a_step_that_cannot_be_laid_out_lets_its_carriers_go(load_tiny: Callable[[str], LoadedModel]) -> None:
-    runner = Runner(load_tiny("llama"), num_blocks=8, max_rows=2, max_len=16)
-    runner.courier = courier = FakeCourier()  # type: ignore[assignment]
+def test_a_step_that_cannot_be_prepared_ends_its_listeners_step(load_tiny: Callable[[str], LoadedModel]) -> None:
+    listener = CountingListener()
+    model = load_tiny("llama")
+    pools = KVPools.of(model, 8)
+    runner = Runner(model, pools, max_rows=2, max_len=16, kv_listener=listener)
     orders = [Drop(1, 1)]
     tables = [TableUpdate(0, 0, 0, [1])]
     with pytest.raises(IndexError):
         runner.prepare(StepPlan(0, [], [RowInit(9, 0, [5], 1, GREEDY)], [], [Work(0, 0, 1, True)], orders=orders))
-    assert (courier.taken, courier.ended) == (1, 1)
+    assert (listener.begun, listener.ended) == (1, 1)
     good = StepPlan(1, [], [RowInit(0, 0, [5], 1, GREEDY)], tables, [Work(0, 0, 1, True)], orders=orders)
     runner.collect(runner.launch(good))
-    assert (courier.taken, courier.ended) == (2, 2)
+    assert (listener.begun, listener.ended) == (2, 2)

@@ -1,6 +1,6 @@
-"""However steps are run (one at a time, one ahead, replayed from fixed buffers), each request's tokens are the same.
+"""In every step mode (one at a time, one ahead, replayed from fixed buffers) each request's tokens are the same.
 
-Replaying is tested without a GPU: the recorded step is called again on the same buffers, which is what a graph does.
+Replay is tested without a GPU: the recorded step is called again on the same buffers, as a graph does.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from step_modes import MODES, OPTIONS, engine_in, same
 
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling
-from headrace_worker.request import Finish
 
 __all__ = ["engine_in"]
 
@@ -20,7 +20,7 @@ FAMILIES = ("llama", "gemma2", "mistral")
 
 
 def workload(count: int = 40, seed: int = 0) -> list[Prompt]:
-    """Prompts of which some begin alike, of all lengths, with every sampling option."""
+    """Prompts of all lengths, some with a common prefix, with every sampling option."""
     random = Random(seed)
     shared = [random.randrange(3, 300) for _ in range(24)]
     prompts = []
@@ -53,7 +53,7 @@ AHEAD = [mode for mode in MODES if mode != "one at a time"]
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_preemption(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """A pool that holds little more than one of the longest requests: some are preempted, and nobody notices."""
+    """A pool that holds little more than one of the longest requests: some are preempted, without any effect."""
     work = workload(24, seed=1)
     expected = engine_in("llama", "one at a time").generate(work)
     engine = engine_in("llama", mode, kv_cache_memory=100_000)
@@ -63,7 +63,7 @@ def test_preemption(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_requests_that_are_cancelled_midway(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """Their rows and blocks go to others while a step that still writes them is in flight."""
+    """Their rows and blocks are reassigned while a step that still writes them is in flight."""
     work = workload(36, seed=2)
     expected = engine_in("llama", "one at a time").generate(work)
     offline = engine_in("llama", mode)
@@ -94,7 +94,7 @@ def test_requests_that_are_cancelled_midway(mode: str, engine_in: Callable[..., 
 
 @pytest.mark.parametrize("mode", ["one ahead", "replayed, one ahead"])
 def test_a_step_that_fails_while_the_next_is_in_flight(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """One request makes every step that it is in fail; it ends alone, and all others get their tokens."""
+    """One request makes each of its steps fail; only it ends, and all others get their tokens."""
     work = workload(12, seed=4)
     expected = engine_in("llama", "one at a time").generate(work)
     offline = engine_in("llama", mode)
@@ -104,7 +104,7 @@ def test_a_step_that_fails_while_the_next_is_in_flight(mode: str, engine_in: Cal
     def broken(batch: Any, logits: Any, masks: Any) -> Any:
         for row in batch.sample_rows:
             if runner.rows.tokens[row, : len(poison)].tolist() == poison:
-                raise ValueError("this one breaks the sampler")
+                raise ValueError("this request breaks the sampler")
         return sample(batch, logits, masks)
 
     runner.sample = broken  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""What is compiled before readiness: every variant of every Triton kernel that serving launches later.
+"""Warm-up coverage: every variant of every Triton kernel that serving launches later is compiled before readiness.
 
-The GPU backend's launchers run over CPU tensors, with kernels that only note for which constants Triton would compile
-them; the numbers come from the backend that the CPU has.
+The GPU backend's launchers run with CPU tensors, and kernels that only record for which constants Triton would compile
+them; the numbers come from the CPU's backend.
 """
 
 import inspect
@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.guide import Mask
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.runner.coverage import OPTIONS, cover, covering_plans
 from headrace_worker.sampler import truncation
 
-pytest.importorskip("triton", reason="Triton is not here: pip install triton")
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 import triton.language as tl
 
@@ -48,8 +48,8 @@ KERNELS = {
 LONG = 4096
 
 
-class NotingKernel:
-    """Stands for a kernel: notes the constants of each launch, as Triton's rules make them part of its key."""
+class RecordingKernel:
+    """Replaces a kernel: records the constants of each launch that are part of Triton's compilation key."""
 
     def __init__(self, kernel: Any, seen: set[tuple[object, ...]]) -> None:
         self._name = kernel.fn.__name__
@@ -80,11 +80,11 @@ class NotingKernel:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[object, ...]]]:
-    """The variants that were launched so far, while every op goes through the GPU's launchers."""
+    """The variants that were launched so far; every op uses the GPU's launchers."""
     seen: set[tuple[object, ...]] = set()
     for module, names in KERNELS.items():
         for name in names:
-            monkeypatch.setattr(module, name, NotingKernel(getattr(module, name), seen))
+            monkeypatch.setattr(module, name, RecordingKernel(getattr(module, name), seen))
 
     def through(launcher: Callable[..., object], real: Callable[..., object]) -> Callable[..., object]:
         def run(*arguments: object, **options: object) -> object:
@@ -98,7 +98,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[object, ...]
         if launcher is not None:
             monkeypatch.setattr(op, "_best_cpu", through(launcher, op.named(op.chosen("cpu"))))
     monkeypatch.setattr(attention, "_FILL", 8)  # a GPU with few multiprocessors: large tiles for fewer tokens
-    monkeypatch.setattr(truncation, "FIRST_CANDIDATES", 1 << 30)  # a GPU looks at the whole vocabulary at once
+    monkeypatch.setattr(truncation, "FIRST_CANDIDATES", 1 << 30)  # a GPU uses the whole vocabulary at once
     yield seen
 
 
@@ -109,7 +109,7 @@ def engine_of(
     add_tokenizer: Callable[[Path], None],
     tmp_path: Path,
 ) -> Callable[..., OfflineEngine]:
-    """An engine over a model of long positions."""
+    """An engine with a model of many positions."""
 
     def make(family: str, **options: Any) -> OfflineEngine:
         folder = tmp_path / family
@@ -124,7 +124,7 @@ def engine_of(
 
 
 def workload() -> list[Prompt]:
-    """Prompts of very different lengths, of which many run together, and some alone at the end."""
+    """Prompts of very different lengths, many of which run together, and some alone at the end."""
     random = Random(1)
     work = []
     for index in range(60):
@@ -150,7 +150,7 @@ def test_nothing_new_is_compiled_once_it_serves(
     variants: set[tuple[object, ...]],
 ) -> None:
     engine = engine_of(family, **options)
-    variants.clear()  # what loading and timed steps launched
+    variants.clear()  # launched by loading and timed steps
     cover(engine.assembly.runner, 700)
     covered = set(variants)
     assert {name for name, *_ in covered} >= {"attend", "best_of_row", "gumbel_noise_at"}
@@ -162,14 +162,14 @@ def test_nothing_new_is_compiled_once_it_serves(
     assert variants == covered, sorted(map(str, variants - covered))
 
 
-def test_it_leaves_rows_and_pools_as_new(engine_of: Callable[..., OfflineEngine]) -> None:
-    """And those who come then get what they get without it."""
+def test_it_resets_rows_and_pools(engine_of: Callable[..., OfflineEngine]) -> None:
+    """Later requests have the same result as without it."""
     engine = engine_of("gemma2")
     expected = engine.generate(workload()[:8])
     fresh = engine_of("gemma2", max_num_seqs=23)
     runner = fresh.assembly.runner
     cover(runner, 300)
-    assert not any(pool.any() for pool in runner.pools) and not runner.rows.tokens.any()
+    assert not any(pool.any() for pool in runner.pools.tensors) and not runner.rows.tokens.any()
     assert [found.token_ids for found in fresh.generate(workload()[:8])] == [each.token_ids for each in expected]
 
 
@@ -190,10 +190,10 @@ def test_its_steps_fit_into_any_replica(max_rows: int, max_len: int, budget: int
     assert plan.frees and not plan.work
 
 
-def test_of_several_ranks_the_masks_come_too() -> None:
-    """A guided step is drawn once, before it is collected."""
+def test_masks_are_passed_with_several_ranks() -> None:
+    """A guided step is sampled once, before it is collected."""
 
-    class Noting:
+    class RecordingRunner:
         layout = CacheLayout(16, (CacheGroupSpec(0, (0,), 1, 8, 0),), 4)
         max_rows, max_len = 4, 64
 
@@ -214,7 +214,7 @@ def test_of_several_ranks_the_masks_come_too() -> None:
         def clear(self, blocks: int, rows: int = 1) -> None:
             self.calls.append(f"clear {blocks} {rows}")
 
-    runner = Noting()
+    runner = RecordingRunner()
     cover(runner, 64)
     assert runner.calls.count("draw") == 1
     assert runner.calls[runner.calls.index("draw") + 1] == "collect, guided"

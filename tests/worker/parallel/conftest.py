@@ -1,6 +1,6 @@
-"""Sharded replicas inside one process: ranks are threads, and talk through a barrier. No sockets, no processes.
+"""Sharded replicas inside one process: ranks are threads that exchange tensors at a barrier. No sockets, no processes.
 
-Those of `process_ranks.py` run as they do in production.
+The replicas of `process_ranks.py` run as in production.
 """
 
 import sys
@@ -18,25 +18,26 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.assembly import Assembly
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.engine import Engine
-from headrace_worker.guide import Mask
-from headrace_worker.kv.manager import KVManager, ModelScope
+from headrace_worker.assembly.assemble import Assembly
+from headrace_worker.comm.parallel_context import ParallelContext
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.parallel.context import ParallelContext
-from headrace_worker.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.runner import Runner, StepHandle
-from headrace_worker.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.runner.pools import KVPools
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
-from process_ranks import nursery, process_replica, rank_group
-from router_side import router_side
+from process_ranks import fork_server, process_replica, rank_group
+from router_client import router_client
 
-__all__ = ["nursery", "process_replica", "rank_group", "router_side"]
+__all__ = ["fork_server", "process_replica", "rank_group", "router_client"]
 
 TIE = 1e-3
 TINY: dict[str, Any] = {
@@ -73,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class ThreadGroup:
-    """What the ranks of one group share."""
+    """State shared by the ranks of one group."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
@@ -111,10 +112,10 @@ class ThreadCommunicator:
 
 @dataclass
 class ThreadedRunner:
-    """A `StepRunner` over the runners of all ranks: stages one after the other, the ranks of a stage as threads."""
+    """A `StepRunner` over the runners of all ranks: stages run sequentially, the ranks of a stage as threads."""
 
     stages: list[list[Runner]]
-    batches: list[list[Any]] = field(default_factory=list)  # of the step that was launched last
+    batches: list[list[Any]] = field(default_factory=list)  # of the last launched step
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(len(self.stages[0]))
@@ -131,7 +132,7 @@ class ThreadedRunner:
         if logits is None:
             return handle
         for other in received[1:]:
-            assert torch.equal(logits, other), "the ranks of a stage do not agree"
+            assert torch.equal(logits, other), "the ranks of a stage computed different logits"
         handle.undrawn = batches[-1][0], logits
         if not plan.guided:
             self.draw(handle, {})
@@ -163,7 +164,7 @@ class ShardedReplica:
     def run(
         self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
     ) -> list[Completion]:
-        """Greedy tokens; the bookkeeping is checked at every step, and everything is given back in the end."""
+        """Greedy tokens; the bookkeeping is checked at every step, and all blocks are released in the end."""
         greedy = RowSampling(temperature=0.0, logprobs=2)
         work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
 
@@ -184,7 +185,7 @@ def families() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folder of a tiny random model, saved as transformers does; norms, biases and sinks are not neutral."""
+    """Folder of a tiny random model, saved by transformers; norms, biases and sinks are not neutral."""
     made: dict[str, Path] = {}
 
     def save(family: str, **changes: Any) -> Path:
@@ -220,7 +221,7 @@ def replica_config() -> Callable[..., ReplicaConfig]:
 
 @pytest.fixture(scope="session")
 def load_ranks(replica_config: Callable[..., ReplicaConfig]) -> Callable[..., list[list[LoadedModel]]]:
-    """Every rank's part of a model, by stage and tp rank. Loaded one after the other: loading talks to nobody."""
+    """Every rank's part of a model, by stage and tp rank. Loaded sequentially: loading needs no communication."""
 
     def make(
         source: object, tp: int, pp: int, ep: bool = False, plan: SurgeryPlan | None = None, **options: Any
@@ -245,14 +246,15 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
     ) -> ShardedReplica:
         models = load_ranks(source, tp, pp, **options)
         runners = [
-            [Runner(model, num_blocks=num_blocks, max_rows=16, max_len=128) for model in stage] for stage in models
+            [Runner(model, KVPools.of(model, num_blocks), max_rows=16, max_len=128) for model in stage]
+            for stage in models
         ]
         first = models[0][0]
         limits = SchedulerLimits(16, budget, 1000)
         hasher = BlockHasher(derive_key(b"s"))
         kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"))
         engine = Engine(Scheduler(limits, kv, time.monotonic), ThreadedRunner(runners), time.monotonic)
-        offline = OfflineEngine.of(Assembly(engine, first, runners[0][0], kv, None, limits, 128))  # type: ignore[arg-type]
+        offline = OfflineEngine.of(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128))  # type: ignore[arg-type]
         return ShardedReplica(models, runners, offline)
 
     return make
@@ -283,7 +285,7 @@ def plain_model(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[
 def check_oracle(plain_model: Callable[[object], Any]) -> Callable[..., None]:
     """Compares completions with plain transformers in float32, teacher-forced: the best token at every position.
 
-    Where the two best logits are closer than 1e-3 either may win; such ties must be rare.
+    If the two best logits are closer than 1e-3 either is accepted; such ties must be rare.
     """
 
     def check(source: object, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:

@@ -1,17 +1,17 @@
-"""Rank 1 of a pair: sums the same tensor with rank 0 again and again, through every way that joins the two."""
+"""Rank 1 of a pair: sums the same tensor with rank 0 repeatedly, over all connections between the two."""
 
 import sys
 
 import msgspec
 import torch
 
-from headrace_worker.config import Meeting, ReplicaConfig
-from headrace_worker.parallel.team import Team
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.ranks.team import Team
 
 if __name__ == "__main__":
     device = sys.argv[1]
     config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
-    team = Team(config, 1, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=Meeting))
+    team = Team(config, 1, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=Rendezvous))
     one = torch.ones(1000, device=team.device)
     while True:
         team.context.tp.all_reduce(one.clone())

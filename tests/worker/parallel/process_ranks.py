@@ -1,4 +1,4 @@
-"""Replicas whose ranks are processes of this machine, rank 0 being the test's own."""
+"""Replicas whose ranks are processes of this machine; rank 0 is the test's own process."""
 
 import contextlib
 import json
@@ -17,19 +17,19 @@ import msgspec
 import pytest
 from recorders import make_recorder
 
-from headrace_worker.assembly import assemble
-from headrace_worker.config import Meeting, ReplicaConfig
+from headrace_worker.assembly.assemble import assemble
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.core.plan import RowSampling
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.parallel.meeting import MeetingHost
-from headrace_worker.parallel.team import Team
-from headrace_worker.plan import RowSampling
+from headrace_worker.ranks.team import Team
 
 
-class Nursery:
-    """The process that forks ranks, and what they said."""
+class ForkServer:
+    """The process that forks ranks, and the facts that they reported."""
 
     def __init__(self, model_types: Collection[str] = ()) -> None:
-        script = Path(__file__).with_name("rank_nursery.py")
+        script = Path(__file__).with_name("fork_server.py")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(script), *model_types],
@@ -38,52 +38,52 @@ class Nursery:
             text=True,
             env=environment,
         )
-        self._news = threading.Condition()
-        self._born: list[int] = []
-        self._said: dict[int, dict[str, Any]] = {}
+        self._updated = threading.Condition()
+        self._forked: list[int] = []
+        self._facts: dict[int, dict[str, Any]] = {}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, config: ReplicaConfig, rank: int, meeting: Meeting | None, **options: Any) -> int:
-        """Process id of a new rank; a rank 0 without a meeting opens one. `options` as told in rank_nursery.py."""
+    def start(self, config: ReplicaConfig, rank: int, rendezvous: Rendezvous | None, **options: Any) -> int:
+        """Process id of a new rank; a rank 0 without a rendezvous opens one. `options`: see fork_server.py."""
         assert self._process.stdin is not None
-        place = msgspec.msgpack.encode(meeting).hex() if meeting is not None else None
-        order = {"config": msgspec.msgpack.encode(config).hex(), "meeting": place, "rank": rank} | options
-        with self._news:
-            before = len(self._born)
+        place = msgspec.msgpack.encode(rendezvous).hex() if rendezvous is not None else None
+        order = {"config": msgspec.msgpack.encode(config).hex(), "rendezvous": place, "rank": rank} | options
+        with self._updated:
+            before = len(self._forked)
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-            assert self._news.wait_for(lambda: len(self._born) > before, 60), "no rank process came up"
-            return self._born[before]
+            assert self._updated.wait_for(lambda: len(self._forked) > before, 60), "no rank process was forked"
+            return self._forked[before]
 
-    def heard(self, pid: int, key: str, seconds: float, value: object = None) -> Any:
-        """What a rank said under `key`; fails when it does not say it (or not `value`) within `seconds`."""
+    def wait_for(self, pid: int, key: str, seconds: float, value: object = None) -> Any:
+        """The fact that a rank reported under `key`; fails if it is not (or not `value`) within `seconds`."""
 
-        def has_said() -> bool:
-            said = self._said.get(pid, {})
-            return key in said and value in (None, said[key])
+        def has_reported() -> bool:
+            facts = self._facts.get(pid, {})
+            return key in facts and value in (None, facts[key])
 
-        with self._news:
-            assert self._news.wait_for(has_said, seconds), (
-                f"rank process {pid}: no {key} {value}: {self._said.get(pid)}"
+        with self._updated:
+            assert self._updated.wait_for(has_reported, seconds), (
+                f"rank process {pid}: no {key} {value}: {self._facts.get(pid)}"
             )
-            return self._said[pid][key]
+            return self._facts[pid][key]
 
     def when(self, pid: int, key: str) -> float:
-        """When a rank said that, on the monotonic clock."""
-        return float(self._said[pid][f"{key} at"])
+        """Time of a rank's report, on the monotonic clock."""
+        return float(self._facts[pid][f"{key} at"])
 
     def ended(self, pid: int, seconds: float) -> str:
-        """How a rank ended; fails when it does not within `seconds`."""
-        return str(self.heard(pid, "ended", seconds))
+        """The outcome of a rank; fails when it does not end within `seconds`."""
+        return str(self.wait_for(pid, "ended", seconds))
 
     def facts(self, pid: int, seconds: float = 60) -> dict[str, Any]:
-        """What a rank said when it was ready."""
-        self.heard(pid, "kv_blocks", seconds)
-        return self._said[pid]
+        """All facts of a rank, once it is ready."""
+        self.wait_for(pid, "kv_blocks", seconds)
+        return self._facts[pid]
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """To a rank, unless it has ended: its number may be another process' by then."""
-        if "gone" not in self._said.get(pid, {}):
+        """Signals a rank, unless it has exited: its id may be reused by then."""
+        if "exited" not in self._facts.get(pid, {}):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -97,19 +97,19 @@ class Nursery:
         for line in self._process.stdout:
             facts = json.loads(line)
             now = time.monotonic()
-            with self._news:
-                if "born" in facts:
-                    self._said[facts["pid"]] = {}  # a number that another one had, perhaps
-                    self._born.append(facts["pid"])
-                self._said.setdefault(facts["pid"], {}).update(facts | {f"{key} at": now for key in facts})
-                self._news.notify_all()
+            with self._updated:
+                if "forked" in facts:
+                    self._facts[facts["pid"]] = {}  # the id may have been used before
+                    self._forked.append(facts["pid"])
+                self._facts.setdefault(facts["pid"], {}).update(facts | {f"{key} at": now for key in facts})
+                self._updated.notify_all()
 
 
 @dataclass
 class RankGroup:
-    """A replica all of whose ranks are processes of the nursery, so that any of them may be killed."""
+    """A replica whose ranks are all processes of the fork server, so that any of them may be killed."""
 
-    nursery: Nursery
+    fork_server: ForkServer
     config: ReplicaConfig
     pids: list[int] = field(default_factory=list)  # by rank
 
@@ -120,74 +120,77 @@ class RankGroup:
         record: Mapping[int, Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
-        """`holds`: ranks that stay in a stage of their start; `absent`: ranks that never come; `options`: of rank 0.
+        """`holds`: ranks that block in a stage of their start; `absent`: ranks that never start; `options`: of rank 0.
 
-        `record`: steps are recorded, and what goes wrong with it on which rank.
+        `record`: record steps, with the recorder options of each rank.
         """
 
         def recorder(rank: int) -> Mapping[str, Any] | None:
             return None if record is None else record.get(rank, {})
 
-        first = self.nursery.start(self.config, 0, None, hold=holds.get(0), record=recorder(0), **options)
-        meeting = msgspec.msgpack.decode(bytes.fromhex(self.nursery.heard(first, "meeting", 20)), type=Meeting)
+        first = self.fork_server.start(self.config, 0, None, hold=holds.get(0), record=recorder(0), **options)
+        rendezvous = msgspec.msgpack.decode(
+            bytes.fromhex(self.fork_server.wait_for(first, "rendezvous", 20)), type=Rendezvous
+        )
         self.pids = [first]
         for rank in range(1, self.config.tp * self.config.pp):
             if rank not in absent:
                 fault: dict[str, Any] = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
                 fault["record"] = recorder(rank)
-                self.pids.append(self.nursery.start(self.config, rank, meeting, hold=holds.get(rank), **fault))
+                self.pids.append(self.fork_server.start(self.config, rank, rendezvous, hold=holds.get(rank), **fault))
 
     def ready(self) -> None:
         for pid in self.pids:
-            self.nursery.facts(pid)
+            self.fork_server.facts(pid)
 
     def reach(self, rank: int, stage: str) -> None:
-        self.nursery.heard(self.pids[rank], "stage", 30, stage)
+        self.fork_server.wait_for(self.pids[rank], "stage", 30, stage)
 
     @property
     def address(self) -> str:
-        """Where its rank 0 serves."""
-        return str(self.nursery.facts(self.pids[0])["address"])
+        """The address of its rank 0."""
+        return str(self.fork_server.facts(self.pids[0])["address"])
 
     def kill(self) -> None:
-        """Whatever is left of it."""
+        """Kills all processes that are left."""
         for pid in self.pids:
-            self.nursery.signal(pid, signal.SIGKILL)
+            self.fork_server.signal(pid, signal.SIGKILL)
         for pid in self.pids:
-            self.nursery.heard(pid, "gone", 10)
+            self.fork_server.wait_for(pid, "exited", 10)
 
 
 @dataclass
 class ProcessReplica:
-    """An engine in this process over ranks in others."""
+    """An engine in this process with ranks in others."""
 
     config: ReplicaConfig
-    nursery: Nursery
+    fork_server: ForkServer
     record: Mapping[int, Mapping[str, Any]] | None = None  # as of a `RankGroup`
     offline: OfflineEngine = field(init=False)
     pids: list[int] = field(default_factory=list)  # of ranks 1, 2, …
 
     def __post_init__(self) -> None:
-        opened = MeetingHost("127.0.0.1")
+        opened = RendezvousHost("127.0.0.1")
         ranks = self.config.tp * self.config.pp
         faults = [self.record.get(rank, {}) if self.record is not None else None for rank in range(ranks)]
         self.pids = [
-            self.nursery.start(self.config, rank, opened.meeting, record=faults[rank]) for rank in range(1, ranks)
+            self.fork_server.start(self.config, rank, opened.rendezvous, record=faults[rank])
+            for rank in range(1, ranks)
         ]
         self.recorder = make_recorder(faults[0]) if faults[0] is not None else None
-        self.team = Team(self.config, 0, opened.meeting, opened)
+        self.team = Team(self.config, 0, opened.rendezvous, opened)
         try:
             assembly = assemble(self.config, team=self.team, recorder=self.recorder)
-            self.team.settle()
+            self.team.barrier()
         except Exception as error:
-            self.team.watch.fail(str(error))
+            self.team.detector.fail(str(error))
             raise
         self.offline = OfflineEngine.of(assembly)
 
     def run(
         self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
     ) -> list[Completion]:
-        """Greedy tokens; the bookkeeping is checked at every step, and everything is given back in the end."""
+        """Greedy tokens; the bookkeeping is checked at every step, and all blocks are released in the end."""
         greedy = RowSampling(temperature=0.0, logprobs=2)
         work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
 
@@ -201,31 +204,31 @@ class ProcessReplica:
         return completions
 
     def close(self) -> None:
-        """The orderly end: every other rank says that it was stopped."""
+        """Stops in an orderly way: every other rank reports that it was stopped."""
         assert self.offline.assembly.ranks is not None
         self.offline.assembly.ranks.stop()
         for pid in self.pids:
-            assert self.nursery.ended(pid, 10) == "stopped"
+            assert self.fork_server.ended(pid, 10) == "stopped"
         self.team.close()
 
     def replays(self) -> list[list[int]]:
-        """Of every rank, once it has ended: how often it replayed each recorded step."""
+        """For every rank, once it has ended: the number of replays of each recorded step."""
         assert self.recorder is not None
-        return [self.recorder.replays, *(self.nursery.heard(pid, "replays", 10) for pid in self.pids)]
+        return [self.recorder.replays, *(self.fork_server.wait_for(pid, "replays", 10) for pid in self.pids)]
 
 
 @pytest.fixture(scope="session")
-def nursery(families: dict[str, dict[str, Any]]) -> Iterator[Nursery]:
-    made = Nursery({options.get("model_type", name) for name, options in families.items()})
+def fork_server(families: dict[str, dict[str, Any]]) -> Iterator[ForkServer]:
+    made = ForkServer({options.get("model_type", name) for name, options in families.items()})
     yield made
     made.close()
 
 
 @pytest.fixture
 def process_replica(
-    nursery: Nursery, replica_config: Callable[..., ReplicaConfig]
+    fork_server: ForkServer, replica_config: Callable[..., ReplicaConfig]
 ) -> Callable[..., contextlib.AbstractContextManager[ProcessReplica]]:
-    """A context: a replica of tp × pp processes, which must end in order."""
+    """A context: a replica of tp × pp processes, which must stop in an orderly way."""
 
     @contextlib.contextmanager
     def make(
@@ -237,7 +240,7 @@ def process_replica(
             "max_num_batched_tokens": 48,
             "max_model_len": 128,
         }
-        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **fields | options), nursery, record)
+        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **fields | options), fork_server, record)
         yield replica
         replica.close()
 
@@ -246,9 +249,9 @@ def process_replica(
 
 @pytest.fixture
 def rank_group(
-    nursery: Nursery, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
+    fork_server: ForkServer, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
 ) -> Iterator[Callable[..., RankGroup]]:
-    """Makes groups of a tiny llama, or another model; what is left of them is killed in the end."""
+    """Makes groups of a tiny llama, or another model; remaining processes are killed in the end."""
     made: list[RankGroup] = []
 
     def make(tp: int, pp: int, source: object = None, **options: Any) -> RankGroup:
@@ -259,7 +262,7 @@ def rank_group(
             "max_model_len": 128,
         }
         config = replica_config(source or save_tiny("llama"), tp=tp, pp=pp, **fields | options)
-        made.append(RankGroup(nursery, config))
+        made.append(RankGroup(fork_server, config))
         return made[-1]
 
     yield make

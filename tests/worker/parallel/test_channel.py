@@ -1,4 +1,4 @@
-"""Commands and answers of every size between processes, in their order."""
+"""Commands and answers of every size between ranks, in order."""
 
 import threading
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from headrace_worker.parallel.channel import FRAME_BYTES, Channel
-from headrace_worker.parallel.group import Group, host_group
-from headrace_worker.parallel.messages import Answer, Clear, Command, Draw, Drawn, Step, Stop, decode_command, encoder
-from headrace_worker.parallel.watch import Watch
-from headrace_worker.plan import RowInit, RowSampling, SampledLogprobs, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.comm.failure_detection import FailureDetector
+from headrace_worker.comm.group import Group, host_group
+from headrace_worker.core.plan import RowInit, RowSampling, SampledLogprobs, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.ranks.channel import FRAME_BYTES, Channel
+from headrace_worker.ranks.messages import Answer, Clear, Command, Draw, Drawn, Step, Stop, decode_command, encoder
 
-ROOM = FRAME_BYTES - 8
+CAPACITY = FRAME_BYTES - 8
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def groups() -> Iterator[list[Group]]:
     made: list[Group | None] = [None] * 3
 
     def make(rank: int) -> None:
-        made[rank] = host_group(store, "host", "127.0.0.1", rank, 3, Watch(rank))
+        made[rank] = host_group(store, "host", "127.0.0.1", rank, 3, FailureDetector(rank))
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -37,7 +37,7 @@ def groups() -> Iterator[list[Group]]:
 
 
 def step_of(size: int) -> Step:
-    """A step whose message has exactly that size: the plan's prompt makes up for it."""
+    """A step whose message has exactly that size, by the length of the plan's prompt."""
 
     def make(tokens: int, big: int) -> Step:
         ids = [1_000_000] * big + [1] * tokens
@@ -63,29 +63,29 @@ PLAN = StepPlan(
 COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17, 3), Draw(9, {0: bytes(8)}), Stop()]
 
 
-def test_what_is_sent_is_what_comes(groups: list[Group]) -> None:
+def test_received_commands_equal_the_sent_ones(groups: list[Group]) -> None:
     first, *others = (Channel(group, 0) for group in groups)
     for command in COMMANDS:
-        first.command(command)
-        assert [other.next_command() for other in others] == [command, command]
+        first.send_command(command)
+        assert [other.receive_command() for other in others] == [command, command]
 
 
-def test_masks_go_to_one_rank_alone_and_come_as_they_were(groups: list[Group]) -> None:
+def test_masks_are_sent_to_one_rank_only_and_unchanged(groups: list[Group]) -> None:
     first, second, third = (Channel(group, 0) for group in groups)
     masks = {0: np.array([1, -1, 1 << 30], np.int32), 7: np.arange(-2500, 2500, dtype=np.int32)}
-    sending = threading.Thread(target=first.command, args=(Draw.of(4, masks), 2))
+    sending = threading.Thread(target=first.send_command, args=(Draw.of(4, masks), 2))
     sending.start()
-    draw = third.next_command()
+    draw = third.receive_command()
     sending.join(20)
     assert isinstance(draw, Draw) and draw.step == 4
     assert {index: mask.tolist() for index, mask in draw.unpacked().items()} == {
         index: mask.tolist() for index, mask in masks.items()
     }
-    first.command(Stop())
-    assert [second.next_command(), third.next_command()] == [Stop(), Stop()]
+    first.send_command(Stop())
+    assert [second.receive_command(), third.receive_command()] == [Stop(), Stop()]
 
 
-@pytest.mark.parametrize("size", [ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, 3_000_000])
+@pytest.mark.parametrize("size", [CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 3_000_000])
 def test_messages_below_at_and_above_a_frame(groups: list[Group], size: int) -> None:
     sender, *receivers = (Channel(group, 1) for group in groups)
     large, small = step_of(size), COMMANDS[0]
@@ -93,52 +93,52 @@ def test_messages_below_at_and_above_a_frame(groups: list[Group], size: int) -> 
     for receiver in receivers:
 
         def take(receiver: Channel = receiver) -> None:
-            taken.append([receiver.next_command() for _ in range(4)])
+            taken.append([receiver.receive_command() for _ in range(4)])
 
         threads.append(threading.Thread(target=take))
     taken: list[list[Command]] = []
     for thread in threads:
         thread.start()
     for command in (large, small, large, small):
-        sender.command(command)
+        sender.send_command(command)
     sender.flush()
     for thread in threads:
         thread.join(20)
     assert taken == [[large, small, large, small]] * 2
 
 
-def test_answers_of_every_size_with_their_numbers(groups: list[Group]) -> None:
+def test_answers_of_every_size(groups: list[Group]) -> None:
     first, _, third = (Channel(group, 1) for group in groups)
     logprob = SampledLogprobs(-0.1, list(range(20)), [-0.5] * 20)
     for count in (0, 1, 40, 4000):
         answer = Answer(StepResult(count, [7] * count, dict.fromkeys(range(count), logprob), {0: "not finite"}), "why")
-        thread = threading.Thread(target=third.answer, args=(answer,))
+        thread = threading.Thread(target=third.send_answer, args=(answer,))
         thread.start()
-        assert first.next_answer(2) == answer
+        assert first.receive_answer(2) == answer
         thread.join(20)
     third.flush()
 
 
-def test_commands_and_answers_do_not_overtake_each_other(groups: list[Group]) -> None:
-    """Two batches in flight: commands run ahead of the answers that they are to bring."""
+def test_commands_and_answers_keep_their_order(groups: list[Group]) -> None:
+    """Two batches in flight: commands are sent before the answers of earlier ones are received."""
     first, second, third = (Channel(group, 1) for group in groups)
 
     def follow(channel: Channel, answers: bool) -> None:
-        while isinstance(command := channel.next_command(), Step):
+        while isinstance(command := channel.receive_command(), Step):
             if answers:
-                channel.answer(Answer(StepResult(command.plan.step, [command.plan.step], {}, {})))
+                channel.send_answer(Answer(StepResult(command.plan.step, [command.plan.step], {}, {})))
 
     threads = [threading.Thread(target=follow, args=arguments) for arguments in ((second, False), (third, True))]
     for thread in threads:
         thread.start()
     due = []
     for number in range(300):
-        first.command(Step(StepPlan(number, [], [], [], []), [Drawn(number - 2, [number])]))
+        first.send_command(Step(StepPlan(number, [], [], [], []), [Drawn(number - 2, [number])]))
         due.append(number)
         if len(due) == 2:
-            assert first.next_answer(2).result.tokens == [due.pop(0)]
-    assert first.next_answer(2).result.step == 299
-    first.command(Stop())
+            assert first.receive_answer(2).result.tokens == [due.pop(0)]
+    assert first.receive_answer(2).result.step == 299
+    first.send_command(Stop())
     first.flush()
     for thread in threads:
         thread.join(20)
@@ -146,8 +146,8 @@ def test_commands_and_answers_do_not_overtake_each_other(groups: list[Group]) ->
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"", b"\xc1", b"\x81\xa4type\xa4halt", encoder.encode(Answer(StepResult(1, [], {}, {})))]
+    "garbage", [b"", b"\xc1", b"\x81\xa4type\xa4halt", encoder.encode(Answer(StepResult(1, [], {}, {})))]
 )
-def test_what_is_no_command_is_refused(rubbish: bytes) -> None:
+def test_an_invalid_command_is_refused(garbage: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_command(rubbish)
+        decode_command(garbage)

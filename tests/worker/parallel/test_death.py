@@ -1,4 +1,4 @@
-"""A rank is killed or fails: every other one ends by itself within two seconds (five if it hangs), and says who."""
+"""A rank is killed or fails: every other one ends by itself within two seconds (five if it hangs), and names it."""
 
 import os
 import signal
@@ -17,32 +17,32 @@ Record = Callable[[str, object], None]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Any:
-    """No shared memory of ours outlives a test, however its ranks ended."""
+def no_shared_memory_is_left() -> Any:
+    """No shared memory of a test is left, however its ranks ended."""
     before = set(SHARED.iterdir())
     yield
     assert not [entry for entry in set(SHARED.iterdir()) - before if "headrace" in entry.name]
 
 
-def strike(group: Any, rank: int, how: signal.Signals) -> list[float]:
-    """Hits a rank; seconds until each other one was gone. All of them must name it."""
+def signal_rank(group: Any, rank: int, how: signal.Signals) -> list[float]:
+    """Signals a rank; returns the seconds until each other one has exited. All of them must name it."""
     victim = group.pids[rank]
-    began = time.monotonic()
+    started = time.monotonic()
     os.kill(victim, how)
     others = [pid for pid in group.pids if pid != victim]
     for pid in others:
-        said = group.nursery.ended(pid, 10)
+        said = group.fork_server.ended(pid, 10)
         assert f"rank {rank} (process {victim})" in said, said
-        group.nursery.heard(pid, "gone", 6)
+        group.fork_server.wait_for(pid, "exited", 6)
     if how is signal.SIGKILL:
-        group.nursery.heard(victim, "gone", 6)
-    return [group.nursery.when(pid, "gone") - began for pid in others]
+        group.fork_server.wait_for(victim, "exited", 6)
+    return [group.fork_server.when(pid, "exited") - started for pid in others]
 
 
-def in_time(seconds: list[float], record: Record, limit: float = SECONDS) -> None:
+def check_times(seconds: list[float], record: Record, limit: float = SECONDS) -> None:
     name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].removesuffix(" (call)")
     record(name, f"{max(seconds):.2f} s")
-    assert min(seconds) > 0, "it ended before"
+    assert min(seconds) > 0, "it ended before the signal"
     assert max(seconds) <= limit
 
 
@@ -65,7 +65,7 @@ def test_a_killed_rank(
     group.start(busy=state == BUSY)
     group.ready()
     time.sleep(0.3)
-    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+    check_times(signal_rank(group, rank, signal.SIGKILL), record_testsuite_property)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_a_stopped_rank(
     group.start(busy=state == BUSY)
     group.ready()
     time.sleep(0.3)
-    in_time(strike(group, rank, signal.SIGSTOP), record_testsuite_property, HANG_SECONDS)
-    # Once it goes on, it finds itself alone and ends too.
+    check_times(signal_rank(group, rank, signal.SIGSTOP), record_testsuite_property, HANG_SECONDS)
+    # Once it continues, it detects that the others are lost and ends too.
     os.kill(group.pids[rank], signal.SIGCONT)
-    group.nursery.heard(group.pids[rank], "gone", HANG_SECONDS + 1)
+    group.fork_server.wait_for(group.pids[rank], "exited", HANG_SECONDS + 1)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_a_stopped_rank(
 def test_a_rank_killed_while_it_loads(
     stage: str, rank: int, rank_group: Make, record_testsuite_property: Record
 ) -> None:
-    """The others are ahead of it, and wait for it in a way that no library would end."""
+    """The others are ahead of it, and wait for it in calls that no library would end."""
     group = rank_group(2, 2)
     group.start(holds={rank: stage})
     group.reach(rank, stage)
     time.sleep(0.3)
-    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+    check_times(signal_rank(group, rank, signal.SIGKILL), record_testsuite_property)
 
 
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (2, 2, 3)])
@@ -106,26 +106,26 @@ def test_a_rank_killed_in_warm_up(
     group = rank_group(tp, pp)
     group.start(holds={0: "warming up"})
     group.reach(0, "warming up")
-    in_time(strike(group, rank, signal.SIGKILL), record_testsuite_property)
+    check_times(signal_rank(group, rank, signal.SIGKILL), record_testsuite_property)
 
 
-def test_a_rank_killed_while_others_have_not_come(rank_group: Make, record_testsuite_property: Record) -> None:
+def test_a_rank_killed_while_others_have_not_joined(rank_group: Make, record_testsuite_property: Record) -> None:
     group = rank_group(2, 2)
     group.start(absent=[3])
     time.sleep(0.5)
-    in_time(strike(group, 1, signal.SIGKILL), record_testsuite_property)
+    check_times(signal_rank(group, 1, signal.SIGKILL), record_testsuite_property)
 
 
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (2, 2, 3)])
 def test_an_exception_in_a_followers_step(tp: int, pp: int, rank: int, rank_group: Make) -> None:
-    """It is told by its type alone: what an exception says may hold paths or prompts."""
+    """Only its type is reported: an exception's message may contain paths or prompts."""
     group = rank_group(tp, pp)
     group.start(busy=True, faults={rank: 20})
     for pid in group.pids:
-        said = group.nursery.ended(pid, 20)
+        said = group.fork_server.ended(pid, 20)
         assert f"rank {rank} (process {group.pids[rank]}) failed: FloatingPointError in a step" in said
-        group.nursery.heard(pid, "gone", SECONDS)
-    ends = [group.nursery.when(pid, "gone") for pid in group.pids]
+        group.fork_server.wait_for(pid, "exited", SECONDS)
+    ends = [group.fork_server.when(pid, "exited") for pid in group.pids]
     assert max(ends) - min(ends) <= SECONDS
 
 
@@ -133,19 +133,19 @@ def test_an_exception_in_rank_0s_step(rank_group: Make) -> None:
     group = rank_group(2, 1)
     group.start(busy=True, fault=20)
     for pid in group.pids:
-        said = group.nursery.ended(pid, 20)
+        said = group.fork_server.ended(pid, 20)
         assert f"rank 0 (process {group.pids[0]}) failed: FloatingPointError in a step" in said
 
 
 def test_a_rank_that_leaves_before_the_others(rank_group: Make) -> None:
-    """Stopped in order, but not by rank 0: the others cannot go on without it."""
+    """Stopped in an orderly way, but not by rank 0: the others cannot continue without it."""
     group = rank_group(2, 2)
     group.start()
     group.ready()
     leaver = group.pids.pop(2)
-    os.kill(leaver, signal.SIGUSR1)  # the nursery's ranks are told to stop by this
-    group.nursery.heard(leaver, "gone", 8)
+    os.kill(leaver, signal.SIGUSR1)  # stops a rank of the fork server
+    group.fork_server.wait_for(leaver, "exited", 8)
     for pid in group.pids:
-        assert f"rank 2 (process {leaver}) left before the others" in group.nursery.ended(pid, 3)
-        group.nursery.heard(pid, "gone", 3)
-        assert group.nursery.when(pid, "gone") - group.nursery.when(leaver, "ended") <= SECONDS
+        assert f"rank 2 (process {leaver}) left before the others" in group.fork_server.ended(pid, 3)
+        group.fork_server.wait_for(pid, "exited", 3)
+        assert group.fork_server.when(pid, "exited") - group.fork_server.when(leaver, "ended") <= SECONDS

@@ -1,4 +1,4 @@
-"""A process in two pairs: when one peer is killed, the other pair goes on (docs/design.md counts on it)."""
+"""A process in two pairs: when one peer is killed, the other pair still works (docs/design.md relies on it)."""
 
 import subprocess
 import sys
@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.parallel.errors import RankLostError
-from headrace_worker.parallel.meeting import MeetingHost
-from headrace_worker.parallel.team import Team
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.ranks.team import Team
 
 GPUS_NEEDED = 3  # this process's, and one per peer: NCCL refuses two ranks on one GPU
 DEVICES = [
@@ -24,12 +24,12 @@ DEVICES = [
 
 
 def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
-    opened = MeetingHost("127.0.0.1")
-    meeting = msgspec.msgpack.encode(opened.meeting).hex()
+    opened = RendezvousHost("127.0.0.1")
+    rendezvous = msgspec.msgpack.encode(opened.rendezvous).hex()
     theirs = f"cuda:{gpu}" if device == "cuda" else device
-    peer = subprocess.Popen([sys.executable, str(Path(__file__).with_name("pair_peer.py")), theirs, meeting])
+    peer = subprocess.Popen([sys.executable, str(Path(__file__).with_name("pair_peer.py")), theirs, rendezvous])
     config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
-    return Team(config, 0, opened.meeting, opened), peer
+    return Team(config, 0, opened.rendezvous, opened), peer
 
 
 def _exchange(team: Team) -> None:
@@ -39,14 +39,14 @@ def _exchange(team: Team) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_other_pair_goes_on(device: str) -> None:
+def test_the_other_pair_still_works(device: str) -> None:
     (first, first_peer), (second, second_peer) = _pair(device, 1), _pair(device, 2)
     try:
         for team in (first, second, first, second):
             _exchange(team)
         first_peer.kill()
         killed = time.monotonic()
-        with pytest.raises(RankLostError, match=rf"rank 1 \(process {first_peer.pid}\) is gone"):
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {first_peer.pid}\) is lost"):
             while True:
                 _exchange(first)
         assert time.monotonic() - killed < 2

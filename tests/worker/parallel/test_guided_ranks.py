@@ -1,24 +1,24 @@
-"""Constrained outputs over several ranks: the masks reach the rank that draws, wherever it is."""
+"""Constrained outputs over several ranks: the masks are sent to the rank that samples."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from guides import Rule, RuleGuide, number, one_in, spelled
+from guides import Rule, RuleGuide, exactly, number, one_in
 from test_shard_oracle import prompts
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling
-from headrace_worker.request import Finish
 
 VOCABULARY, END = 317, 2
 RULES: list[Rule | None] = [
     one_in(7, VOCABULARY),
     None,
     number(range(48, 120, 3), END, 8),
-    spelled([300, 5, 5, 316, 40, 7]),
+    exactly([300, 5, 5, 316, 40, 7]),
     one_in(50, VOCABULARY),
     None,
 ]
@@ -39,7 +39,7 @@ def workload(count: int) -> list[Prompt]:
         longest = 6 if rule is RULES[3] else 1 << 30
         guide = None if rule is None else lambda rule=rule, longest=longest: RuleGuide(VOCABULARY, rule, longest)
         work.append(Prompt(ids, 10, sampling, guide=guide))
-    # One whose third mask allows nothing that the model has.
+    # One whose third mask allows no token of the model.
     dead_end = RuleGuide(VOCABULARY + 32, lambda taken: (VOCABULARY + 1,) if len(taken) == 2 else range(30, 60))
     work.insert(2, Prompt([5, 6], 8, RowSampling(temperature=0.0), guide=lambda: RuleGuide(349, dead_end.rule)))
     return work
@@ -51,7 +51,7 @@ def outcome(completions: Sequence[Completion]) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def expected(save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]) -> list[Any]:
-    """What one rank gives."""
+    """The outcome on one rank."""
     config = replica_config(save_tiny("llama"), max_model_len=128, **SIZES)
     found = outcome(OfflineEngine(config).generate(workload(16)))
     assert [index for index, (_, finish, _) in enumerate(found) if finish is Finish.ERROR] == [2]
@@ -78,7 +78,7 @@ def test_between_processes(
     process_replica: Callable[..., Any],
     expected: list[Any],
 ) -> None:
-    """Twice, the second time with prefixes from the cache; and with a pool so tight that some are preempted."""
+    """Twice, the second time with prefixes from the cache; and with a pool so small that some are preempted."""
     folder = save_tiny("llama")
     share = 30_000 * {1: 3, 2: 2, 3: 1}[pp] // tp  # layers of the first stage
     with process_replica(folder, tp, pp, async_scheduling=ahead) as replica:
@@ -91,7 +91,7 @@ def test_between_processes(
         assert engine.scheduler.counters.preemptions > 0
 
 
-def test_a_drawing_that_fails_leaves_the_ranks_in_step(
+def test_failed_sampling_leaves_the_ranks_synchronized(
     save_tiny: Callable[..., Path], process_replica: Callable[..., Any], expected: list[Any]
 ) -> None:
     with process_replica(save_tiny("llama"), 2, 1) as replica:

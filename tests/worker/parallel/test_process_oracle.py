@@ -1,4 +1,4 @@
-"""Ranks as processes, as in production: every family at every split gives the tokens of plain transformers."""
+"""Ranks as processes, as in production: every family with every split generates the tokens of plain transformers."""
 
 from collections.abc import Callable
 from pathlib import Path

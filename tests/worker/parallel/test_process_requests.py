@@ -1,4 +1,4 @@
-"""All that a request may ask for gives over several ranks what it gives on one; and what ranks say that they hold."""
+"""All options of a request have the same result over several ranks as on one; and the sizes that ranks report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 from test_shard_oracle import prompts
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.engine import Engine
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.plan import RowSampling, StepPlan
+from headrace_worker.core.request import Finish
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.plan import RowSampling, StepPlan
-from headrace_worker.request import Finish
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
-BLOCKS = 36  # of four tokens: less than eight requests want, enough for the longest one
+BLOCKS = 36  # of four tokens: fewer than eight requests need, enough for the longest one
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
 WHOLE_BLOCK = 3 * 2 * 2 * 4 * 12 * 4  # bytes: layers, keys and values, heads, tokens, dimension, float32
 
 
-def wishes() -> list[Prompt]:
-    """Requests that want different things, all in one batch."""
+def varied_prompts() -> list[Prompt]:
+    """Requests with different options, all in one batch."""
     sampled = RowSampling(temperature=1.0, seed=11, logprobs=3)
     asks = [
         RowSampling(temperature=0.0, logprobs=2),
@@ -51,7 +51,7 @@ def same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> None:
 def on_one_rank(
     save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
 ) -> Callable[[Sequence[Prompt]], list[Completion]]:
-    """A fresh replica of one rank with room for everything."""
+    """A new replica of one rank with enough memory for all requests."""
 
     def run(work: Sequence[Prompt]) -> list[Completion]:
         config = replica_config(
@@ -68,7 +68,7 @@ def on_one_rank(
 
 @pytest.fixture
 def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[..., Any]) -> Callable[[int, int], Any]:
-    """A replica whose pool is tight."""
+    """A replica with a small pool."""
 
     def make(tp: int, pp: int, **options: Any) -> Any:
         share = WHOLE_BLOCK // tp * (2 if pp == 2 else 3) // 3  # the first of two stages has two of three layers
@@ -78,11 +78,13 @@ def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[...,
 
 
 class InFlight:
-    """Counts launched steps that are not collected, and sees that no row is ahead of its token."""
+    """Counts launched steps that are not collected, and checks that no row is planned before its token is known."""
 
     def __init__(self, engine: Engine) -> None:
-        self.most = 0
-        self._waiting: dict[int, set[tuple[int, int]]] = {}  # by step: rows whose token is on its way, and owners
+        self.highest = 0
+        self._waiting: dict[
+            int, set[tuple[int, int]]
+        ] = {}  # by step: rows whose token is in flight, and their generations
         self._owners: dict[int, int] = {}
         runner: Any = engine._runner
         self._launch, self._collect = runner.launch, runner.collect
@@ -93,7 +95,7 @@ class InFlight:
         rows = {(work.row, self._owners[work.row]) for work in plan.work}
         assert not any(rows & waiting for waiting in self._waiting.values())
         self._waiting[plan.step] = {(work.row, self._owners[work.row]) for work in plan.work if work.sample}
-        self.most = max(self.most, len(self._waiting))
+        self.highest = max(self.highest, len(self._waiting))
         return self._launch(plan)
 
     def collect(self, handle: Any) -> Any:
@@ -106,7 +108,7 @@ def test_requests_of_all_kinds(
     tp: int, pp: int, split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
 ) -> None:
     """Seeds, penalties, bias, minimum, stop, logprobs; preempted, then again from the cache."""
-    work = wishes()
+    work = varied_prompts()
     expected = on_one_rank(work)
     assert {completion.finish for completion in expected} == {Finish.STOP, Finish.LENGTH}
     with split_replica(tp, pp) as replica:
@@ -116,7 +118,7 @@ def test_requests_of_all_kinds(
         completions = replica.offline.generate(work, after_step=engine.scheduler.check)
         same(completions, expected)
         assert sum(completion.preemptions for completion in completions) > 0
-        assert in_flight.most == pp
+        assert in_flight.highest == pp
         again = replica.offline.generate(work[-2:])
         same(again, expected[-2:])
         assert all(completion.cached_tokens > 0 for completion in again)
@@ -124,10 +126,10 @@ def test_requests_of_all_kinds(
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_cancels_in_the_middle_leave_the_others_as_they_are(
+def test_cancels_in_the_middle_do_not_affect_the_others(
     tp: int, pp: int, split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
 ) -> None:
-    work = wishes()
+    work = varied_prompts()
     expected = on_one_rank(work)
     with split_replica(tp, pp) as replica:
         engine, steps, cancelled = replica.offline.assembly.engine, 0, []
@@ -139,7 +141,7 @@ def test_cancels_in_the_middle_leave_the_others_as_they_are(
             if steps in (3, 4, 9) and len(engine._requests) > 4:
                 victim = next(iter(engine._requests))
                 assert engine.cancel(victim).finish is Finish.CANCELLED
-                cancelled.append(len(cancelled))  # requests are kept in the order in which they came
+                cancelled.append(len(cancelled))  # requests are stored in the order of arrival
                 engine.scheduler.check()
 
         completions = replica.offline.generate(work, after_step=disturb)
@@ -151,11 +153,11 @@ def test_cancels_in_the_middle_leave_the_others_as_they_are(
         assert replica.offline.assembly.kv.pool.used == 0
 
 
-def test_a_drawing_that_fails_ends_nobody_else(
+def test_failed_sampling_ends_no_other_request(
     split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
 ) -> None:
-    """On the rank that draws; the ranks stay in step, and what failed together is tried again alone."""
-    work = wishes()[:4]
+    """On the rank that samples; the ranks stay synchronized, and requests that failed together are retried alone."""
+    work = varied_prompts()[:4]
     expected = on_one_rank(work)
     with split_replica(2, 1) as replica:
         sampler = replica.offline.assembly.runner.sampler
@@ -178,14 +180,14 @@ def test_a_drawing_that_fails_ends_nobody_else(
 def facts(
     save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
 ) -> Iterator[Callable[..., list[tuple[int, int, int]]]]:
-    """Weights, bytes of the cache and blocks of every rank of a replica, as the ranks tell them."""
+    """Weights, bytes of the cache and blocks of every rank of a replica, as reported by the ranks."""
 
     def get(tp: int, pp: int, **changes: Any) -> list[tuple[int, int, int]]:
         with process_replica(save_tiny("llama", **changes), tp, pp, kv_cache_memory=1 << 20) as replica:
             assembly = replica.offline.assembly
             first = (assembly.model.weight_bytes, assembly.size.num_bytes, assembly.size.num_blocks - 1)
-            said = [replica.nursery.facts(pid) for pid in replica.pids]
-            return [first, *((each["weight_bytes"], each["kv_bytes"], each["kv_blocks"]) for each in said)]
+            reported = [replica.fork_server.facts(pid) for pid in replica.pids]
+            return [first, *((each["weight_bytes"], each["kv_bytes"], each["kv_blocks"]) for each in reported)]
 
     yield get
 
@@ -204,7 +206,7 @@ def test_two_ranks_hold_half_of_the_weights_and_twice_the_tokens(
         assert blocks == pytest.approx(2 * whole.size.num_blocks, rel=0.02)
 
 
-def test_the_rank_with_least_room_says_how_many_blocks_there_are(
+def test_the_rank_with_the_least_memory_limits_the_number_of_blocks(
     facts: Callable[..., list[tuple[int, int, int]]],
 ) -> None:
     """Three KV heads over two ranks: one has two of them, and needs twice the bytes for a block."""

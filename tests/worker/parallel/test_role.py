@@ -1,4 +1,4 @@
-"""A replica whose role changes while it runs: whether it computes prompts for others, and that nobody is harmed."""
+"""A replica whose role changes while it runs: whether it computes prompts for others, and that no request fails."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.role import UnknownRoleError
 from headrace_worker.replica import Replica
-from headrace_worker.role import UnknownRoleError
 
 
 @pytest.fixture
@@ -28,23 +28,23 @@ def replica(replica_config: Callable[..., ReplicaConfig]) -> Iterator[Callable[.
 
 def test_prompts_are_computed_for_others_unless_the_role_is_decode(
     replica: Callable[..., tuple[Replica, str]],
-    router_side: Any,
+    router_client: Any,
     save_tiny: Callable[..., Path],
     check_oracle: Callable[..., None],
 ) -> None:
-    """A router may not have heard yet: it sends the target to a source that has become another."""
+    """A router may not know the new role yet, and name a source that has another role now."""
     folder = save_tiny("llama")
     source, address = replica(folder, "decode")
     _, at = replica(folder, "both")
-    target = router_side.line(at)
-    own = router_side.line(address)
+    target = router_client.connect(at)
+    own = router_client.connect(address)
 
     def ask(first: int) -> int:
-        """How often the source is willing, for a new prompt of the target."""
+        """The number of grants of the source, for a new prompt of the target."""
         before = own.load.counters.grants
         prompt = [(first + 7 * place) % 290 + 5 for place in range(48)]
         check_oracle(folder, [prompt], [target.submit(prompt, 4, address).wait()])
-        check_oracle(folder, [prompt[:3]], [own.submit(prompt[:3], 2).wait()])  # brings its counters here
+        check_oracle(folder, [prompt[:3]], [own.submit(prompt[:3], 2).wait()])  # its answer brings the current counters
         return int(own.load.counters.grants - before)
 
     assert ask(1) == 0

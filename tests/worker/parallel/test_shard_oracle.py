@@ -1,4 +1,4 @@
-"""Whole models, and splits that `test_process_oracle.py` leaves out, give the tokens of plain transformers (fp32)."""
+"""Whole models, and cases that `test_process_oracle.py` does not cover, generate the tokens of plain transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,10 +83,10 @@ def test_a_window_bounds_the_cache(
     pool = replica.offline.assembly.kv.pool
     peak = 0
 
-    def watch() -> None:
+    def observe() -> None:
         nonlocal peak
         peak = max(peak, pool.used)
 
-    completions = replica.run([list(range(3, 43))], 60, after_step=watch)
+    completions = replica.run([list(range(3, 43))], 60, after_step=observe)
     check_oracle(folder, [list(range(3, 43))], completions)
     assert 3 <= peak <= 6  # window and chunk: 17 tokens; without the window 25 blocks

@@ -1,4 +1,4 @@
-"""What cannot be split is refused at load, by name, with what to do."""
+"""Models that cannot be split are refused at load, by name, with a remedy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,14 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 @pytest.mark.parametrize(
     ("family", "changes", "split", "sentence"),
     [
-        ("llama", {}, (3, 1), r"tp 3 does not fit the 2 KV heads .* use --tp 2"),
-        ("llama", {"num_key_value_heads": 1}, (3, 1), r"tp 3 does not divide the 4 attention heads"),
-        ("llama", {}, (8, 1), r"tp 8 does not divide the 4 attention heads"),
+        ("llama", {}, (3, 1), r"tp 3 does not fit the 4 attention heads and 2 KV heads .* use --tp 1, 2 or 4"),
+        (
+            "llama",
+            {"num_key_value_heads": 1},
+            (3, 1),
+            r"tp 3 does not fit the 4 attention heads and 1 KV heads .* use --tp 1, 2 or 4",
+        ),
+        ("llama", {}, (8, 1), r"tp 8 does not fit the 4 attention heads and 2 KV heads .* use --tp 1, 2 or 4"),
         ("llama", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 outputs of gate_proj"),
         ("phi3", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 inner dimensions of an MLP"),
         ("mixtral", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 inner dimensions of an expert"),
@@ -55,20 +60,22 @@ def test_a_missing_expert_is_named(
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(next(folder.glob("*.safetensors")))
-    gone = next(name for name in tensors if "layers.1" in name and ".experts.2." in name)
-    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, tmp_path / "model.safetensors")
+    removed = next(name for name in tensors if "layers.1" in name and ".experts.2." in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != removed}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"lacks experts of 'model\.layers\.1\.mlp\.experts"):
         load_ranks(tmp_path, 2, 1)
 
 
-def test_other_sizes_than_the_context_says(save_tiny: Callable[..., Path], replica_config: Callable[..., Any]) -> None:
+def test_other_sizes_than_those_of_the_context_are_refused(
+    save_tiny: Callable[..., Path], replica_config: Callable[..., Any]
+) -> None:
     from headrace_worker.model.load import load
 
     with pytest.raises(ModelUnsupportedError, match="tp 2 × pp 1"):
         load(replica_config(save_tiny("llama"), tp=2))
 
 
-def test_a_checkpoint_of_another_shape_is_seen_by_a_rank_that_does_not_hold_the_tensor(
+def test_a_wrong_shape_is_detected_by_a_rank_that_does_not_hold_the_tensor(
     save_tiny: Callable[..., Path], load_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama")

@@ -1,4 +1,4 @@
-"""What a rank holds and reads, from real sizes; and its tensors are parts of the whole ones."""
+"""Sizes that a rank holds and reads; and that its tensors are parts of the whole ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -114,4 +114,4 @@ def test_a_stage_boundary_costs_two_reductions_a_layer(
     first, last = (stage[0].parallel.tp.calls for stage in replica.models)
     assert [kind for kind, _ in first] == ["reduce"] * (1 + 2 * 2)  # embedding, two layers
     assert [kind for kind, _ in last] == ["reduce"] * 2 + ["gather"]  # one layer, head
-    assert last[-1][1] == (1, 1, 159)  # logits of the drawing row alone: half of the vocabulary, rounded up
+    assert last[-1][1] == (1, 1, 159)  # logits of the sampled row only: half of the vocabulary, rounded up

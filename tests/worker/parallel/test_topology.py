@@ -1,8 +1,8 @@
-"""Who is who among the ranks."""
+"""Arithmetic of ranks, stages and places."""
 
 import pytest
 
-from headrace_worker.parallel.topology import Topology
+from headrace_worker.comm.topology import Topology
 
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 2), (3, 5)]
 

@@ -1,4 +1,4 @@
-"""KV blocks between replicas of real ranks: same tokens as plain transformers, whatever happens to the source."""
+"""KV blocks between replicas of real ranks: same tokens as plain transformers, however the source fails."""
 
 import os
 import random
@@ -16,7 +16,7 @@ WINDOWED = [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 2), (1, 2))]
 
 
 def prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
-    """Some of them begin alike."""
+    """Some of them have a common prefix."""
     draw = random.Random(seed)
     common = [draw.randrange(3, 300) for _ in range(24)]
     made = []
@@ -26,17 +26,19 @@ def prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
     return made
 
 
-def quiet(*lines: Any, seconds: float = 5.0) -> None:
+def wait_until_idle(*streams: Any, seconds: float = 5.0) -> None:
     """Every block is free or cached again."""
     end = time.monotonic() + seconds
-    while any(line.load.kv_usage or line.load.running or line.load.waiting for line in lines):
-        assert time.monotonic() < end, [(line.load.kv_usage, line.load.running, line.load.waiting) for line in lines]
+    while any(stream.load.kv_usage or stream.load.running or stream.load.waiting for stream in streams):
+        assert time.monotonic() < end, [
+            (stream.load.kv_usage, stream.load.running, stream.load.waiting) for stream in streams
+        ]
         time.sleep(0.05)
 
 
 @pytest.fixture
-def pair(rank_group: Callable[..., Any], router_side: Any) -> Callable[..., Any]:
-    """A source and a target that are ready, and a line to each."""
+def pair(rank_group: Callable[..., Any], router_client: Any) -> Callable[..., Any]:
+    """A source and a target that are ready, and a stream to each."""
 
     def make(
         source: tuple[int, int],
@@ -50,7 +52,7 @@ def pair(rank_group: Callable[..., Any], router_side: Any) -> Callable[..., Any]
             group.start(record=record)
         for group in groups:
             group.ready()
-        return groups, [router_side.line(group.address) for group in groups]
+        return groups, [router_client.connect(group.address) for group in groups]
 
     return make
 
@@ -80,11 +82,21 @@ def test_tokens_through_prefill_and_decode(
     sent = [from_target.submit(prompt, 8, prefill.address) for prompt in mixed]
     done = [one.wait() for one in sent]
     check_oracle(folder, mixed, done)
-    # All but the last token, or what is less than two blocks, came from a cache.
-    assert all(one.cached_tokens >= (len(prompt) - 1) // 4 * 4 - 4 for one, prompt in zip(done, mixed, strict=True))
+    # What the source computed for a request is not cached: only the common prefix and the two earlier prompts are.
+    common = max((prompt[:24] for prompt in mixed), key=[prompt[:24] for prompt in mixed].count)
+    for index, (one, prompt) in enumerate(zip(done, mixed, strict=True)):
+        cacheable = (len(prompt) - 1) // 4 * 4
+        if index < 2:
+            assert one.cached_tokens >= cacheable - 4, "less than two blocks are not fetched"
+        else:
+            assert one.cached_tokens <= (min(cacheable, 24) if prompt[:24] == common else 0)
     counters = from_target.load.counters
     assert counters.fetches >= 24 and counters.fetches_failed == 0 and counters.fetched_bytes > 0
-    quiet(from_source, from_target)
+    # Fetched blocks do not count as hits.
+    assert counters.prefix_cache_hits <= 24 * 34 + len(mixed[1])
+    assert counters.prompt_tokens == sum(map(len, [*alone, mixed[1], *mixed]))
+    assert from_source.load.counters.prompt_tokens == len(mixed[0])
+    wait_until_idle(from_source, from_target)
 
 
 @pytest.mark.parametrize(("source", "target"), [((1, 1), (1, 1)), ((2, 1), (2, 1))])
@@ -95,20 +107,20 @@ def test_blocks_of_steps_that_are_replayed(
     save_tiny: Callable[..., Path],
     check_oracle: Callable[..., None],
 ) -> None:
-    """Of a replay no layer says that it is written, only the step's end does."""
+    """In a replay no layer is marked as written: transfers start at the step's end."""
     folder = save_tiny("llama")
     groups, (from_source, from_target) = pair(source, target, folder, record={})
     for group in groups:
-        assert any("decode steps" in note for note in group.nursery.heard(group.pids[0], "notes", 1))
+        assert any("decode steps" in note for note in group.fork_server.wait_for(group.pids[0], "notes", 1))
     mixed = prompts(16, seed=11)
     sent = [from_target.submit(prompt, 8, groups[0].address) for prompt in mixed]
     check_oracle(folder, mixed, [one.wait() for one in sent])
     counters = from_target.load.counters
     assert counters.fetches >= 12 and counters.fetches_failed == 0
-    quiet(from_source, from_target)
+    wait_until_idle(from_source, from_target)
 
 
-def test_a_target_computes_what_a_dead_source_does_not_send(
+def test_a_target_computes_blocks_that_a_dead_source_does_not_send(
     pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
 ) -> None:
     folder = save_tiny("llama")
@@ -122,42 +134,42 @@ def test_a_target_computes_what_a_dead_source_does_not_send(
     check_oracle(folder, some, [one.wait() for one in sent])
     again = prompts(2, seed=5)
     check_oracle(folder, again, [from_target.submit(prompt, 4, address).wait() for prompt in again])
-    quiet(from_target)
+    wait_until_idle(from_target)
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("repeats", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_sources_killed_in_the_middle(
-    rounds: int,
+    repeats: int,
     rank_group: Callable[..., Any],
-    router_side: Any,
+    router_client: Any,
     save_tiny: Callable[..., Path],
     check_oracle: Callable[..., None],
 ) -> None:
-    """One source after the other is killed at a random moment of its transfers: no error, no wrong token."""
+    """Sources are killed one by one at a random moment of their transfers: no error, no wrong token."""
     folder = save_tiny("llama", num_hidden_layers=8)
     target = rank_group(2, 1, folder, replica_id="d")
     target.start()
     target.ready()
-    line = router_side.line(target.address)
-    draw = random.Random(rounds)
-    for number in range(rounds):
+    stream = router_client.connect(target.address)
+    draw = random.Random(repeats)
+    for number in range(repeats):
         source = rank_group(1, 1, folder, replica_id=f"p{number}")
         source.start()
         source.ready()
         warm = prompts(1, seed=1000 + number)
-        check_oracle(folder, warm, [line.submit(warm[0], 2, source.address).wait()])
+        check_oracle(folder, warm, [stream.submit(warm[0], 2, source.address).wait()])
         some = prompts(8, seed=2000 + number)
-        sent = [line.submit(prompt, 6, source.address) for prompt in some]
+        sent = [stream.submit(prompt, 6, source.address) for prompt in some]
         time.sleep(draw.random() * 0.15)
         os.kill(source.pids[0], signal.SIGKILL)
         check_oracle(folder, some, [one.wait() for one in sent])
-        quiet(line)
-    counters = line.load.counters
+        wait_until_idle(stream)
+    counters = stream.load.counters
     assert 0 < counters.fetches_failed < counters.fetches, "some were killed in time, some too late"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_source_that_stands_still_holds_nobody_up(
+def test_a_stopped_source_delays_no_request(
     rank: int, pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
 ) -> None:
     folder = save_tiny("llama")
@@ -166,17 +178,17 @@ def test_a_source_that_stands_still_holds_nobody_up(
     warm = prompts(1, seed=6)
     check_oracle(folder, warm, [from_target.submit(warm[0], 4, address).wait()])
     os.kill(prefill.pids[rank], signal.SIGSTOP)
-    began = time.monotonic()
+    started = time.monotonic()
     some = prompts(4, seed=7)
     done = [one.wait() for one in [from_target.submit(prompt, 8, address) for prompt in some]]
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - started < 8
     check_oracle(folder, some, done)
     os.kill(prefill.pids[rank], signal.SIGCONT)
-    time.sleep(1)  # what it had to say comes now, and is dropped
+    time.sleep(1)  # its late messages arrive now, and are dropped
     more = prompts(4, seed=8)
     done = [one.wait() for one in [from_target.submit(prompt, 8, address) for prompt in more]]
     check_oracle(folder, more, done)
-    quiet(from_target)
+    wait_until_idle(from_target)
 
 
 def test_cancels_at_any_time_leave_nothing(
@@ -189,8 +201,8 @@ def test_cancels_at_any_time_leave_nothing(
         sent = from_target.submit(prompt, 20, prefill.address)
         time.sleep(draw.random() * 0.02)
         from_target.cancel(sent)
-    quiet(from_source, from_target)
+    wait_until_idle(from_source, from_target)
     last = prompts(4, seed=10)
     done = [one.wait() for one in [from_target.submit(prompt, 8, prefill.address) for prompt in last]]
     check_oracle(folder, last, done)
-    quiet(from_source, from_target)
+    wait_until_idle(from_source, from_target)

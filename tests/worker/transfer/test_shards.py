@@ -1,4 +1,4 @@
-"""Routes between replicas that are split differently: each rank of the target gets all that it holds, once."""
+"""Routes between replicas that are sharded differently: each target rank receives its part exactly once."""
 
 from collections import Counter
 from itertools import product
@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.kv.manager import KVManager, ModelScope
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.transfer.shards import KvShards, RankShard, mismatch, plan_routes, wanted_blocks
 from headrace_worker.model.kv_shards import kv_shards
-from headrace_worker.transfer.shards import KvShards, RankShard, mismatch, plan_routes, wanted_blocks
 
 SPLITS = list(product(range(1, 5), range(1, 4)))  # (tp, pp)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _shards(tp: int, pp: int, *, layers: int = 6, kv: int = 4, kinds: tuple[str, ...] = ()) -> KvShards:
-    """As the replica of such a model describes itself. Heads beside the KV heads do not matter here."""
+    """The shards of a replica of such a model. Query heads do not matter here."""
     config = SimpleNamespace(
         num_hidden_layers=layers,
         num_attention_heads=4 * kv,
@@ -52,13 +52,13 @@ def _assert_complete(source: KvShards, target: KvShards) -> None:
         for layer, head in product(layers, range(*rank.heads))
     )
     assert arrived == held
-    # One stream of pieces between two ranks: their order is agreed only when a pair of ranks has one route for each
+    # One stream of pieces between two ranks: their order is defined only if a pair of ranks has one route for each
     # span of heads and each set of layers.
     assert len({(route.source, route.target, route.layers, route.heads) for route in routes}) == len(routes)
 
 
 @pytest.mark.parametrize("kv", [1, 2, 3, 4, 6, 8])
-def test_every_head_of_every_layer_arrives_once_whatever_the_splits(kv: int) -> None:
+def test_every_head_of_every_layer_arrives_once_for_all_splits(kv: int) -> None:
     splits = [(tp, pp) for tp, pp in SPLITS if _fits(tp, kv)]
     assert len(splits) >= 9
     for source, target in product(splits, splits):
@@ -72,7 +72,7 @@ def test_layers_that_do_not_divide_among_the_stages() -> None:
 
 @pytest.mark.parametrize("kinds", [(SLIDING, FULL), (SLIDING, SLIDING, FULL), (SLIDING,)])
 def test_windows_match_or_are_refused_with_a_reason(kinds: tuple[str, ...]) -> None:
-    """With several stages a model's layers may fall into other groups: then blocks are not the same thing."""
+    """With several stages a model's layers may be grouped differently: then blocks are not compatible."""
     matched = 0
     for source, target in product(SPLITS, SPLITS):
         left, right = (_shards(*split, kinds=kinds) for split in (source, target))
@@ -87,7 +87,7 @@ def test_windows_match_or_are_refused_with_a_reason(kinds: tuple[str, ...]) -> N
 
 
 def test_equal_holders_share_the_targets() -> None:
-    """tp 4 on one KV head: all four hold it, and each serves one of four targets."""
+    """tp 4 with one KV head: all four ranks hold it, and each sends it to one of four targets."""
     one = _shards(4, 1, kv=1)
     assert sorted(route.source for route in plan_routes(one, one)) == [0, 1, 2, 3]
 
@@ -120,7 +120,7 @@ def test_other_heads_and_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        [RankShard(((0, 1),), (0, 1)), RankShard(((0, 1),), (2, 4))],  # nobody holds head 1
+        [RankShard(((0, 1),), (0, 1)), RankShard(((0, 1),), (2, 4))],  # no rank holds head 1
         [RankShard(((0, 1),), (1, 4))],  # nor head 0
         [RankShard(((0,),), (0, 4)), RankShard(((1,),), (0, 2))],  # a stage with half of the heads
         [RankShard(((0, 1),), (0, 4)), RankShard(((1,),), (0, 4))],  # layer 1 in two stages
@@ -128,18 +128,18 @@ def test_other_heads_and_layers_are_refused() -> None:
     ],
 )
 def test_a_peer_that_does_not_hold_all_once_is_refused(ranks: list[RankShard]) -> None:
-    """What a peer says of itself is not trusted: no route may be missing, none may write what another one writes."""
-    sound = KvShards(16, 8, "float32", (0,), (RankShard(((0, 1),), (0, 4)),))
+    """A peer's description is not trusted: no route may be missing, and no two may write the same data."""
+    valid = KvShards(16, 8, "float32", (0,), (RankShard(((0, 1),), (0, 4)),))
     broken = KvShards(16, 8, "float32", (0,), tuple(ranks))
-    for pair in ((sound, broken), (broken, sound)):
+    for pair in ((valid, broken), (broken, valid)):
         assert "each part" in mismatch(*pair)
         with pytest.raises(ValueError, match="each part"):
             plan_routes(*pair)
 
 
 @pytest.mark.parametrize("windows", [(0,), (8, 0), (5,), (16, 7), (1, 0)])
-def test_wanted_blocks_are_what_the_next_query_sees(windows: tuple[int, ...]) -> None:
-    """Once they are there beside those held, the cache finds the whole prefix; with one fewer it does not."""
+def test_wanted_blocks_are_those_of_the_next_query(windows: tuple[int, ...]) -> None:
+    """With them and the held ones the cache finds the whole prefix; with one fewer it does not."""
     size = 4
     layout = CacheLayout(size, tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows)), 4)
     scope = ModelScope("m", "r", "float32", "float32")

@@ -1,4 +1,4 @@
-"""A target's streams to its sources, over a real server that says hello and listens."""
+"""A target's streams to its sources, with a real server that answers hello."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,44 +10,44 @@ import pytest
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
-from headrace_worker.config import Meeting
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.messages import Ask, Cancel, ToSource
+from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
-from headrace_worker.transfer.messages import Ask, Cancel, ToSource
-from headrace_worker.transfer.shards import KvShards, RankShard
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
-UNSAYABLE = Ask(1, b"", "", [1, 2, 3, 4], 0, patience=1e12)  # more milliseconds than the frame can carry
+UNENCODABLE = Ask(1, b"", "", [1, 2, 3, 4], 0, max_seconds=1e12)  # more milliseconds than fit into the frame
 
 
 class Source(ReplicaServicer):
-    """Notes what it hears."""
+    """Records the received messages."""
 
     def __init__(self) -> None:
-        self.heard: list[str | None] = []
+        self.received: list[str | None] = []
 
     async def Transfer(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.SourceFrame]:
         async for frame in request_iterator:
-            self.heard.append(frame.WhichOneof("message"))
+            self.received.append(frame.WhichOneof("message"))
             if frame.HasField("hello"):
                 yield pb.SourceFrame(hello=pb.SourceHello(shards=SHARDS))
 
 
-class Desk:
-    """A replica whose step loop notes what it is told."""
+class FakePairRegistry:
+    """A replica whose step loop records the calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.identity = pb.ReplicaIdentity(replica_id="target")
         self.shards_message = SHARDS
-        fetcher = SimpleNamespace(opened=lambda source, order: self.told.append("opened"))
-        exchange = SimpleNamespace(fetcher=fetcher, source_lost=lambda source: self.told.append("lost"))
-        self.loop = SimpleNamespace(exchange=lambda tell: tell(exchange))
+        fetcher = SimpleNamespace(open_pair=lambda source, order: self.events.append("opened"))
+        exchange = SimpleNamespace(fetcher=fetcher, source_lost=lambda source: self.events.append("lost"))
+        self.loop = SimpleNamespace(exchange=lambda action: action(exchange))
 
-    def open_meeting(self) -> Any:
-        return SimpleNamespace(meeting=Meeting("127.0.0.1", 1, 1, bytes(32)))
+    def open_rendezvous(self) -> Any:
+        return SimpleNamespace(rendezvous=Rendezvous("127.0.0.1", 1, 1, bytes(32)))
 
-    def unlike(self, identity: pb.ReplicaIdentity, shards: KvShards) -> str:
+    def find_mismatch(self, identity: pb.ReplicaIdentity, shards: KvShards) -> str:
         return ""
 
     def as_target(self, opened: Any, shards: KvShards) -> None:
@@ -59,37 +59,37 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
-    pytest.fail("it did not come true within 5 s")
+    pytest.fail("the condition was not met within 5 s")
 
 
 async def conversation(first: ToSource) -> tuple[list[str], list[str | None]]:
-    """What the step loop is told and the source hears: of a first word, and of a second one when the stream is lost."""
-    source, desk = Source(), Desk()
+    """Events of the step loop and messages of the source: for a first message, and a second one after a lost stream."""
+    source, pair_registry = Source(), FakePairRegistry()
     server = grpc.aio.server()
     add_ReplicaServicer_to_server(source, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    client = TransferClient(desk, b"secret")  # type: ignore[arg-type]
+    client = TransferClient(pair_registry, b"secret")  # type: ignore[arg-type]
     try:
-        client.say(address, first)
-        await until(lambda: "lost" in desk.told or "ask" in source.heard)
-        client.say(address, Cancel(2))
-        await until(lambda: "cancel" in source.heard)
+        client.send(address, first)
+        await until(lambda: "lost" in pair_registry.events or "ask" in source.received)
+        client.send(address, Cancel(2))
+        await until(lambda: "cancel" in source.received)
     finally:
         await client.close()
         await server.stop(0)
-    return desk.told, source.heard
+    return pair_registry.events, source.received
 
 
-def test_words_arrive_on_one_stream() -> None:
-    told, heard = asyncio.run(conversation(Ask(1, b"", "", [1, 2, 3, 4], 0, patience=2.0)))
-    assert told == ["opened"] and heard == ["hello", "ask", "cancel"]
+def test_messages_arrive_on_one_stream() -> None:
+    events, received = asyncio.run(conversation(Ask(1, b"", "", [1, 2, 3, 4], 0, max_seconds=2.0)))
+    assert events == ["opened"] and received == ["hello", "ask", "cancel"]
 
 
-def test_a_word_that_cannot_be_said_ends_the_stream(capfd: pytest.CaptureFixture[str]) -> None:
-    """The step loop must hear of it: whoever waits for an answer to what was never sent waits for nothing, and what
-    the source holds for those before is given up with the stream, not with its lease.
+def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    """The step loop must be notified: a fetch whose Ask was never sent would wait in vain, and the source releases the
+    blocks of earlier fetches with the stream, not with their lease.
     """
-    told, heard = asyncio.run(conversation(UNSAYABLE))
-    assert told == ["opened", "lost", "opened"] and heard == ["hello", "hello", "cancel"]
+    events, received = asyncio.run(conversation(UNENCODABLE))
+    assert events == ["opened", "lost", "opened"] and received == ["hello", "hello", "cancel"]
     assert "kv_source_failed" in "".join(capfd.readouterr())

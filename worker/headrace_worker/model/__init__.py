@@ -1,1 +1,1 @@
-"""From a model source to a ready module: where it comes from, its weights, its attention, its changes from outside."""
+"""From a model source to a ready module: files, weights, attention, changes from outside."""

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, as transformers' attention interface calls it.
+"""Attention over the paged cache, called through transformers' attention interface.
 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size, B blocks, P positions per block.
 """
@@ -20,12 +20,12 @@ IMPLEMENTATION = "headrace"
 
 
 class StepContextError(HeadraceError):
-    """Attention was called outside a step, or for a layer that the cache does not know."""
+    """Attention was called outside a step, or for a layer that is not in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Where one layer's keys and values live."""
+    """The pool of one layer's keys and values."""
 
     group: int
     pool: Tensor  # [2, B, K, P, D]
@@ -38,11 +38,11 @@ class StepContext:
 
     layers: Mapping[int, LayerCache]  # by model layer index
     metas: Sequence[AttentionMeta]  # by cache group
-    deterministic: bool = False  # a row's bits depend on that row alone
+    deterministic: bool = False  # a row's result depends on that row alone, bit for bit
     hidden_in: Tensor | None = None  # [1, T, N] from the stage before; None on the first
     hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
     attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
-    written: Callable[[int, Tensor], None] | None = None  # told of each, with its values
+    written: Callable[[int, Tensor], None] | None = None  # called with each layer, and its values
 
 
 class _Current(threading.local):
@@ -54,7 +54,7 @@ _current = _Current()
 
 @contextmanager
 def step_context(step: StepContext) -> Iterator[None]:
-    """Make `step` the one that attention of this thread reads. Never nested."""
+    """Set the step that attention of this thread reads. Never nested."""
     if _current.step is not None:
         raise StepContextError("A step began inside another step of the same thread: this is a bug, please report it.")
     _current.step = step
@@ -65,7 +65,7 @@ def step_context(step: StepContext) -> Iterator[None]:
 
 
 def current_step() -> StepContext:
-    """The step that this thread runs."""
+    """The current step of this thread."""
     if _current.step is None:
         raise StepContextError("The model ran outside a step: load it through the runner.")
     return _current.step
@@ -85,8 +85,9 @@ def attend(
 ) -> Tensor:
     """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
 
-    `rope`: cos and sin [T, R] by which query and key are still to be rotated; both may be overwritten then. `window` is
-    what the model's code says (None = it says nothing) and must be the cache group's.
+
+    `rope`: cos and sin [T, R] with which query and key are to be rotated; both may be overwritten then. `window` is the
+    one that the model's code passes (None = none) and must be the cache group's.
     """
     step = current_step()
     cache = step.layers[layer]
@@ -97,7 +98,7 @@ def attend(
         )
     if key.shape[1] != cache.pool.shape[2] or key.shape[2] != cache.pool.shape[4]:
         raise StepContextError(
-            f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache was made for "
+            f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache is for "
             f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
         )
     if value.shape != key.shape:
@@ -158,5 +159,5 @@ def attention_forward(
 
 
 def register() -> None:
-    """Make the implementation known to transformers; no mask function, so the models build no masks."""
+    """Register the implementation with transformers; no mask function, so the models build no masks."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)

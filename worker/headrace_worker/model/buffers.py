@@ -1,7 +1,7 @@
 """Non-persistent buffers (rotary frequencies, embedding scales): in no checkpoint, so computed from the config.
 
-transformers models compute them in `_init_weights`. Each buffer is computed twice over different garbage: one that
-differs between the runs was not written, and the model is refused instead of served with chance values.
+transformers models compute them in `_init_weights`. Each buffer is computed twice over different initial values: one
+that differs between the runs was not written, and the model is refused instead of served with undefined values.
 """
 
 import torch
@@ -23,11 +23,11 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
         if not names:
             continue
         runs = []
-        for garbage in (0, 1):
+        for initial in (0, 1):
             for name in names:
                 like = module._buffers[name]
                 assert like is not None
-                module._buffers[name] = torch.full_like(like, garbage, device="cpu")
+                module._buffers[name] = torch.full_like(like, initial, device="cpu")
             try:
                 initializer._init_weights(module)
             except Exception as error:
@@ -43,14 +43,14 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
                 raise ModelLoadError(f"Buffer {prefix}.{name} is not computed from the config: unsupported model.")
             module._buffers[name] = second.to(device)
     for module in model.modules():
-        # Attributes outside the buffer tables that follow the buffers.
+        # Attributes outside the buffer tables that must equal the buffers.
         inv_freq = module._buffers.get("inv_freq")
         if inv_freq is not None and isinstance(getattr(module, "original_inv_freq", None), torch.Tensor):
             module.original_inv_freq = inv_freq.clone()
 
 
 def scale_rotary(model: nn.Module, factors: torch.Tensor) -> None:
-    """Divide rotary inverse frequencies by `factors` [head_dim / 2], as GGUF files state llama3 scaling."""
+    """Divide rotary inverse frequencies by `factors` [head_dim / 2]: the form of llama3 scaling in GGUF files."""
     for module in model.modules():
         inv_freq = module._buffers.get("inv_freq")
         if inv_freq is not None:
@@ -58,7 +58,7 @@ def scale_rotary(model: nn.Module, factors: torch.Tensor) -> None:
 
 
 def _modules_with_initializer(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Every module with the innermost PreTrainedModel around it, whose `_init_weights` knows it."""
+    """Every module with the innermost PreTrainedModel around it, whose `_init_weights` initialises it."""
     owners: dict[str, PreTrainedModel] = {}
     found = []
     for name, module in model.named_modules():

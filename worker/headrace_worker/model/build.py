@@ -1,15 +1,16 @@
 """A transformers model on the meta device, with attention through Headrace's paged cache."""
 
+import json
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model import attention
 from headrace_worker.model.cache_layout import layer_windows
-from headrace_worker.model.gguf import gguf_config
+from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.source import ModelSource
 
@@ -22,12 +23,25 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        if (kind := _unknown_type(source)) is not None:
+            raise ModelUnsupportedError(
+                f"config.json of {source.name!r} has the model_type {kind!r}, which transformers {__version__} does "
+                "not support: serve a model of a supported architecture."
+            ) from error
         reason = str(error).strip().split("\n")[0][:200].replace(str(source.path), "the folder")
-        raise ModelUnsupportedError(f"config.json of {source.name!r} is not understood: {reason}") from error
+        raise ModelUnsupportedError(f"config.json of {source.name!r} cannot be read: {reason}") from error
+
+
+def _unknown_type(source: ModelSource) -> str | None:
+    try:
+        kind = json.loads((source.path / "config.json").read_bytes()).get("model_type")
+    except (ValueError, OSError, AttributeError, RecursionError):
+        return None
+    return kind if isinstance(kind, str) and kind not in CONFIG_MAPPING else None
 
 
 def check_supported(config: Any) -> None:
-    """Refuse by name what is no causal decoder of softmax attention."""
+    """Refuse by name every model that is not a causal decoder with softmax attention."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelUnsupportedError(f"{kind} is an encoder-decoder or has cross-attention: only decoders are served.")
@@ -48,16 +62,17 @@ def check_supported(config: Any) -> None:
 
 
 def check_rope(config: Any, max_model_len: int | None) -> None:
-    """Refuse rotary embeddings that change with the longest sequence of a batch: a row may not depend on another.
+    """Refuse rotary embeddings that change with the longest sequence of a batch: a row must not depend on another one.
 
-    longrope has one set of frequencies up to its original length, and is served up to there.
+
+    longrope has one set of frequencies up to its original length, and is served up to that length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {entry.get("rope_type"): entry for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if "dynamic" in kinds:
         raise ModelUnsupportedError(
             f"This {config.model_type} model has dynamic rope scaling, which makes a sequence's result depend on the "
-            "longest one beside it: it is not supported."
+            "longest one in its batch: it is not supported."
         )
     if "longrope" in kinds:
         original = int(
@@ -86,7 +101,7 @@ def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False)
             )
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError, AttributeError, ZeroDivisionError) as error:
         reason = str(error).strip().split("\n")[0][:200]
-        raise ModelLoadError(f"The {config.model_type} config does not make a model: {reason}") from error
+        raise ModelLoadError(f"The {config.model_type} config does not define a valid model: {reason}") from error
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelUnsupportedError(
             f"{type(model).__name__} does not use transformers' attention interface, or keeps recurrent state: "
@@ -94,3 +109,11 @@ def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False)
         )
     model.config.use_cache = False
     return model.eval()
+
+
+def output_rows(model: PreTrainedModel) -> int:
+    """Number of logits of the whole model. Raises ModelLoadError for one without an output head."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelLoadError(f"{type(model).__name__} has no output head: it cannot generate text.")
+    return int(head.weight.shape[0])

@@ -3,17 +3,18 @@
 from typing import Any
 
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.layout import CacheGroupSpec, CacheLayout
-from headrace_worker.model.sharding import local_kv_heads
-from headrace_worker.model.sharding.stages import stage_layers
-from headrace_worker.parallel.context import SINGLE, ParallelContext
+from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 
 
 def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: ParallelContext = SINGLE) -> CacheLayout:
     """Derive a rank's layout from a transformers text config.
 
+
     All ranks have the same groups, since a block belongs to a group on all of them; a group's layers are those of the
-    rank's stage, and with several stages there may be fewer of them than the pool has slots, even none.
+    rank's stage, and with several stages there may be fewer of them than the pool has slots, or none.
+
     Raises ModelUnsupportedError for layers whose state is not a softmax-attention KV cache.
     """
     windows = layer_windows(config)
@@ -39,11 +40,12 @@ def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: Par
 
 
 def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
-    """How many groups the layers of each window make, from their number on each stage.
+    """Number of groups for the layers of each window, from their number on each stage.
 
-    A token takes a block of every group, and a block takes the pool's slots, as many as the largest group of a stage
-    has layers: of the ways to split, the one whose fullest stage takes least memory, then the one with fewest groups.
-    On one stage nothing is lost: groups of the largest size that divides all numbers.
+
+    A token needs a block of every group, and a block has as many slots as the largest group of a stage has layers: of
+    all splits, the one whose fullest stage takes the least memory, then the one with the fewest groups. On one stage
+    nothing is wasted: groups of the largest size that divides all numbers.
     """
     choices = []
     for size in range(1, max(max(numbers) for numbers in counts.values()) + 1):
@@ -55,7 +57,7 @@ def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
 
 
 def layer_windows(config: Any) -> list[int]:
-    """Per layer the number of tokens a query sees, itself included; 0 = all."""
+    """Per layer the number of tokens a query attends to, itself included; 0 = all."""
     layers = int(config.num_hidden_layers)
     sliding = int(getattr(config, "sliding_window", None) or 0)
     kinds = getattr(config, "layer_types", None)

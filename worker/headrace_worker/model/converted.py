@@ -1,8 +1,8 @@
-"""Checkpoints whose tensors are stored in other pieces than the model holds: routed experts, one by one.
+"""Checkpoints whose tensors are stored in other pieces than the model has: routed experts, one by one.
 
-transformers says for each family which stored names make which tensor, and how. Two operations are known here, which
+transformers defines for each family which stored names make which tensor, and how. Two operations are supported, which
 cover the mixtures of experts: the tensors of a numbered list are stacked, and those of several lists concatenated. The
-result is read by part as any other tensor: only the experts and rows that are asked for.
+result is read by part as any other tensor: only the requested experts and rows.
 """
 
 import re
@@ -24,7 +24,8 @@ from headrace_worker.model.weights import Weights, join
 class _Stack:
     """A tensor made of stored ones: `parts[i][e]` is list i's tensor of expert e, stacked along a new dimension 0.
 
-    The stacks of several lists follow each other along `dim` of the result.
+
+    The stacks of several lists are concatenated along `dim` of the result.
     """
 
     dim: int
@@ -35,7 +36,7 @@ class ConvertedWeights:
     """A checkpoint under the model's names."""
 
     def __init__(self, stored: Weights, names: dict[str, str], stacks: dict[str, _Stack]) -> None:
-        """`names`: the model's name for each tensor that is one -> the stored name."""
+        """`names`: for each tensor that is stored in one piece, the model's name -> the stored name."""
         self._stored, self._names, self._stacks = stored, names, stacks
 
     @property
@@ -80,7 +81,8 @@ class ConvertedWeights:
 
 
 def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -> Weights:
-    """The checkpoint under the names of a model, `wanted`; `stored` itself when those are its names.
+    """The checkpoint under the names of a model, `wanted`; `stored` itself when its names are the same.
+
 
     Raises ModelUnsupportedError for a conversion of another kind, ModelLoadError when experts are missing.
     """
@@ -116,7 +118,7 @@ def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -
 
 
 def _collect(rule: Any, name: str, entry: str, stacks: dict[str, _Stack], family: str) -> bool:
-    """Put a stored tensor where a rule wants it; False when the rule is not about it."""
+    """Add a stored tensor to the stack of a rule; False when the rule does not apply."""
     for position, pattern in enumerate(rule.source_patterns):
         found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
         if not found:

@@ -1,4 +1,4 @@
-"""What a router needs to know of a model to serve it without its files."""
+"""The facts of a model that a router needs to serve it without its files."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
 from headrace_worker.model.source import ModelSource
 
-_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# The embedded file carries no generation_config.json; SmolLM2-Instruct's model card samples with these.
-_EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+# The embedded file has no generation_config.json. Chosen with benchmarks/answers.py (docs/design.md).
+_EMBEDDED_DEFAULTS = {"max_tokens": 512, "temperature": 0.0, "top_p": 0.9}
 _NAMED_TOKENS = ("bos", "eos", "unk", "pad")
 
 
@@ -24,14 +24,19 @@ class ModelFacts:
 
     tokenizer_json: bytes
     chat_template: str  # Jinja source; empty when the model has none
-    special_tokens: dict[str, str]  # "bos_token" -> "<s>", as templates see them
+    special_tokens: dict[str, str]  # "bos_token" -> "<s>", for templates
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    add_bos: bool  # what plain transformers does with a bare string
+    add_bos: bool  # whether plain transformers adds one to a string
     max_positions: int
     vocab_size: int  # rows of the output head
-    defaults: dict[str, float] = field(default_factory=dict)  # from generation_config.json
+    defaults: dict[str, int | float] = field(default_factory=dict)  # of requests, by the name of the option
     notes: tuple[str, ...] = ()
+
+
+def max_positions(config: Any) -> int:
+    """Maximum number of positions of the model."""
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096)
 
 
 def read_facts(
@@ -44,7 +49,7 @@ def read_facts(
     return _folder_facts(source, config, vocab_size, trust_remote_code)
 
 
-def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, float]) -> ModelFacts:
+def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, int | float]) -> ModelFacts:
     data = gguf.metadata
     tokenizer = gguf_tokenizer(data)
     tokens: list[str] = data["tokenizer.ggml.tokens"]
@@ -60,7 +65,7 @@ def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str
         eos_token_ids=_ids(*eos),
         bos_token_id=ids["bos"],
         add_bos=bool(data.get("tokenizer.ggml.add_bos_token", False)),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=max_positions(config),
         vocab_size=vocab_size,
         defaults=defaults,
     )
@@ -69,18 +74,8 @@ def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str
 def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> ModelFacts:
     generation = _read_json(source.path / "generation_config.json")
     eos = (config.eos_token_id, generation.get("eos_token_id"))
-    max_positions = int(
-        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096
-    )
-    defaults = {key: float(generation[key]) for key in _DEFAULT_KEYS if generation.get(key) is not None}
-    if not generation.get("do_sample", False):
-        # Without do_sample, transformers generates greedily and ignores these.
-        defaults = {key: value for key, value in defaults.items() if key == "repetition_penalty"}
-    if not _has_tokenizer(source.path):
-        if source.kind != "dummy":
-            raise ModelLoadError(
-                f"{source.name!r} has no tokenizer (tokenizer.json or tokenizer.model): download it into the folder."
-            )
+    defaults = _defaults(generation)
+    if not has_tokenizer(source):
         return ModelFacts(
             tokenizer_json=byte_tokenizer(vocab_size).to_str().encode(),
             chat_template="",
@@ -88,7 +83,7 @@ def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remot
             eos_token_ids=_ids(*eos),
             bos_token_id=config.bos_token_id,
             add_bos=False,
-            max_positions=max_positions,
+            max_positions=max_positions(config),
             vocab_size=vocab_size,
             defaults=defaults,
             notes=("This dummy model has no tokenizer: text is encoded byte by byte.",),
@@ -107,14 +102,23 @@ def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remot
         eos_token_ids=tuple(token for token in _ids(*eos, tokenizer.eos_token_id) if token < vocab_size),
         bos_token_id=bos,
         add_bos=bool(with_specials) and bos is not None and with_specials[0] == bos,
-        max_positions=max_positions,
+        max_positions=max_positions(config),
         vocab_size=vocab_size,
         defaults=defaults,
     )
 
 
+def _defaults(generation: dict[str, Any]) -> dict[str, int | float]:
+    """Defaults of a generation_config.json. Without do_sample transformers decodes greedily and ignores the rest."""
+    keys = _SAMPLING_KEYS if generation.get("do_sample", False) else ()
+    given = {key: generation[key] for key in (*keys, "repetition_penalty") if generation.get(key) is not None}
+    defaults = {key: max(0, int(value)) if key == "top_k" else float(value) for key, value in given.items()}
+    longest = int(generation.get("max_new_tokens") or 0)
+    return defaults | ({"max_tokens": longest} if longest > 0 else {})
+
+
 def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> Any:
-    """Through transformers, which changes some tokenizers as it loads them: requests are to tokenize as it does."""
+    """Through transformers, which changes some tokenizers when it loads them: requests must be tokenized alike."""
     from transformers import AutoTokenizer
 
     try:
@@ -139,9 +143,15 @@ def _backend(tokenizer: Any) -> Tokenizer:
     return backend
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(source: ModelSource) -> bool:
+    """Whether a folder has tokenizer files. Raises ModelLoadError when it has none; a dummy model needs none."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-    return any((folder / name).is_file() for name in names)
+    found = any((source.path / name).is_file() for name in names)
+    if not found and source.kind != "dummy":
+        raise ModelLoadError(
+            f"{source.name!r} has no tokenizer (tokenizer.json or tokenizer.model): download it into the folder."
+        )
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

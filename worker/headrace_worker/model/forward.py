@@ -1,4 +1,4 @@
-"""A forward pass of one rank: tokens or hidden states in, logits of the tokens that draw or hidden states out."""
+"""A forward pass of one rank: tokens or hidden states in, logits of the sampled positions or hidden states out."""
 
 import inspect
 
@@ -7,15 +7,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.model.attention import current_step
-from headrace_worker.parallel.context import SINGLE, ParallelContext
 
 
 class LogitsModel:
-    """Calls a causal model so that its head runs on the drawing tokens only, and on the last pipeline stage only.
+    """Calls a causal model so that its head runs on the sampled positions only, and on the last pipeline stage only.
 
-    The model's own forward does the rest of its family's rules (final soft cap, logit scale). When no token draws,
-    the head is not run at all. Hidden states between stages go through the step's context.
+    The model's own forward applies the rest of its family's rules (final soft cap, logit scale). When no position is
+    sampled, the head does not run. Hidden states between stages are passed through the step's context.
     """
 
     def __init__(self, model: PreTrainedModel, parallel: ParallelContext = SINGLE) -> None:

@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as a `tokenizers` object.
 
-Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt here to equal what transformers makes of the same file. The
-pre-tokenizer split is chosen by `tokenizer.ggml.pre`; names that are not listed are refused rather than guessed.
+
+Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt to equal transformers' tokenizer of the same file. The
+pre-tokenizer split is chosen by `tokenizer.ggml.pre`; unknown names are refused.
 """
 
 from typing import Any
@@ -21,8 +22,8 @@ _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# None = GPT-2's own split, which ByteLevel brings. transformers treats smollm's vocabulary so: no merge of it joins
-# digits, so the original's digit split differs only in spaces before digits.
+# None = GPT-2's own split, which is part of ByteLevel. transformers uses it for smollm's vocabulary: none of its merges
+# joins digits, so the original's digit split differs only in spaces before digits.
 _SPLITS: dict[str, str | None] = {
     "gpt-2": None,
     "default": None,
@@ -36,8 +37,8 @@ _SPLITS: dict[str, str | None] = {
 }
 
 
-def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer. Raises ModelUnsupportedError for a kind not known here, ModelLoadError when parts lack."""
+def check_gguf_tokenizer(metadata: dict[str, Any]) -> None:
+    """Raises ModelUnsupportedError for an unknown kind, ModelLoadError when parts are missing."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelUnsupportedError(
@@ -50,11 +51,17 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         )
     if missing := {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"} - metadata.keys():
         raise ModelLoadError(f"The GGUF file lacks {min(missing)!r}: it has no usable tokenizer.")
+
+
+def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """Build the tokenizer. Raises as `check_gguf_tokenizer` does."""
+    check_gguf_tokenizer(metadata)
+    pre = metadata.get("tokenizer.ggml.pre", "default")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    alphabet = _byte_spelling()
-    spelled = set(alphabet)
+    alphabet = _byte_characters()
+    known_characters = set(alphabet)
     vocab = {
-        token if set(token) <= spelled else "".join(alphabet[byte] for byte in token.encode()): index
+        token if set(token) <= known_characters else "".join(alphabet[byte] for byte in token.encode()): index
         for index, token in enumerate(tokens)
     }
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -71,7 +78,9 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         )
     tokenizer.decoder = decoders.ByteLevel()
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
-    control = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL and set(token) <= spelled]
+    control = [
+        token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL and set(token) <= known_characters
+    ]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     user = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED and token in vocab]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user])
@@ -79,27 +88,30 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A stand-in for models without a tokenizer: token b is byte b, and higher ids decode to nothing.
+    """A placeholder for models without a tokenizer: token b is byte b, and higher ids decode to an empty string.
+
 
     Needs a vocabulary of at least 256 entries.
     """
     if vocab_size < 256:
-        raise ModelUnsupportedError(f"A byte-level stand-in tokenizer needs 256 vocabulary entries, not {vocab_size}.")
-    alphabet = _byte_spelling()
+        raise ModelUnsupportedError(
+            f"A byte-level placeholder tokenizer needs 256 vocabulary entries, not {vocab_size}."
+        )
+    alphabet = _byte_characters()
     tokenizer = Tokenizer(BPE(vocab={symbol: byte for byte, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _byte_spelling() -> list[str]:
-    """GPT-2's printable character for each byte: printable Latin-1 stands for itself, the rest from U+0100 on."""
+def _byte_characters() -> list[str]:
+    """GPT-2's printable character for each byte: printable Latin-1 maps to itself, the rest to U+0100 and above."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spelling, extra = [], 256
+    characters, extra = [], 256
     for byte in range(256):
         if byte in plain:
-            spelling.append(chr(byte))
+            characters.append(chr(byte))
         else:
-            spelling.append(chr(extra))
+            characters.append(chr(extra))
             extra += 1
-    return spelling
+    return characters

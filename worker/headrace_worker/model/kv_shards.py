@@ -1,15 +1,15 @@
-"""How a replica's ranks share its KV blocks, from the model's config alone: for who moves blocks between replicas."""
+"""How KV blocks are sharded over a replica's ranks, from the model's config alone: for transfers between replicas."""
 
 from typing import Any
 
+from headrace_worker.comm.parallel_context import ParallelContext, SingleRank
+from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.model.cache_layout import cache_layout
-from headrace_worker.model.sharding import kv_span
-from headrace_worker.parallel.context import Alone, ParallelContext
-from headrace_worker.transfer.shards import KvShards, RankShard
+from headrace_worker.model.sharding.places import kv_span
 
 
-class _Seat(Alone):
-    """A place among the ranks of a stage, with nobody on the others."""
+class _IsolatedRank(SingleRank):
+    """A rank's index within a stage, without the other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -22,7 +22,7 @@ def kv_shards(config: Any, dtype: str, block_size: int, tp: int, pp: int) -> KvS
     layout = None
     for stage in range(pp):
         for place in range(tp):
-            parallel = ParallelContext(_Seat(place, tp), stage, pp)
+            parallel = ParallelContext(_IsolatedRank(place, tp), stage, pp)
             layout = cache_layout(config, block_size, 1, parallel)
             ranks.append(RankShard(tuple(group.layers for group in layout.groups), kv_span(config, parallel)))
     assert layout is not None

@@ -1,36 +1,36 @@
-"""Load a model: find it, build it, fill it, change it from outside, collect its facts."""
+"""Load a model: find its files, build it, fill it with weights, apply changes from outside, collect its facts."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.layout import CacheLayout
+from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.device.choice import choose_device, choose_dtype, set_threads
 from headrace_worker.model import buffers, surgery
-from headrace_worker.model.build import build_meta, check_rope, read_config
+from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
-from headrace_worker.model.device import choose_device, choose_dtype, set_threads
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.sharding import Sharding, shard
+from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill
-from headrace_worker.parallel.context import SINGLE, ParallelContext
 
 Report = Callable[[str, float], None]  # (phase, fraction done)
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model that is ready to run, and what is known about it."""
+    """A model that is ready to run, and its facts."""
 
     source: ModelSource
     module: PreTrainedModel
@@ -39,13 +39,13 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     layout: CacheLayout
-    parallel: ParallelContext  # which part of the model this is
+    parallel: ParallelContext  # the part of the model
     threads: int
     weight_bytes: int
     read_bytes: int  # of the checkpoint's files
     load_seconds: float  # from the start of `load`; imports not counted
     notes: list[str]
-    deterministic: bool = False  # a row's bits depend on that row alone
+    deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
     def vocab_size(self) -> int:
@@ -64,14 +64,15 @@ def load(
 ) -> LoadedModel:
     """Load the model that `config` names onto this process's device: all of it, or the part of one rank.
 
-    `plan` says which changes from outside are applied (default: all that fit). Talks to no other rank. Raises
+
+    `plan`: the changes from outside to apply (default: all that fit). Does not communicate with other ranks. Raises
     ModelSourceError, ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
     """
     started = time.monotonic()
     report("finding the model", 0.0)
     if (config.tp, config.pp) != (parallel.tp.size, parallel.pp_size):
         raise ModelUnsupportedError(
-            f"tp {config.tp} × pp {config.pp} needs {config.tp * config.pp} ranks, each in a process of its own: "
+            f"tp {config.tp} × pp {config.pp} needs {config.tp * config.pp} ranks, each in its own process: "
             "`headrace serve` starts them."
         )
     source = resolve(config.source, config.load_format, config.revision)
@@ -84,16 +85,13 @@ def load(
     report("building the model", 0.1)
     model = build_meta(hf_config, dtype, config.trust_remote_code)
     layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size(), parallel)
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ModelLoadError(f"{type(model).__name__} has no output head: it cannot generate text.")
-    vocab_size = int(head.weight.shape[0])
+    vocab_size = output_rows(model)
     # Tokenizer files are parsed while weights are read.
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
         facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
         buffers.compute_buffers(model, device)
         sharding = shard(model, parallel, device)
-        weights = _open_weights(source, model, sharding, gguf)
+        weights = open_weights(source, model, sharding, gguf)
         weight_bytes = fill(model, weights, sharding, device, dtype, report)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
@@ -102,8 +100,9 @@ def load(
         check_filled(model)
         sharding.connect(model)
         facts = facts_job.result()
+        facts = replace(facts, defaults=facts.defaults | config.defaults)
     if source.kind == "dummy":
-        notes.append("Weights are random (--load-format dummy): the output means nothing.")
+        notes.append("Weights are random (--load-format dummy): the output is meaningless.")
     notes.extend(facts.notes)
     return LoadedModel(
         source=source,
@@ -123,7 +122,8 @@ def load(
     )
 
 
-def _open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:
+def open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:
+    """The checkpoint under the model's names; no tensor is read. Raises ModelLoadError, ModelUnsupportedError."""
     if source.kind == "dummy":
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         return DummyWeights({name: shape for name, shape in sharding.shapes.items() if name not in tied})

@@ -1,9 +1,10 @@
-"""Whether a model can be split as asked, found out without weights and before any rank is started.
+"""Checks whether models can be built as configured, without weights and before any rank is started.
 
-python -m headrace_worker.model.preflight < CONFIG     CONFIG: a msgpack ReplicaConfig; prints a sentence and exits
-                                                       with 1 when it cannot be.
+python -m headrace_worker.model.preflight < CONFIGS     CONFIGS: a msgpack list of ReplicaConfig, with device cpu or
+                                                        cuda; writes a msgpack `footprint.Answer`.
 """
 
+import os
 import sys
 
 import msgspec
@@ -11,19 +12,26 @@ import torch
 from torch import Tensor
 
 from headrace_proto.errors import HeadraceError
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.model.build import build_meta, check_rope, read_config
+from headrace_worker.comm.parallel_context import ParallelContext
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.kv.sizing import request_limit
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.device.choice import choose_dtype
+from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.facts import read_facts
+from headrace_worker.model.footprint import Answer, Footprint
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.sharding import shard
+from headrace_worker.model.load import open_weights
+from headrace_worker.model.sharding.shard import shard
 from headrace_worker.model.source import resolve
-from headrace_worker.parallel.context import ParallelContext
+from headrace_worker.model.weights import match
 
-REFUSED = 1
+META = torch.device("meta")
 
 
-class _Place:
-    """A rank's place among others that do not exist: cutting a model talks to nobody."""
+class _IsolatedRank:
+    """A rank's index among ranks that do not exist: sharding a model needs no communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -36,27 +44,44 @@ class _Place:
         return torch.cat([tensor] * self.size, dim)
 
 
-def check_split(config: ReplicaConfig) -> None:
+def build_without_weights(config: ReplicaConfig) -> Footprint:
     """Raises the HeadraceError that the ranks would raise once they build their part of the model."""
     source = resolve(config.source, config.load_format, config.revision)
+    dtype = choose_dtype(config.dtype, torch.device(config.device), config.deterministic)
     gguf = GgufFile(source.path) if source.is_gguf else None
     model_config = read_config(source, gguf, config.trust_remote_code)
     check_rope(model_config, config.max_model_len)
-    # Uneven splits differ between the first and the last place; stages differ at their ends.
+    layouts: list[CacheLayout] = []
+    weight_bytes = rows = 0
+    # Uneven shards differ between the first and the last rank of a stage; stages differ at their ends.
     for stage, place in {(0, 0), (config.pp - 1, config.tp - 1)}:
-        parallel = ParallelContext(_Place(place, config.tp), stage, config.pp, config.ep)
-        model = build_meta(model_config, torch.float32, config.trust_remote_code)
-        cache_layout(model.config, config.block_size, torch.float32.itemsize, parallel)
-        shard(model, parallel, torch.device("meta"))
+        parallel = ParallelContext(_IsolatedRank(place, config.tp), stage, config.pp, config.ep)
+        model = build_meta(model_config, dtype, config.trust_remote_code)
+        rows = output_rows(model)
+        layouts.append(cache_layout(model.config, config.block_size, dtype.itemsize, parallel))
+        sharding = shard(model, parallel, META)
+        read, _ = match(model, open_weights(source, model, sharding, gguf), sharding)
+        local = model.state_dict()
+        weight_bytes = max(weight_bytes, sum(local[name].nbytes for name in read))
+    facts = read_facts(source, model.config, gguf, rows, config.trust_remote_code)
+    request_limit(config.max_model_len, facts.max_positions)
+    return Footprint(max(layouts, key=lambda layout: layout.block_bytes), weight_bytes, facts.max_positions)
 
 
 def main() -> int:
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplicaConfig)
-    try:
-        check_split(config)
-    except HeadraceError as error:
-        print(error)
-        return REFUSED
+    # Output of libraries and of a model's own code must not mix with the answer.
+    out = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    footprints: list[Footprint] = []
+    error = ""
+    for config in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[ReplicaConfig]):
+        try:
+            footprints.append(build_without_weights(config))
+        except HeadraceError as failure:
+            error = str(failure)
+            break
+    with os.fdopen(out, "wb") as file:
+        file.write(msgspec.msgpack.encode(Answer(footprints, error)))
     return 0
 
 

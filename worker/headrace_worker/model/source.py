@@ -1,7 +1,7 @@
-"""MODEL, as a user writes it, turned into files on this machine. Imports no torch; a local source takes milliseconds.
+"""Resolves the MODEL argument to files on this machine. Imports no torch; a local source takes milliseconds.
 
-A *revision* names the weights: the commit of a Hub snapshot, else a digest of the content. Two replicas with equal
-revisions may share KV blocks and take over each other's streams, so it must change when the weights do.
+A *revision* identifies the weights: the commit of a Hub snapshot, else a digest of the content. Two replicas with equal
+revisions may share KV blocks and continue each other's streams, so it must change when the weights do.
 """
 
 import json
@@ -45,8 +45,9 @@ class ModelSource:
 def resolve(source: str, load_format: str = "auto", revision: str | None = None) -> ModelSource:
     """Find the model named by `source`: the embedded default, a `.gguf` file, a local folder, or a Hub id.
 
+
     `load_format` is auto, safetensors, gguf or dummy (random weights: only a config is needed). `revision` is a Hub
-    branch, tag or commit. Raises ModelSourceError with a sentence that says what was looked for.
+    branch, tag or commit. Raises ModelSourceError with a sentence that names what was not found.
     """
     if load_format not in ("auto", "safetensors", "gguf", "dummy"):
         raise ModelSourceError(f"load format {load_format!r} is unknown: use auto, safetensors, gguf or dummy.")
@@ -66,6 +67,7 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
 
 def content_digest(files: list[Path]) -> str:
     """A short hex digest of files: name, size, head (with the header), tail, and evenly spaced chunks of each.
+
 
     Reads at most ~5 MiB per file, whatever its size.
     """
@@ -99,7 +101,9 @@ def _from_file(name: str, path: Path, load_format: str, *, embedded: bool = Fals
     if path.name == "config.json" and load_format == "dummy":
         return _from_folder(name, path.parent, load_format)
     if path.suffix != ".gguf":
-        raise ModelSourceError(f"{name!r} is not a .gguf file; for safetensors give the folder that holds config.json.")
+        raise ModelSourceError(
+            f"{name!r} is not a .gguf file; for safetensors give the folder that contains config.json."
+        )
     if load_format == "safetensors":
         raise ModelSourceError(f"{name!r} is a GGUF file: use --load-format gguf or auto.")
     digest = content_digest([path])
@@ -114,10 +118,10 @@ def _from_folder(name: str, folder: Path, load_format: str, revision: str | None
     if load_format == "gguf" or (load_format == "auto" and not has_config and ggufs):
         if len(ggufs) != 1:
             found = "no .gguf file" if not ggufs else f"{len(ggufs)} .gguf files"
-            raise ModelSourceError(f"The folder {name!r} holds {found}: name the one .gguf file to load.")
+            raise ModelSourceError(f"The folder {name!r} contains {found}: name the one .gguf file to load.")
         return _from_file(name, ggufs[0], "gguf")
     if not has_config:
-        raise ModelSourceError(f"The folder {name!r} holds no config.json: it is not a Hugging Face model folder.")
+        raise ModelSourceError(f"The folder {name!r} contains no config.json: it is not a Hugging Face model folder.")
     if load_format == "dummy":
         return ModelSource(name, "dummy", folder, revision or f"dummy-{_folder_digest(folder, [])}", ())
     weights = _weight_files(name, folder)
@@ -148,7 +152,7 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         hint = "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
-        raise ModelSourceError(f"The folder {name!r} holds no *.safetensors weights: {hint}.")
+        raise ModelSourceError(f"The folder {name!r} contains no *.safetensors weights: {hint}.")
     return files
 
 
@@ -169,7 +173,7 @@ def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSourc
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         wanted = source if revision is None else f"{source} at {revision}"
         raise ModelSourceError(
-            f"The Hugging Face Hub gives no model {wanted!r} ({type(error).__name__}): check its name, "
+            f"The Hugging Face Hub returned no model {wanted!r} ({type(error).__name__}): check its name, "
             f"and set HF_TOKEN if it is private or gated. {hint}"
         ) from error
     return _from_folder(source, folder, load_format, revision=folder.name)

@@ -1,24 +1,24 @@
-"""Weights into a model on meta: each tensor read once, converted once, put in place; nothing may stay unfilled."""
+"""Loads weights into a model on meta: each tensor is read and converted once, and none may stay unfilled."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace_proto.errors import ModelLoadError
-from headrace_worker.model.sharding import Sharding
+from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
+from headrace_worker.model.sharding.shard import Sharding
 
 Report = Callable[[str, float], None]  # (phase, fraction done)
 
 
 class Weights(Protocol):
-    """Named tensors of a checkpoint, read one at a time, each whole or cut."""
+    """Named tensors of a checkpoint, read one at a time, each whole or in part."""
 
     @property
     def read_bytes(self) -> int:
@@ -31,17 +31,11 @@ class Weights(Protocol):
 
 
 class SafetensorsWeights:
-    """Safetensors files, memory-mapped; a tensor's bytes are read when it is asked for."""
+    """Safetensors files, memory-mapped; a tensor's bytes are read on `read`."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.read_bytes = 0
-        self._handles: dict[str, Any] = {}
-        for path in files:
-            try:
-                handle = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"{path.name} is not a whole safetensors file: download it again.") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
+        self._handles = open_files(files, "pt")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._handles)
@@ -64,8 +58,8 @@ class SafetensorsWeights:
 class DummyWeights:
     """Random weights for any model: the same for the same config, whatever the order of reading.
 
-    All tensors are cut from one noise buffer, whose length has no factor in common with usual sizes, at offsets that
-    depend on their names: normal noise drawn for each of billions of weights would take minutes.
+    All tensors are slices of one noise buffer, whose length has no factor in common with usual sizes, at offsets that
+    depend on their names: sampling normal noise for each of billions of weights would take minutes.
     """
 
     _NOISE = (1 << 20) + 7  # a prime
@@ -94,7 +88,7 @@ class DummyWeights:
 
 
 def cut_tensor(tensor: Tensor, cuts: Cuts) -> Tensor:
-    """The part of a whole tensor that `cuts` keep; a view where one span of each dimension is kept."""
+    """The part of a whole tensor that `cuts` keep; a view if one span of each dimension is kept."""
     for cut in cuts:
         parts = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.spans]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
@@ -102,7 +96,7 @@ def cut_tensor(tensor: Tensor, cuts: Cuts) -> Tensor:
 
 
 def join(ranges: Sequence[Sequence[Span]], read: Callable[[tuple[Span, ...]], Tensor]) -> Tensor:
-    """One tensor from the blocks that `read` gives for each combination of spans, one span per dimension."""
+    """One tensor from the blocks that `read` returns for each combination of spans, one span per dimension."""
 
     def gather(chosen: tuple[Span, ...]) -> Tensor:
         if len(chosen) == len(ranges):
@@ -121,25 +115,12 @@ def check_name(name: str, known: Mapping[str, object]) -> None:
 def fill(
     model: nn.Module, weights: Weights, sharding: Sharding, device: torch.device, dtype: torch.dtype, report: Report
 ) -> int:
-    """Put every parameter and persistent buffer of a rank's model in place and return the bytes that they take.
+    """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
-    Names and shapes are checked for the whole model; what this rank does not hold is not read. Floating-point tensors
-    are converted to `dtype`, except those that the model keeps in float32. Tied parameters stay one tensor. Raises
-    ModelLoadError when a tensor is missing, has another shape than the config says, or is left over.
+    Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
+    keeps in float32. Tied parameters stay one tensor. Raises ModelLoadError as `match` does.
     """
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    names = _match_names(model, set(weights), set(sharding.shapes), tied)
-    for name, stored in names.items():
-        expected, found = sharding.shapes[name], weights.shape(stored)
-        if expected != found:
-            raise ModelLoadError(
-                f"Tensor {stored!r} has shape {list(found)}, but the config asks for {list(expected)}: "
-                "weights and config.json do not belong together."
-            )
-    local = list(model.state_dict(keep_vars=True))
-    shared = [name for name in local if name not in names and tied[name] in local]
-    # A tied head whose embedding is on another stage is a tensor of its own here.
-    sources = {name: names.get(name) or names[tied[name]] for name in local if name not in shared}
+    sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     placed = 0
     for done, (name, stored) in enumerate(sources.items()):
@@ -149,22 +130,42 @@ def fill(
         target = tensor.dtype
         if tensor.is_floating_point():
             target = torch.float32 if any(part in keep_float32 for part in name.split(".")) else dtype
-        # A copy even when nothing changes: a mapped file may be replaced under us, and a view keeps its whole.
+        # Always a copy: a mapped file may be replaced meanwhile, and a view keeps the whole tensor in memory.
         tensor = tensor.to(device=device, dtype=target, copy=isinstance(weights, SafetensorsWeights))
         _put(model, name, tensor)
         placed += tensor.nbytes
         if done % 16 == 0:
             report("loading weights", done / len(sources))
-    for name in shared:
-        _put(model, name, model.get_parameter(tied[name]))
+    for name, source in shared.items():
+        _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
     return placed
+
+
+def match(model: nn.Module, weights: Weights, sharding: Sharding) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors that a rank reads (its name -> the stored name), and its tied tensors (name -> source).
+
+    Names and shapes are checked for the whole model. Raises ModelLoadError when a tensor is missing, has another shape
+    than in the config, or is left over.
+    """
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    names = _match_names(model, set(weights), set(sharding.shapes), tied)
+    for name, stored in names.items():
+        expected, found = sharding.shapes[name], weights.shape(stored)
+        if expected != found:
+            raise ModelLoadError(
+                f"Tensor {stored!r} has shape {list(found)}, but the config requires {list(expected)}: "
+                "weights and config.json do not belong together."
+            )
+    local = list(model.state_dict(keep_vars=True))
+    shared = {name: tied[name] for name in local if name not in names and tied[name] in local}
+    # A tied head whose embedding is on another stage is a separate tensor here.
+    return {name: names.get(name) or names[tied[name]] for name in local if name not in shared}, shared
 
 
 def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dict[str, str]) -> dict[str, str]:
     """Model name -> checkpoint name, for every tensor to read."""
     prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
-    ignored = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
     names: dict[str, str] = {}
     for name in wanted:
         bare = name.removeprefix(prefix)
@@ -172,7 +173,7 @@ def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dic
             names[name] = name
         elif bare in stored:  # a checkpoint of the model without its head
             names[name] = bare
-    # The two names of a tied tensor are one tensor, unless the checkpoint really holds both.
+    # The two names of a tied tensor are one tensor, unless the checkpoint contains both.
     for target, source in tied.items():
         if target in names and source not in names:
             names[source] = names.pop(target)
@@ -183,10 +184,10 @@ def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dic
             "it is incomplete, or belongs to another config."
         )
     used = set(names.values())
-    extra = sorted(entry for entry in stored - used if not entry.endswith(ignored) and entry not in tied)
+    extra = sorted(entry for entry in stored - used if not entry.endswith(IGNORED_SUFFIXES) and entry not in tied)
     if extra:
         raise ModelLoadError(
-            f"The checkpoint holds {len(extra)} tensors that the model has no place for, {extra[0]!r} first: "
+            f"The checkpoint has {len(extra)} tensors that the model does not have, {extra[0]!r} first: "
             "it belongs to another config, or is quantized in a way that is not supported."
         )
     return names

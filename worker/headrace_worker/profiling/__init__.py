@@ -1,4 +1,4 @@
-"""Profiles of steps: a bounded window of this rank's steps as a Chrome trace, when somebody asks for one."""
+"""Profiles of steps: a bounded window of this rank's steps as a Chrome trace, on request."""
 
 from headrace_worker.profiling.errors import ProfileFailedError, ProfileFolderError, ProfileRefusedError
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler

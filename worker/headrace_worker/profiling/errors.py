@@ -1,14 +1,14 @@
-"""Why there is no profile."""
+"""Errors of profiling."""
 
 from headrace_proto.errors import HeadraceError
 
 
 class ProfileRefusedError(HeadraceError):
-    """A profile was asked for where none can be made now."""
+    """A profile was requested that cannot be made now."""
 
 
 class ProfileFailedError(HeadraceError):
-    """A profile was begun, and came to nothing. The steps that it should have recorded are not touched by that."""
+    """A profile was begun, and failed. The steps that it should have recorded are not affected."""
 
 
 class ProfileFolderError(HeadraceError):

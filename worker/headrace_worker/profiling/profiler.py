@@ -1,11 +1,11 @@
-"""Records a window of steps, at most so many and for at most so long, when asked to.
+"""Records a window of steps on request, bounded in number and time.
 
-    open ──▶ waiting ──first step──▶ sounding ──▶ recording ──▶ writing (a thread of its own) ──▶ done
-                 └──────────────── the time is over, or no step comes ──────────────┘
+    open ──▶ waiting ──first step──▶ probe ──▶ recording ──▶ writing (on its own thread) ──▶ done
+                 └──────────────── deadline, or no further step ──────────────┘
 
 The torch profiler belongs to the thread whose operators it records, so it is started and stopped between two steps, on
-the thread that runs them. Stopping takes time that grows with what was recorded; a step that is recorded first, and
-thrown away, tells how much, and the window is cut to what keeps that pause short.
+the thread that runs them. The time to stop it grows with what was recorded; it is measured with a first recorded step,
+the probe, and the window is limited so that the pause stays short.
 """
 
 import os
@@ -20,16 +20,17 @@ from typing import Protocol
 
 import structlog
 
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.plan import StepPlan
+from headrace_proto.quantities import counted
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.profiling.errors import ProfileFailedError, ProfileFolderError, ProfileRefusedError
-from headrace_worker.profiling.report import DEFAULT_STEPS, MOST_SECONDS, MOST_STEPS, Operator, ProfileReport
+from headrace_worker.profiling.report import DEFAULT_STEPS, MAX_SECONDS, MAX_STEPS, Operator, ProfileReport
 
 log = structlog.get_logger(__name__)
 
 PAUSE_SECONDS = 0.25
-"""That ending a window of more than the default size may hold the steps up. Writing holds the interpreter for about as
-long once more."""
+"""Maximum delay of the steps at the end of a window of more than the default size. Writing holds the GIL for about as
+long again."""
 
 _IDLE = nullcontext()
 
@@ -44,19 +45,19 @@ class Recorder(Protocol):
         ...
 
     def write(self, path: Path) -> list[Operator]:
-        """The trace as a file; what took most of the time in it. After `stop`, on any thread."""
+        """Writes the trace; returns the operators that took most of its time. After `stop`, on any thread."""
         ...
 
 
 class Window:
-    """A profile in the making. `wait` for it on a thread that may wait."""
+    """A profile that is being recorded. Call `wait` on a thread that may block."""
 
     def __init__(self, steps: int, seconds: float, began: float) -> None:
         self.steps = steps
         self.deadline = began + seconds
         self.recorded = 0
         self.note = ""
-        self.sounding: Recorder | None = None  # the recording of the first step, kept in case that no other comes
+        self.probe: Recorder | None = None  # the recording of the first step, used if no other step follows
         self.recorder: Recorder | None = None
         self.first = self.last = 0.0
         self._done = threading.Event()
@@ -64,7 +65,7 @@ class Window:
         self._error = ""
 
     def wait(self, seconds: float) -> ProfileReport:
-        """The report. Raises ProfileFailedError with a sentence: it failed, or is not done in so many seconds."""
+        """The report. Raises ProfileFailedError when the profile failed, or is not done within `seconds`."""
         if not self._done.wait(seconds):
             raise ProfileFailedError("no step has ended the window yet: the trace is written after the next step")
         if self._report is None:
@@ -79,7 +80,7 @@ class Window:
 class StepProfiler:
     """One rank's windows, one at a time. `open` from any thread; `step` around every step, on the thread that runs it.
 
-    Nothing that goes wrong here reaches the step.
+    An error of the profiler never affects the step.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class StepProfiler:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`label` begins the names of the files."""
+        """`label`: prefix of the file names."""
         self._folder = folder
         self._label = label
         self._make = make
@@ -98,10 +99,10 @@ class StepProfiler:
         self._now = now
         self._lock = threading.Lock()
         self._open: Window | None = None  # until its trace is written
-        self._window: Window | None = None  # what steps look at
+        self._window: Window | None = None  # the one that steps are recorded in
 
     def warm_up(self) -> None:
-        """What the profiler sets up once in a process takes a second or more: now, while nobody is served."""
+        """Initialises the profiler, which takes a second or more once per process, before the replica serves."""
         try:
             recorder = self._make()
             recorder.start()
@@ -110,24 +111,24 @@ class StepProfiler:
             log.warning("profiler_unusable", error=f"{type(error).__name__}: {error}")
 
     def open(self, steps: int, seconds: float) -> Window:
-        """Records the next steps. Raises ProfileRefusedError when a window is open, or the bounds make no sense."""
-        if not 1 <= steps <= MOST_STEPS:
-            raise ProfileRefusedError(f"a profile holds 1 to {MOST_STEPS} steps, not {steps}")
-        if not 0 < seconds <= MOST_SECONDS:
-            raise ProfileRefusedError(f"a profile takes at most {MOST_SECONDS:g} seconds, not {seconds:g}")
+        """Records the next steps. Raises ProfileRefusedError when a window is open, or a bound is out of range."""
+        if not 1 <= steps <= MAX_STEPS:
+            raise ProfileRefusedError(f"a profile holds 1 to {MAX_STEPS} steps, not {steps}")
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ProfileRefusedError(f"a profile takes at most {MAX_SECONDS:g} seconds, not {seconds:g}")
         with self._lock:
             if self._open is not None:
-                raise ProfileRefusedError("a profile of this replica is being recorded: ask again when it is written")
+                raise ProfileRefusedError("a profile of this replica is being recorded: try again when it is written")
             self._open = self._window = Window(steps, seconds, self._clock())
             return self._open
 
     def step(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Around a step. One without work ends the window: nobody may come for long."""
+        """Context of a step. One without work ends the window: the next request may be far off."""
         window = self._window
-        return _IDLE if window is None else self._watched(window, plan)
+        return _IDLE if window is None else self._record_step(window, plan)
 
     @contextmanager
-    def _watched(self, window: Window, plan: StepPlan) -> Iterator[None]:
+    def _record_step(self, window: Window, plan: StepPlan) -> Iterator[None]:
         mark: AbstractContextManager[object] | None = None
         try:
             mark = self._begin(window, plan)
@@ -158,36 +159,36 @@ class StepProfiler:
             return
         mark.__exit__(None, None, None)
         window.last = self._clock()
-        if window.sounding is None:
-            self._sound(window)
+        if window.probe is None:
+            self._end_probe(window)
         else:
             window.recorded += 1
         if window.recorded >= window.steps or self._clock() >= window.deadline:
             self._close(window)
 
-    def _sound(self, window: Window) -> None:
-        """The first step is over: how long does the window get?"""
+    def _end_probe(self, window: Window) -> None:
+        """The first step is over: limits the window by the time that stopping took."""
         recorder, window.recorder = window.recorder, None
         assert recorder is not None
         recorder.stop()
-        window.sounding = recorder
-        most = max(DEFAULT_STEPS, int(PAUSE_SECONDS / max(self._clock() - window.last, 1e-6)))
-        if most < window.steps:
-            window.note = f"{most} of {window.steps} steps: more would hold the engine up when they are put together"
-            window.steps = most
+        window.probe = recorder
+        limit = max(DEFAULT_STEPS, int(PAUSE_SECONDS / max(self._clock() - window.last, 1e-6)))
+        if limit < window.steps:
+            window.note = f"{limit} of {window.steps} steps: collecting more would delay the engine"
+            window.steps = limit
 
     def _close(self, window: Window) -> None:
-        """Ends the window at this step's edge; the rest happens elsewhere."""
+        """Ends the window between two steps; the trace is written on another thread."""
         self._window = None
         recorder, window.recorder = window.recorder, None
         if recorder is not None:
             recorder.stop()
-        elif window.sounding is not None:
-            recorder, window.recorded, window.note = window.sounding, 1, "one step: no other began in time"
+        elif window.probe is not None:
+            recorder, window.recorded, window.note = window.probe, 1, "one step: no other began in time"
         else:
             self._finish(window, None, "no step ran in that time: send requests while a profile is recorded")
             return
-        window.sounding = None
+        window.probe = None
         threading.Thread(target=self._write, args=(window, recorder), name="headrace-profile", daemon=True).start()
 
     def _write(self, window: Window, recorder: Recorder) -> None:
@@ -210,7 +211,9 @@ class StepProfiler:
             with suppress(Exception):
                 recorder.stop()
         log.error("profiler_failed", error=f"{type(error).__name__}: {error}")
-        self._finish(window, None, f"the profiler failed ({type(error).__name__}: {error}); the steps went on")
+        self._finish(
+            window, None, f"the profiler failed ({type(error).__name__}: {error}); the steps were not affected"
+        )
 
     def _finish(self, window: Window, report: ProfileReport | None, error: str = "") -> None:
         with self._lock:
@@ -242,4 +245,5 @@ def _check(folder: Path) -> None:
 
 
 def _title(plan: StepPlan) -> str:
-    return f"step {plan.step}: {len(plan.work)} requests, {sum(work.count for work in plan.work)} tokens"
+    tokens = sum(work.count for work in plan.work)
+    return f"step {plan.step}: {counted(len(plan.work), 'request')}, {counted(tokens, 'token')}"

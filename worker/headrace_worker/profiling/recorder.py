@@ -22,20 +22,20 @@ class TorchRecorder:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, acc_events=False, experimental_config=_lean())
+        self._profile = profile(activities=activities, acc_events=False, experimental_config=_trace_only_config())
 
     def start(self) -> None:
         self._profile.start()
 
     def stop(self) -> None:
-        """Waits for the GPU, and puts together what was recorded: some microseconds per operator."""
+        """Waits for the GPU, and collects the recorded events: some microseconds per operator."""
         self._profile.stop()
 
     def mark(self, name: str) -> AbstractContextManager[object]:
         return record_function(name)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
     def write(self, path: Path) -> list[Operator]:
-        """A gzipped Chrome trace; whoever looks at `path` finds nothing, or all of it."""
+        """A gzipped Chrome trace; the file at `path` appears atomically."""
         plain, part = path.with_suffix(".part"), path.with_suffix(".gz.part")
         try:
             self._profile.export_chrome_trace(str(plain))
@@ -49,11 +49,11 @@ class TorchRecorder:
         return operators
 
 
-def _lean() -> Any:
-    """No second form of every event for Python, which takes longer than recording: the trace is all we want."""
+def _trace_only_config() -> Any:
+    """Disables the second form of every event for Python, which takes longer than recording; only the trace is used."""
     from torch._C._profiler import _ExperimentalConfig
 
     try:
         return _ExperimentalConfig(trace_only=True)
-    except TypeError:  # torch before it could
+    except TypeError:  # older torch
         return None

@@ -1,13 +1,13 @@
-"""What a window of recorded steps brought. Plain data: it goes from a rank to the command line."""
+"""The result of a window of recorded steps. Plain data, sent from a rank to the command line."""
 
 from msgspec import Struct
 
-DEFAULT_STEPS, MOST_STEPS = 20, 1000
-DEFAULT_SECONDS, MOST_SECONDS = 10.0, 60.0
+DEFAULT_STEPS, MAX_STEPS = 20, 1000
+DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0
 
 
 class Operator(Struct, frozen=True):
-    """One operator's own time in a trace, what it called left out."""
+    """One operator's own time in a trace, without the operators that it called."""
 
     name: str
     calls: int
@@ -17,10 +17,10 @@ class Operator(Struct, frozen=True):
 
 
 class ProfileReport(Struct, frozen=True):
-    """Where a rank's trace lies and what is in it."""
+    """The path and contents of a rank's trace."""
 
     path: str
     steps: int
     seconds: float  # from the first recorded step to the end of the last one
-    operators: list[Operator]  # those that took most of the time, by side
-    note: str = ""  # why it holds less than was asked for
+    operators: list[Operator]  # those that took most of the time, on the device and on the host
+    note: str = ""  # why it has fewer steps than requested

@@ -1,18 +1,18 @@
-"""Steps with a profiler around them. Without a profiler nothing of this is in their way."""
+"""Runners whose steps are profiled. Not used without a profiler."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_worker.engine import StepRunner
-from headrace_worker.guide import Mask
-from headrace_worker.parallel.messages import Step
-from headrace_worker.parallel.stage import StageResult, StageRunner
-from headrace_worker.plan import StepPlan, StepResult
+from headrace_worker.core.engine import StepRunner
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.profiling.profiler import StepProfiler
+from headrace_worker.ranks.messages import Step
+from headrace_worker.ranks.stage import StageResult, StageRunner
 
 
 class ProfiledRunner:
-    """A `StepRunner` on rank 0. Goes inside whatever moves steps to another thread."""
+    """A profiled `StepRunner` on rank 0. Wrap it in a `StepThread`, not the other way round."""
 
     def __init__(self, runner: StepRunner, profiler: StepProfiler) -> None:
         self._runner = runner
@@ -30,7 +30,7 @@ class ProfiledRunner:
 
 
 class ProfiledStage(StageRunner):
-    """A rank's part of every step, on the ranks that follow rank 0."""
+    """A profiled rank's part of every step, on ranks other than 0."""
 
     profiler: StepProfiler
 

@@ -1,4 +1,4 @@
-"""Which operators took the time of a Chrome trace."""
+"""The operators of a Chrome trace that took most of its time."""
 
 from collections import defaultdict
 from itertools import groupby
@@ -8,12 +8,12 @@ import msgspec
 
 from headrace_worker.profiling.report import Operator
 
-TOP = 8  # of each side
+TOP = 8  # on the device, and on the host
 _HOST, _DEVICE = {"cpu_op"}, {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class _Event(msgspec.Struct):
-    """A complete event of the trace event format ("ph": "X"); times in microseconds. Others lack some of these."""
+    """A complete event of the trace event format ("ph": "X"); times in µs. Other events lack some fields."""
 
     name: str = ""
     cat: str = ""
@@ -30,16 +30,16 @@ _decode = msgspec.json.Decoder(_Trace).decode
 
 
 def top_operators(trace: bytes) -> list[Operator]:
-    """Those with the longest time of their own: on a GPU first, if there is one, then on the host.
+    """The operators with the longest own time: on a GPU first, if there is one, then on the host.
 
-    Operators of one thread are nested: what one calls is taken from its time. Kernels are not.
+    Operators of one thread are nested: the time of called ones is subtracted. Kernels are not nested.
     """
     events = _decode(trace).events
-    device = _Tally()
+    device = _OperatorTimes()
     for event in events:
         if event.cat in _DEVICE:
             device.add(event.name, event.dur)
-    host = _Tally()
+    host = _OperatorTimes()
     calls = sorted((event for event in events if event.cat in _HOST), key=lambda event: (event.ts, -event.dur))
     calls.sort(key=lambda event: str(event.tid))  # stable
     for _, thread in groupby(calls, key=attrgetter("tid")):
@@ -54,7 +54,7 @@ def top_operators(trace: bytes) -> list[Operator]:
     return [*device.top(True), *host.top(False)]
 
 
-class _Tally:
+class _OperatorTimes:
     def __init__(self) -> None:
         self.times: defaultdict[str, float] = defaultdict(float)
         self._calls: defaultdict[str, int] = defaultdict(int)

@@ -1,16 +1,16 @@
-"""What a step takes beside weights and KV cache, so that the cache leaves room for it."""
+"""Memory that a step takes besides weights and KV cache, so that the cache leaves space for it."""
 
 from typing import Any
 
 SAMPLER_BYTES = 32  # per row and token of the vocabulary: logits, scores, noise, and a sort with its indices
-STATE_BYTES = 12  # likewise, for as long as the replica lives: recorded logits and what penalties count
+STATE_BYTES = 12  # likewise, for the lifetime of the replica: recorded logits and the counts of penalties
 
 
 def step_bytes(config: Any, *, tokens: int, rows: int, vocab_size: int, element_bytes: int, tp: int = 1) -> int:
-    """An upper bound for a step of `tokens` positions in which `rows` draw; `config` is a transformers text config.
+    """An upper bound for a step of `tokens` positions that samples `rows` rows; `config` is a transformers text config.
 
-    Tensors of one layer are alive together at most: the residual stream with what is added to it, the projections of
-    attention, or of the MLP. Experts see each token as often as it is routed.
+    At most the tensors of one layer are alive together: the residual stream with what is added to it, the projections
+    of attention, or of the MLP. Experts process each token as often as it is routed.
     """
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads") or heads
@@ -32,6 +32,6 @@ def _inner(config: Any, hidden: int) -> int:
 
 
 def _number(config: Any, name: str) -> int:
-    """0 where a family has no such thing; the largest where layers differ."""
+    """0 if the family has no such attribute; the largest if layers differ."""
     found = getattr(config, name, None) or 0
     return int(max(found)) if isinstance(found, (list, tuple)) else int(found)

@@ -1,4 +1,4 @@
-"""A step's inputs, gathered from the rows: T tokens of S sequences, R of which draw a token."""
+"""A step's inputs, gathered from the rows: T tokens of S sequences, of R of which a token is sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
-from headrace_worker.host_device import all_to_device
-from headrace_worker.plan import Work
+from headrace_worker.core.plan import Work
+from headrace_worker.device.staging import all_to_device
 from headrace_worker.runner.rows import RowState
 
 NULL_BLOCK = 0
@@ -23,12 +23,12 @@ class Batch:
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
-    sample_index: Tensor  # [R] int64: which of the T tokens is each drawing row's last
-    drawn_rows: Tensor  # [R] int64: where the tokens that are drawn belong
+    sample_index: Tensor  # [R] int64: index of each sampled row's last token among the T
+    drawn_rows: Tensor  # [R] int64: rows of the tokens to sample
     drawn_positions: Tensor  # [R] int64
     sample_rows: list[int]  # [R] the same for the host
-    sample_positions: list[int]  # [R] position of the token to draw
-    recorded: Any = None  # the recorded step whose buffers these are, if any
+    sample_positions: list[int]  # [R] position of the token to sample
+    recorded: Any = None  # the recorded step that owns these buffers, if any
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class HostBatch:
         ]
 
     def over(self, tensors: Sequence[Tensor]) -> Batch:
-        """A batch over `arrays` that lie on the device."""
+        """A batch of `arrays` that were copied to the device."""
         token_rows, positions, sample_index, drawn_rows, drawn_positions, query_starts, seq_lens, *rest = tensors
         groups = len(self.tables)
         metas = [
@@ -84,9 +84,9 @@ class HostBatch:
         )
 
     def padded(self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int) -> "HostBatch":
-        """As a batch of so many tokens and sequences, all of which seem to draw.
+        """Padded to a batch of so many tokens and sequences, every one of which counts as sampled.
 
-        The tokens that are added belong to no sequence, and write where nobody reads; added sequences are empty.
+        Added tokens belong to no sequence and have slot -1, which is not written; added sequences are empty.
         """
         more = tokens - len(self.token_rows)
         empty = sequences - len(self.seq_lens)
@@ -113,8 +113,8 @@ class HostBatch:
         )
 
 
-def lay_out(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
-    """Lay the work out one after the other. No loop over tokens, and nothing read back from the device."""
+def flatten_work(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
+    """Concatenate the sequences of the work. No loop over tokens, and nothing read back from the device."""
     size = len(work)  # a column at a time: an array of tuples takes twice as long
     row = np.fromiter([item.row for item in work], np.int64, size)
     start = np.fromiter([item.start for item in work], np.int64, size)
@@ -148,7 +148,7 @@ def lay_out(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
 
 def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
     """A batch of exactly this work, on the device of the rows."""
-    host = lay_out(work, rows, block_size)
+    host = flatten_work(work, rows, block_size)
     return host.over(all_to_device(host.arrays, rows.device))
 
 

@@ -1,8 +1,8 @@
-"""Steps of every shape and with every option that serving can meet, so that nothing is compiled once it serves.
+"""Steps of every shape and with every option that can occur in serving, so that nothing is compiled afterwards.
 
 A GPU's kernels are compiled for constants that follow from the shape of a step: few or many tokens, short or long
-sequences, one or several, and what rows ask of their tokens. The contents do not matter: all positions of all rows lie
-in one block per cache group, which is made as new afterwards.
+sequences, one or several, and the sampling options of the rows. The contents do not matter: all positions of all rows
+are in one block per cache group, which is reset afterwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace_worker.guide import Mask
-from headrace_worker.layout import CacheLayout
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 
 OPTIONS = (
     RowSampling(temperature=0.0),
@@ -28,11 +28,11 @@ OPTIONS = (
     RowSampling(temperature=1.0, top_p=0.9, logprobs=5),
 )
 _FEW = (2, 8, 32, 64)  # tokens of a small prompt
-_SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the one before
+_SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the previous one
 
 
 class CoverRunner(Protocol):
-    """A runner of one rank, or what stands for those of all ranks."""
+    """A runner of one rank, or the one that represents all ranks."""
 
     layout: CacheLayout
     max_rows: int
@@ -45,7 +45,7 @@ class CoverRunner(Protocol):
 
 
 def cover(runner: CoverRunner, budget: int, done: Callable[[float], None] = lambda fraction: None) -> None:
-    """Run all of these steps, of up to `budget` tokens each; leaves rows and pools as new."""
+    """Run all of these steps, of up to `budget` tokens each; resets rows and pools."""
     plans = list(covering_plans(runner.layout, runner.max_rows, runner.max_len, budget))
     for place, plan in enumerate(plans):
         handle = runner.launch(plan)
@@ -70,15 +70,15 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
         inits = [init for init, _ in started]
         return StepPlan(0, [], inits, [update for _, tables in started for update in tables], work, guided=guided)
 
-    # Many tokens, then all rows decode: with the options side by side.
-    everyone = [start(row, each, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
-    yield step([Work(row, 0, each, True) for row in range(rows)], everyone)
+    # Many tokens, then all rows decode: all options in one batch.
+    all_rows = [start(row, each, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
+    yield step([Work(row, 0, each, True) for row in range(rows)], all_rows)
     yield step([Work(row, each, 1, True) for row in range(rows)], [])
     # Each option alone, and under a mask.
     for options in OPTIONS:
         yield step([Work(0, 0, 1, True)], [start(0, 1, options)])
     yield step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
-    # Few tokens: alone, in a chunk that draws nothing, beside a request that decodes.
+    # Few tokens: alone, in a chunk that samples nothing, beside a request that decodes.
     for few in _FEW:
         if few < min(max_len, budget):
             yield step([Work(0, 0, few, True)], [start(0, few, OPTIONS[0])])
@@ -98,5 +98,5 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
 
 
 def _rows(max_rows: int, max_len: int, budget: int) -> int:
-    """As many as there are options, or as a step of the largest size takes."""
+    """As many as there are options, or as a step of the largest size needs."""
     return min(max_rows, budget, max(len(OPTIONS), -(-budget // max(1, max_len - 2))))

@@ -3,8 +3,8 @@
     plan ─▶ HostBatch ─▶ smallest recorded size that holds it ─▶ one copy into its buffers ─▶ replay ─▶ logits buffer
 
 A recording fixes shapes, not contents: kernels read lengths and tables from the buffers. It ends at the logits, so that
-what is drawn from them may still be decided while it runs. Sizes beyond the largest run kernel by kernel: there the
-device has enough to do meanwhile.
+masks for sampling may still be computed while it runs. Steps beyond the largest size run kernel by kernel: their
+kernels take longer than their launches.
 """
 
 from bisect import bisect_left
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
-from headrace_worker.host_device import pack, unpack
-from headrace_worker.layout import CacheLayout
-from headrace_worker.plan import Work
-from headrace_worker.runner.batch import Batch, HostBatch, lay_out
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.core.plan import Work
+from headrace_worker.device.staging import pack, unpack
+from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
 
 log = structlog.get_logger(__name__)
@@ -31,22 +31,22 @@ Forward = Callable[[Batch], Tensor | None]
 
 
 class Recorder(Protocol):
-    """Makes a step replayable. Each step is rehearsed, then recorded."""
+    """Makes a step replayable. Each step is warmed up, then recorded."""
 
-    def rehearse(self, step: Callable[[], None]) -> None:
-        """Run the step as it is: sums between ranks take place."""
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Run the step normally, collectives between ranks included."""
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What runs the step again on the same buffers. Raises when it cannot be recorded; nothing is computed."""
+        """Returns what runs the step again on the same buffers; computes nothing. Raises when it cannot be recorded."""
         ...
 
 
 class CudaRecorder:  # pragma: no cover - needs a GPU
     """Records CUDA graphs, all of which share one pool of memory.
 
-    NCCL's sums and gathers are recorded too: torch keeps those that run under a capture from its watchdog thread, and
-    lets that thread ask for earlier ones meanwhile (torch 2.7 and 2.9; at least 2.11 is required here).
+    NCCL's collectives are recorded too: torch hides those that run under a capture from its watchdog thread, and lets
+    that thread query earlier ones meanwhile (torch 2.7 and 2.9; at least 2.11 is required here).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,8 +54,8 @@ class CudaRecorder:  # pragma: no cover - needs a GPU
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def rehearse(self, step: Callable[[], None]) -> None:
-        """Compiles kernels and sets libraries up, NCCL's connections for this size included: none can be recorded."""
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Compiles kernels and initialises libraries, NCCL's connections for this size included: not recordable."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -65,7 +65,7 @@ class CudaRecorder:  # pragma: no cover - needs a GPU
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": by default a call of any thread that could wait for the device (memory that is pinned, freed
-        # by the garbage collector, or set up by a library) would spoil the recording; only this thread's are its own.
+        # by the garbage collector, or allocated by a library) would invalidate the recording.
         # The outer context: where a recording fails, `torch.cuda.graph` leaves its stream the current one.
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
@@ -77,7 +77,7 @@ class CudaRecorder:  # pragma: no cover - needs a GPU
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One size: its buffers, and what runs the step on them. `logits` [S, V] float32."""
+    """One size: its buffers, and the replay of the step on them. `logits` [S, V] float32."""
 
     packed: Tensor
     batch: Batch
@@ -107,9 +107,9 @@ class StepGraphs:
         return sorted(self._decode), sorted(self._mixed)
 
     def record(self, decode: Sequence[int], mixed: Sequence[int], done: Callable[[float], None]) -> None:
-        """Record these sizes, the largest first: smaller ones fit into its memory. `done` hears the fraction.
+        """Record these sizes, the largest first: smaller ones fit into its memory. `done` is called with the fraction.
 
-        Raises whatever the model raises when it cannot be recorded, as where its code waits for the device.
+        Raises whatever the model raises when it cannot be recorded, for example because its code waits for the device.
         """
         todo = [(True, tokens) for tokens in sorted(decode, reverse=True)]
         todo += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
@@ -121,7 +121,7 @@ class StepGraphs:
 
     def prepare(self, work: Sequence[Work]) -> Batch | None:
         """The work in the buffers of the smallest recorded step that holds it; None when none does."""
-        host = lay_out(work, self._rows, self._layout.block_size)
+        host = flatten_work(work, self._rows, self._layout.block_size)
         step = self._fitting(host)
         if step is None:
             return None
@@ -141,7 +141,7 @@ class StepGraphs:
         )
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Replay a prepared batch; logits [R, V] that are good until the next run, None when nothing draws."""
+        """Replay a prepared batch; logits [R, V] that are valid until the next run, None when no row is sampled."""
         step: RecordedStep = batch.recorded
         step.replay()
         drawing = len(batch.sample_rows)
@@ -162,7 +162,7 @@ class StepGraphs:
         )
 
     def _record(self, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
-        nothing = lay_out([], self._rows, self._layout.block_size)
+        nothing = flatten_work([], self._rows, self._layout.block_size)
         host = nothing.padded(tokens, sequences, self._entries, max_query_len, self._rows.max_len)
         packed = pack(host.arrays).to(self._rows.device)
         batch = host.over(unpack(packed, host.arrays))
@@ -170,15 +170,15 @@ class StepGraphs:
 
         def step() -> None:
             found = self._forward(batch)
-            assert found is not None  # every sequence of a padded batch seems to draw
+            assert found is not None  # every sequence of a padded batch counts as sampled
             logits.copy_(found)
 
-        self._recorder.rehearse(step)
+        self._recorder.warm_up(step)
         return RecordedStep(packed, batch, sequences, logits, self._recorder.record(step))
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Few sizes at which little is computed for nothing: 1, 2, 4, then every eighth, and every 32nd from 256 on."""
+    """Few sizes with little padding: 1, 2, 4, then every eighth, and every 32nd from 256 on."""
     sizes = {1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(256, max_rows + 1, 32), max_rows}
     return sorted(size for size in sizes if size <= max_rows)
 

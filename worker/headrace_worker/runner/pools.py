@@ -3,13 +3,35 @@
 import mmap
 from contextlib import suppress
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
-from headrace_worker.layout import CacheLayout
+from headrace_worker.core.layout import CacheLayout
 from headrace_worker.model.attention import LayerCache
+from headrace_worker.model.load import LoadedModel
+
+
+class KVPools:
+    """The keys and values of one rank: its tensors, and the pool of each of its layers."""
+
+    def __init__(self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises MemoryTooSmallError, ModelUnsupportedError."""
+        self.num_blocks = num_blocks
+        self.tensors = make_pools(layout, num_blocks, dtype, device)
+        self.layers = bind_layers(layout, self.tensors)
+
+    @classmethod
+    def of(cls, model: LoadedModel, num_blocks: int) -> Self:
+        """The pools of a loaded model. Raises as the constructor does."""
+        return cls(model.layout, num_blocks, model.dtype, model.device)
+
+    def clear(self, blocks: int) -> None:
+        """Zeroes the first blocks."""
+        for pool in self.tensors:
+            pool[:, :blocks].zero_()
 
 
 def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -32,8 +54,8 @@ def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Anonymous memory reads as zero and is taken page by page when first written: `torch.zeros` would write it all
-    # now, seconds for gigabytes that may never be used. The mapping lives as long as the tensor.
+    # Anonymous memory reads as zero and is allocated page by page when first written: `torch.zeros` would write it all
+    # now, seconds for gigabytes that may never be used. The mapping exists as long as the tensor.
     mapping = mmap.mmap(-1, prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -42,7 +64,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> dict[int, LayerCache]:
-    """For every model layer of this rank its group and pool, by layer index."""
+    """Group and pool of every model layer of this rank, by layer index."""
     return {
         layer: LayerCache(group.index, pools[slot], group.window)
         for group in layout.groups

@@ -1,7 +1,7 @@
 """Stable rows: each running request's tokens, on the device, and its block tables, mirrored on the host.
 
-Only the sampled tokens are unknown to the host when a step is launched; everything else of a step's inputs is plain
-integers, gathered here with numpy and copied over in one go.
+Only the sampled tokens are unknown to the host when a step is launched; all other inputs of a step are plain integers,
+gathered with numpy and sent to the device in one copy.
 """
 
 import numpy as np
@@ -9,15 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_worker.host_device import to_device
-from headrace_worker.layout import CacheLayout
-from headrace_worker.plan import RowInit, TableUpdate
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.core.plan import RowInit, TableUpdate
+from headrace_worker.device.staging import to_device
 
 
 class RowState:
     """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] on the host.
 
-    A row's tokens past what is known, and its table entries past what was granted, are zero (null block) from its
+
+    A row's unknown tokens, and its table entries beyond the allocated blocks, are zero (null block) from its
     initialisation on.
     """
 
@@ -25,14 +26,14 @@ class RowState:
         self.max_rows = max_rows
         self.max_len = max_len
         self.device = device
-        # One more column: the token after the last position may be drawn, though never computed.
+        # One more column: the token after the last position may be sampled, though never computed.
         self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device)
         entries = -(-max_len // layout.block_size)
         self.tables: list[NDArray[np.int32]] = [np.zeros((max_rows, entries), np.int32) for _ in layout.groups]
         self.generations = np.full(max_rows, -1, np.int64)
 
     def initialise(self, init: RowInit) -> None:
-        """Hand a row over: all that is per row is reset."""
+        """Reset all state of a row for a new request."""
         row, count = init.row, len(init.token_ids)
         known = np.zeros(self.max_len + 1, np.int32)
         known[:count] = init.token_ids

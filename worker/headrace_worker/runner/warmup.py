@@ -1,4 +1,4 @@
-"""Warm-up before the replica is ready: on a GPU whatever is to be compiled; then prefill and decode steps, timed."""
+"""Warm-up before the replica is ready: on a GPU kernels are compiled; then prefill and decode steps are timed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace_worker.guide import Mask
-from headrace_worker.layout import CacheLayout
-from headrace_worker.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.layout import CacheLayout
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
 from headrace_worker.runner.coverage import cover
 
 Report = Callable[[str, float], None]
@@ -32,7 +32,7 @@ class WarmupResult:
 
 
 class WarmRunner(Protocol):
-    """A runner of one rank, or what stands for those of all ranks."""
+    """A runner of one rank, or the one that represents all ranks."""
 
     layout: CacheLayout
     num_blocks: int
@@ -51,7 +51,8 @@ def warm_up(
 ) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
-    On a GPU steps of every kind are run before, of up to `budget` tokens. Leaves rows and pools as new.
+
+    On a GPU steps of every kind, of up to `budget` tokens, run before. Resets rows and pools.
     """
     if runner.device.type == "cuda":
         cover(runner, budget or GPU_BUDGET, lambda done: report("compiling kernels", done))
@@ -64,7 +65,7 @@ def warm_up(
     init = RowInit(0, 0, [0] * tokens, tokens, RowSampling(temperature=0.0))
     report("warming up", 0.0)
     prefill = []
-    for attempt in range(2):  # the first run pays for lazy set-up
+    for attempt in range(2):  # the first run includes lazy initialisation
         prefill.append(_timed(runner, StepPlan(attempt, [], [init], tables, [Work(0, 0, tokens, True)])))
         report("warming up", 0.3 * (attempt + 1))
     decode = [_timed(runner, StepPlan(2 + n, [], [], [], [Work(0, tokens + n, 1, True)])) for n in range(3)]
@@ -76,8 +77,8 @@ def warm_up(
     if budget is None and runner.device.type == "cuda":
         budget = GPU_BUDGET
     elif budget is None:
-        room = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
-        budget = max(_SMALLEST, min(_LARGEST, room // block_size * block_size))
+        fitting_tokens = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
+        budget = max(_SMALLEST, min(_LARGEST, fitting_tokens // block_size * block_size))
     steps = [(0, 1, tokens + 1 + n, seconds) for n, seconds in enumerate(decode)]
     steps.append((tokens, 0, tokens, prefill[-1]))
     return WarmupResult(tokens / prefill[-1], fixed, budget, tuple(steps))

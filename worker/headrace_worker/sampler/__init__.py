@@ -1,4 +1,4 @@
-"""Draws tokens from logits: vectorised over rows, each row by its own options and noise."""
+"""Samples tokens from logits: vectorised over rows, each row with its own options and noise."""
 
 from headrace_worker.sampler.masks import NO_MASKS
 from headrace_worker.sampler.output import SampleOutput

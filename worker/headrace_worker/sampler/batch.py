@@ -1,4 +1,4 @@
-"""What one sampling step works on. Letters: R rows that draw, V vocabulary, A rows that use some feature."""
+"""Inputs of one sampling step. Shapes: R rows to sample, V vocabulary, A rows that use a feature."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_worker.host_device import all_to_device
+from headrace_worker.device.staging import all_to_device
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class SampleBatch:
 
     logits: Tensor
     rows: Sequence[int]  # [R] row ids
-    positions: Sequence[int]  # [R] position of the token to draw = number of tokens known before it
+    positions: Sequence[int]  # [R] position of the token to sample = number of known tokens
     token_rows: Tensor  # [max_rows, max_len] known tokens by row id
 
     def users(self, feature: Collection[int]) -> list[int]:

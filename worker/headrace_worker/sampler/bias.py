@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace_worker.plan import RowInit
+from headrace_worker.core.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 
 
@@ -16,14 +16,14 @@ class BiasState:
         self._rows: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
     def init(self, init: RowInit) -> None:
-        """Take a row's options over; ids outside the vocabulary can never be drawn and are left out."""
+        """Store a row's options; ids outside the vocabulary can never be sampled and are left out."""
         pairs = [pair for pair in init.sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
         if pairs:
             ids, values = zip(*pairs, strict=True)
             self._rows[init.row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
     def free(self, row: int) -> None:
-        """Forget a row."""
+        """Remove a row's options."""
         self._rows.pop(row, None)
 
     def apply(self, batch: SampleBatch) -> bool:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits: the drawn token's and the best ones."""
+"""Log-probabilities of the raw logits: the sampled token's and the best ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,69 +7,69 @@ import torch
 from torch import Tensor
 
 from headrace_kernels import row_logsumexp
-from headrace_worker.plan import RowInit, SampledLogprobs
+from headrace_worker.core.plan import RowInit, SampledLogprobs
 from headrace_worker.sampler.batch import SampleBatch
 
 
 @dataclass(slots=True)
 class LogprobsOutput:
-    """A rows that asked: values on the device, not yet read."""
+    """Values on the device, not yet read, of the A rows that request log-probabilities."""
 
     index: Sequence[int]  # [A] into the batch
-    wanted: Sequence[int]  # [A] how many of the best
+    counts: Sequence[int]  # [A] how many of the best
     chosen: Tensor  # [A] float32
     top_ids: Tensor  # [A, n] int64, best first
     top: Tensor  # [A, n] float32
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What has to come to the host."""
+        """The tensors to copy to the host."""
         return self.chosen, self.top_ids, self.top
 
     def read(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> dict[int, SampledLogprobs]:
         """By index into the batch, from `tensors` on the host."""
-        columns = (self.index, self.wanted, chosen.tolist(), top_ids.tolist(), top.tolist())
+        columns = (self.index, self.counts, chosen.tolist(), top_ids.tolist(), top.tolist())
         return {
-            index: SampledLogprobs(chosen, top_ids[:wanted], top[:wanted])
-            for index, wanted, chosen, top_ids, top in zip(*columns, strict=True)
+            index: SampledLogprobs(chosen, top_ids[:count], top[:count])
+            for index, count, chosen, top_ids, top in zip(*columns, strict=True)
         }
 
 
 @dataclass(slots=True)
 class RawLogits:
-    """Raw logits [A, V] of the rows that asked, kept while the batch's are changed."""
+    """Raw logits [A, V] of the rows that request log-probabilities, kept while the batch's are changed."""
 
     index: list[int]
-    wanted: list[int]
+    counts: list[int]
     logits: Tensor
 
     def finish(self, tokens: Tensor, batch: SampleBatch) -> LogprobsOutput:
-        """Log-probabilities once tokens [R] are drawn."""
+        """Log-probabilities once tokens [R] are sampled."""
         chosen_ids = tokens[batch.tensor(self.index, torch.int64)][:, None]
         log_total = row_logsumexp(self.logits)[:, None]
-        top, top_ids = self.logits.topk(max(self.wanted), dim=-1)
+        top, top_ids = self.logits.topk(max(self.counts), dim=-1)
         chosen = (self.logits.gather(1, chosen_ids) - log_total)[:, 0]
-        return LogprobsOutput(self.index, self.wanted, chosen, top_ids, top - log_total)
+        return LogprobsOutput(self.index, self.counts, chosen, top_ids, top - log_total)
 
 
 class LogprobsState:
-    """Per row how many of the best it wants to see."""
+    """Per row the number of best tokens to report."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, int] = {}
 
     def init(self, init: RowInit) -> None:
-        """Take a row's options over."""
+        """Store a row's options."""
         if init.sampling.logprobs is not None:
             self._rows[init.row] = min(init.sampling.logprobs, self._vocab_size)
 
     def free(self, row: int) -> None:
-        """Forget a row."""
+        """Remove a row's options."""
         self._rows.pop(row, None)
 
     def keep_raw(self, batch: SampleBatch) -> RawLogits | None:
-        """A copy of the raw logits of the rows that asked; None if none did."""
+        """A copy of the raw logits of the rows that request log-probabilities; None if there are none."""
         users = batch.users(self._rows)
         if not users:
             return None

@@ -1,4 +1,4 @@
-"""What constrained outputs allow next: bits from the host, applied to logits on the device."""
+"""Masks of constrained outputs: bits from the host, applied to logits on the device."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_worker.guide import Mask
+from headrace_worker.core.guide import Mask
 from headrace_worker.sampler.batch import SampleBatch
 
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
@@ -16,14 +16,14 @@ _BITS = torch.tensor([[byte >> bit & 1 for bit in range(8)] for byte in range(25
 
 
 class MaskState:
-    """Holds the bits of every byte on the device: a lookup costs one byte per token, where shifts would take words."""
+    """Holds the bits of every byte on the device: a lookup takes one byte per token, shifts would take words."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._bits = _BITS.to(device)  # [256, 8]
 
     def apply(self, batch: SampleBatch, masks: Mapping[int, Mask]) -> bool:
-        """Set what the masks [W] int32, by index into the batch, do not allow to -inf; True if there are some."""
+        """Set tokens that the masks [W] int32 (by index into the batch) exclude to -inf; True if there are masks."""
         if not masks:
             return False
         users = list(masks)

@@ -2,7 +2,7 @@
 
 ``state = 0``, then for each of the four words in that order ``state = finalize((state ^ word) + GOLDEN)``, where
 ``finalize`` and ``GOLDEN`` are SplitMix64's, as in ``headrace_kernels.reference.noise``, which turns a key into noise.
-The definition is part of what a seed promises, over replicas, restarts and versions.
+The definition must not change: a seed has the same result on all replicas, after restarts and in later versions.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_kernels.reference.noise import GOLDEN, finalize
 
-PURPOSE_TOKEN = 1  # drawing a token; other draws at the same position (speculation, say) take other numbers
+PURPOSE_TOKEN = 1  # sampling a token; other uses at the same position (e.g. speculation) take other numbers
 
 _GOLDEN_SIGNED = GOLDEN - (1 << 64)
 
@@ -24,7 +24,7 @@ def row_key(seed: int, choice_index: int, purpose: int = PURPOSE_TOKEN) -> int:
 
 
 def absorb(state: Tensor, word: Tensor) -> Tensor:
-    """One more word mixed in; both int64, any shape."""
+    """Mix one more word into the state; both int64, any shape."""
     return finalize((state ^ word) + _GOLDEN_SIGNED)
 
 

@@ -1,11 +1,11 @@
-"""What a sampling step gives back, on the device until somebody asks."""
+"""The output of a sampling step, on the device until it is read."""
 
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace_worker.host_device import HostCopy
-from headrace_worker.plan import SampledLogprobs, StepResult
+from headrace_worker.core.plan import SampledLogprobs, StepResult
+from headrace_worker.device.staging import HostCopy
 from headrace_worker.sampler.logprobs import LogprobsOutput
 
 NOT_FINITE = (
@@ -13,17 +13,17 @@ NOT_FINITE = (
 )
 
 NOTHING_ALLOWED = (
-    "What constrains this output allows no token that the other options leave: ask with a smaller min_tokens, without "
-    "logit_bias, or with a constraint that the vocabulary can spell."
+    "The constraint of this output allows no token that the other options leave: use a smaller min_tokens, no "
+    "logit_bias, or a constraint that the vocabulary can express."
 )
 
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Tokens of R rows. Where ``finite`` is False the row's logits were broken and its token means nothing; where
-    ``drawable`` is False nothing was left to draw.
+    """Tokens of R rows. Where ``finite`` is False the row's logits were not finite and its token is meaningless; where
+    ``drawable`` is False no token was allowed.
 
-    The copy to the host begins here: who reads it later does not wait for steps that were launched in between.
+    The copy to the host begins here: reading it later does not wait for steps that were launched in between.
     """
 
     tokens: Tensor  # [R] int64
@@ -33,9 +33,9 @@ class SampleOutput:
     _copy: HostCopy = field(init=False)
 
     def __post_init__(self) -> None:
-        wanted = self.logprobs.tensors if self.logprobs is not None else ()
+        logprobs = self.logprobs.tensors if self.logprobs is not None else ()
         drawable = () if self.drawable is None else (self.drawable,)
-        self._copy = HostCopy((self.tokens, self.finite, *wanted, *drawable))
+        self._copy = HostCopy((self.tokens, self.finite, *logprobs, *drawable))
 
     def to_result(self, step: int) -> StepResult:
         """Everything on the host; waits for this step."""

@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties.
 
-The repetition penalty counts prompt and output, the other two the output alone. Only tokens that a row has seen can
-change, so the work goes with its length, not with the vocabulary: their logits are gathered, changed and written back.
+The repetition penalty counts prompt and output, the other two the output alone. Only logits of tokens that occur in a
+row change, so the work depends on its length, not on the vocabulary: they are gathered, changed and written back.
 A token that occurs twice is computed twice with the same result.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace_worker.plan import RowInit
+from headrace_worker.core.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 
 
@@ -19,7 +19,7 @@ class _Row:
     repetition: float
     presence: float
     frequency: float
-    slot: int  # line of the output counts; 0, which stays empty, for rows that need none
+    slot: int  # index into the output counts; 0, which stays empty, for rows that need none
     counted: int  # positions below this are counted, or belong to the prompt
 
 
@@ -32,7 +32,7 @@ class PenaltyState:
         self._free_slots: list[int] = []
 
     def init(self, init: RowInit) -> None:
-        """Take a row's options over; outputs that it brings along are counted when it draws next."""
+        """Store a row's options; outputs it already has are counted when it is sampled next."""
         sampling = init.sampling
         counting = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         if counting or sampling.repetition_penalty != 1.0:
@@ -45,13 +45,13 @@ class PenaltyState:
             )
 
     def free(self, row: int) -> None:
-        """Forget a row; its counts go to the next that needs some."""
+        """Remove a row's options; its counts are reused for the next row that needs some."""
         state = self._rows.pop(row, None)
         if state is not None and state.slot:
             self._free_slots.append(state.slot)
 
     def apply(self, batch: SampleBatch) -> bool:
-        """Penalise seen tokens; True if any row has penalties."""
+        """Penalise tokens that occur in a row; True if any row has penalties."""
         users = batch.users(self._rows)
         if not users:
             return False
@@ -81,7 +81,7 @@ class PenaltyState:
         return True
 
     def _count_new(self, batch: SampleBatch, users: list[int], states: list[_Row]) -> None:
-        """Count the outputs that became known since a row drew last: normally the one token it drew then."""
+        """Count the outputs that became known since a row was last sampled: normally one token."""
         slots: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
@@ -107,5 +107,5 @@ class PenaltyState:
         return slot
 
     def counts_memory(self) -> int:
-        """Bytes that the counts take now."""
+        """Bytes of the counts."""
         return self._counts.nbytes

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
     raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ masks ─▶ penalties ─┬─▶ temperature 0: argmax
                                                / temperature ─▶ min-p, top-k, top-p  ◀───┘
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from headrace_kernels import gumbel_argmax
-from headrace_worker.guide import Mask
-from headrace_worker.plan import RowInit
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
 from headrace_worker.sampler.logprobs import LogprobsState
 from headrace_worker.sampler.masks import NO_MASKS, MaskState
+from headrace_worker.sampler.min_tokens import MinTokensState
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.output import SampleOutput
 from headrace_worker.sampler.penalties import PenaltyState
-from headrace_worker.sampler.stop_bar import StopBarState
 from headrace_worker.sampler.truncation import TruncationState, draw_truncated
 
-GREEDY_BELOW = 1e-5  # a temperature this low would only overflow: it is the argmax
+GREEDY_BELOW = 1e-5  # a temperature this low would only overflow: argmax is used instead
 
 
 class Sampler:
@@ -37,15 +37,15 @@ class Sampler:
         self._temperatures = np.zeros(max_rows, np.float32)
         self._keys = np.zeros(max_rows, np.int64)  # noise keys without the position
         self._bias = BiasState(vocab_size)
-        self._stop_bar = StopBarState(vocab_size)
+        self._min_tokens = MinTokensState(vocab_size)
         self._masks = MaskState(vocab_size, device)
         self._penalties = PenaltyState(vocab_size, device)
         self._truncation = TruncationState(vocab_size)
         self._logprobs = LogprobsState(vocab_size)
-        self._features = (self._bias, self._stop_bar, self._penalties, self._truncation, self._logprobs)
+        self._features = (self._bias, self._min_tokens, self._penalties, self._truncation, self._logprobs)
 
     def init(self, init: RowInit) -> None:
-        """Hand a row over: nothing of its former owner stays."""
+        """Reset a row to the options of a new request."""
         self.free(init.row)
         sampling = init.sampling
         self._temperatures[init.row] = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
@@ -54,7 +54,7 @@ class Sampler:
             feature.init(init)
 
     def free(self, row: int) -> None:
-        """Forget a row; free rows may be freed again."""
+        """Remove a row's options; free rows may be freed again."""
         for feature in self._features:
             feature.free(row)
 
@@ -66,18 +66,19 @@ class Sampler:
         token_rows: Tensor,
         masks: Mapping[int, Mask] = NO_MASKS,
     ) -> SampleOutput:
-        """Draw one token per row.
+        """Sample one token per row.
 
-        logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to draw;
+
+        logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to sample;
         ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
-        into rows, what alone may be drawn.
+        into rows, the allowed tokens.
         """
-        logits = logits.contiguous()  # which a part of a padded vocabulary is not
+        logits = logits.contiguous()  # a slice of a padded vocabulary is not contiguous
         batch = SampleBatch(logits, rows, positions, token_rows)
-        peaks, best = logits.max(-1)  # NaN wins a max, so the peak tells whether a row is sound
+        peaks, best = logits.max(-1)  # a max with NaN is NaN, so the peak shows whether a row is finite
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
-        changed = [self._bias.apply(batch), self._stop_bar.apply(batch)]
+        changed = [self._bias.apply(batch), self._min_tokens.apply(batch)]
         masked = self._masks.apply(batch, masks)
         changed += [masked, self._penalties.apply(batch)]
         drawing = np.flatnonzero(self._temperatures[np.asarray(rows, np.int64)]).tolist()

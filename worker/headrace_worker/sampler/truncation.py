@@ -1,9 +1,9 @@
-"""min-p, top-k and top-p, in this order, and the draw from what they leave.
+"""min-p, top-k and top-p, in this order, and sampling from the remaining tokens.
 
 Each of the three keeps a set of the most probable tokens, so together they amount to a threshold: every token at least
-as probable as it stays (equal ones all stay). The threshold is looked for among a few candidates first; a row whose
-kept tokens might not all be among them is done again with more, in the end with the whole vocabulary. What a row draws
-does not depend on how many candidates it took: sums run in sorted order, and noise belongs to the token id.
+as probable as it is kept (all equal ones too). The threshold is searched among a few candidates first; a row whose kept
+tokens might not all be among them is computed again with more, in the end with the whole vocabulary. The result does
+not depend on the number of candidates: sums run in sorted order, and noise belongs to the token id.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels import gumbel_noise_at, row_logsumexp
-from headrace_worker.plan import RowInit
+from headrace_worker.core.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
 
 FIRST_CANDIDATES = 64
@@ -35,21 +35,21 @@ class Truncation:
 
 
 class TruncationState:
-    """Per row top-k, top-p and min-p; rows that use none of them are unknown here."""
+    """Per row top-k, top-p and min-p; rows that use none of them are not stored."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.rows: dict[int, tuple[int, float, float]] = {}
 
     def init(self, init: RowInit) -> None:
-        """Take a row's options over."""
+        """Store a row's options."""
         sampling = init.sampling
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
         if top_k < self._vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0:
             self.rows[init.row] = (top_k, sampling.top_p, sampling.min_p)
 
     def free(self, row: int) -> None:
-        """Forget a row."""
+        """Remove a row's options."""
         self.rows.pop(row, None)
 
     def gather(self, batch: SampleBatch, users: list[int]) -> Truncation:
@@ -67,7 +67,9 @@ def draw_truncated(scores: Tensor, keys: Tensor, options: Truncation) -> Tensor:
     vocab = scores.shape[1]
     log_total = row_logsumexp(scores)[:, None]
     if scores.is_cuda:
-        return _attempt(scores, keys, options, log_total, vocab)[0]  # looking whether more are needed would wait
+        return _attempt(scores, keys, options, log_total, vocab)[
+            0
+        ]  # testing whether more are needed would wait for the device
     candidates = min(FIRST_CANDIDATES, vocab)
     tokens, complete = _attempt(scores, keys, options, log_total, candidates)
     while candidates < vocab and not bool(complete.all()):
@@ -106,7 +108,7 @@ def _attempt(
 
     noisy = torch.where(drawable, values + gumbel_noise_at(keys, ids), float("-inf"))
     tokens = ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
-    # A last candidate that stays may be followed by more, tied ones too; one that counts leaves the sum unfinished.
+    # If the last candidate is kept, more may follow, tied ones too; if it counts, the sum is incomplete.
     more_needed = drawable[:, -1]
     if options.cuts:
         more_needed = more_needed | (kept[:, -1] & cut[:, 0])

@@ -1,1 +1,1 @@
-"""The replica's gRPC face: streams to routers, model facts, cache events, health."""
+"""The replica's gRPC server: streams to routers, model facts, cache events, health."""

@@ -1,19 +1,19 @@
-"""Cache events for routers: a mirror of what is findable, sequence numbers, and one bounded queue per watcher."""
+"""Cache events for routers: a mirror of the cached hashes, sequence numbers, and one bounded queue per watcher."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.kv.blocks import CacheChange
+from headrace_worker.core.kv.blocks import CacheChange
 
 SNAPSHOT_CHUNK = 4096
 """Hashes per snapshot frame: about 72 KiB on the wire."""
 QUEUE_FRAMES = 1024
-"""Increments that a watcher may be behind before it is cut off and has to take a new snapshot."""
+"""Increments that a watcher may be behind before its stream ends and it needs a new snapshot."""
 
 
 class CacheEventHub:
-    """Lives on the server's event loop. `publish` is called once per step with that step's changes."""
+    """For the server's event loop. `publish` is called once per step with that step's changes."""
 
     def __init__(self, boot_id: bytes) -> None:
         self._boot_id = boot_id
@@ -36,9 +36,9 @@ class CacheEventHub:
             self._send(watcher, frame)
 
     async def watch(self) -> AsyncIterator[pb.CacheFrame]:
-        """A snapshot in chunks, then increments; ends when the watcher fell too far behind."""
+        """A snapshot in chunks, then increments; ends when the watcher is too far behind."""
         queue: asyncio.Queue[pb.CacheFrame | None] = asyncio.Queue(QUEUE_FRAMES)
-        snapshot = self._snapshot()  # taken in the same turn as the registration: nothing is missed or doubled
+        snapshot = self._snapshot()  # no await between this and the registration: no change is missed or repeated
         self._watchers.add(queue)
         try:
             for frame in snapshot:
@@ -49,7 +49,7 @@ class CacheEventHub:
             self._watchers.discard(queue)
 
     def _net(self, changes: Iterable[CacheChange]) -> dict[int, dict[bytes, bool]]:
-        """The last state of every hash that changed; the mirror follows."""
+        """The last state of every hash that changed; updates the mirror."""
         net: dict[int, dict[bytes, bool]] = {}
         for change in changes:
             held = self._mirror.setdefault(change.group, {})

@@ -1,12 +1,13 @@
-"""Between the wire's messages and the engine's objects."""
+"""Conversion between protobuf messages and the engine's objects."""
 
 from collections.abc import Callable, Sequence
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.engine import LoadSnapshot
-from headrace_worker.kv.manager import PrefixChain
-from headrace_worker.plan import RowSampling, SampledLogprobs
-from headrace_worker.request import Finish, Output, Request
+from headrace_proto.quantities import counted
+from headrace_worker.core.engine import LoadSnapshot
+from headrace_worker.core.kv.manager import PrefixChain
+from headrace_worker.core.plan import RowSampling, SampledLogprobs
+from headrace_worker.core.request import Finish, Output, Request
 
 _FINISH = {
     Finish.STOP: pb.FINISH_STOP,
@@ -18,11 +19,11 @@ _FINISH = {
 }
 
 
-_MOST_UINT32 = 2**32 - 1
+_MAX_UINT32 = 2**32 - 1
 
 
 class InvalidSubmitError(Exception):
-    """A Submit that this replica cannot take; the sentence is for the client."""
+    """A Submit that this replica cannot accept; the sentence is for the client."""
 
 
 def to_request(
@@ -34,9 +35,9 @@ def to_request(
     eos_token_ids: Sequence[int],
     start_chain: Callable[[bytes, str], PrefixChain],
 ) -> Request:
-    """Checks a Submit and makes the engine's request of it. Raises InvalidSubmitError.
+    """Checks a Submit and converts it to the engine's request. Raises InvalidSubmitError.
 
-    The router has validated already; a replica still trusts no lengths or ids, because they index memory here.
+    The router has validated it already; a replica still trusts no lengths or ids, because they index memory here.
     """
     prompt = list(submit.prompt_token_ids)
     tokens = prompt + list(submit.output_token_ids)
@@ -47,7 +48,8 @@ def to_request(
         raise InvalidSubmitError("the prompt is empty")
     if len(tokens) >= max_model_len:
         raise InvalidSubmitError(
-            f"the prompt has {len(tokens)} tokens, but the context is {max_model_len}, with at least one to generate"
+            f"the prompt has {counted(len(tokens), 'token')}, but the context is {max_model_len}, with at least one to "
+            "generate"
         )
     stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else set(eos_token_ids))
     largest = max(max(tokens), max(stop_ids, default=0), max(options.logit_bias, default=0))
@@ -76,7 +78,7 @@ def to_request(
 
 
 def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int) -> RowSampling:
-    """Sampling options as the sampler reads them; a filter that lets everything through becomes its neutral value."""
+    """Sampling options for the sampler; a filter that has no effect becomes its neutral value."""
     return RowSampling(
         temperature=options.temperature,
         top_p=options.top_p if 0 < options.top_p < 1 else 1.0,
@@ -95,11 +97,11 @@ def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int
 
 
 def fill_delta(delta: pb.Delta, output: Output) -> None:
-    """One engine output as the start of an empty delta; later ones of the same attempt follow by `merge_output`."""
+    """Fills an empty delta with one engine output; `merge_output` adds later ones of the same attempt."""
     delta.attempt_id = output.attempt_id
     delta.first_index = output.first_index
     delta.token_ids.extend(output.token_ids)
-    # What most outputs do not have costs nothing: there is one per token.
+    # Fields that most outputs lack must cost nothing: there is one output per token.
     if output.logprobs:
         delta.logprobs.extend(to_logprobs(entry) for entry in output.logprobs)
     if output.finish is not None:
@@ -110,7 +112,7 @@ def fill_delta(delta: pb.Delta, output: Output) -> None:
     if output.cached_tokens is not None:
         delta.cached_tokens = output.cached_tokens
     if output.queue_seconds is not None:
-        delta.queue_us = min(max(0, int(output.queue_seconds * 1e6)), _MOST_UINT32)
+        delta.queue_us = min(max(0, int(output.queue_seconds * 1e6)), _MAX_UINT32)
 
 
 def merge_output(delta: pb.Delta, output: Output) -> None:

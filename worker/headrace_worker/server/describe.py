@@ -1,17 +1,18 @@
-"""Makes the description of a replica from what was assembled."""
+"""Creates the description of a replica from its assembly."""
 
 from blake3 import blake3
+from google.protobuf.json_format import ParseDict
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.assembly import Assembly
-from headrace_worker.config import ReplicaConfig
-from headrace_worker.layout import LAYOUT_VERSION, CacheLayout
-from headrace_worker.role import role_number
+from headrace_worker.assembly.assemble import Assembly
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
+from headrace_worker.core.role import role_number
 from headrace_worker.server.description import Description
 
 
 def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Description:
-    """What routers are told. Raises UnknownRoleError."""
+    """The description for routers. Raises UnknownRoleError."""
     model, limits = assembly.model, assembly.limits
     facts = model.facts
     identity = pb.ReplicaIdentity(
@@ -35,7 +36,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Descr
         special_tokens=facts.special_tokens,
         tokenizer_digest=blake3(facts.tokenizer_json).digest(),
         tokenizer_size=len(facts.tokenizer_json),
-        defaults=_defaults_message(facts.defaults),
+        defaults=ParseDict(facts.defaults, pb.GenerationDefaults()),
         add_bos=facts.add_bos,
         kv_blocks=assembly.size.num_blocks - 1,
         max_num_seqs=limits.max_num_seqs,
@@ -59,10 +60,3 @@ def _layout_message(layout: CacheLayout) -> pb.KvLayout:
             for group in layout.groups
         ],
     )
-
-
-def _defaults_message(defaults: dict[str, float]) -> pb.GenerationDefaults:
-    message = pb.GenerationDefaults()
-    for name, value in defaults.items():
-        setattr(message, name, int(value) if name == "top_k" else value)
-    return message

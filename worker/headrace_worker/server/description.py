@@ -1,4 +1,4 @@
-"""What a replica tells routers about itself and its model."""
+"""The description of a replica and its model for routers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ CHUNK_BYTES = 1 << 20
 class Description:
     """The replica's facts as messages, and its tokenizer as the bytes of a tokenizer.json.
 
+
     Messages are replaced, never changed: other threads may be sending them.
     """
 
@@ -23,7 +24,7 @@ class Description:
         return self.facts.identity
 
     def set_role(self, role: pb.Role) -> None:
-        """What routers are to use the replica for from now on. From any thread."""
+        """Changes the role. From any thread."""
         facts = pb.ModelFacts()
         facts.CopyFrom(self.facts)
         facts.identity.role = role

@@ -1,16 +1,17 @@
-"""What waits to be sent to one router."""
+"""Outputs that wait to be sent to one router."""
 
 import asyncio
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.request import Output
+from headrace_worker.core.request import Output
 from headrace_worker.server.convert import fill_delta, merge_output
 
 
 class Outbox:
     """Coalesces deltas until the stream can take a frame.
 
-    Its size is bounded by the attempts that the router has here and their max_tokens, however slow the stream is: a
+
+    Its size is bounded by the router's attempts on this replica and their max_tokens, however slow the stream is: a
     slow router gets fewer, larger frames, and the step loop never waits for it.
     """
 
@@ -32,19 +33,19 @@ class Outbox:
             else:
                 merge_output(delta, output)
 
-    def beat(self, step: int, load: pb.Load) -> None:
-        """Notes the newest heartbeat and lets the next frame go."""
+    def set_heartbeat(self, step: int, load: pb.Load) -> None:
+        """Stores the newest heartbeat and allows the next frame to be sent."""
         self._step = step
         self._load = load
         self._ready.set()
 
     def close(self) -> None:
-        """The router has ended its side: `take` returns None from now on."""
+        """The router has closed its side: `take` returns None from now on."""
         self._closed = True
         self._ready.set()
 
     async def take(self) -> pb.ReplicaFrame | None:
-        """The next frame: all that came since the last one. Waits for a heartbeat; None once closed."""
+        """The next frame: everything since the last one. Waits for a heartbeat; None once closed."""
         await self._ready.wait()
         if self._closed:
             return None

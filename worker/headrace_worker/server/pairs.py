@@ -1,19 +1,19 @@
-"""What both ends of a transfer stream need: who this replica is, how its ranks share blocks, and its step loop."""
+"""What both ends of a transfer stream need: the replica's identity, its KV shards, and its step loop."""
 
 import itertools
 from collections.abc import Callable
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.config import Meeting
-from headrace_worker.loop import EngineLoop
-from headrace_worker.parallel.meeting import MeetingHost
+from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.orders import OpenPair
+from headrace_worker.core.transfer.shards import KvShards, mismatch, plan_routes
 from headrace_worker.server.transfer_convert import shards_message
-from headrace_worker.transfer.orders import OpenPair
-from headrace_worker.transfer.shards import KvShards, mismatch, plan_routes
 
 
-class PairDesk:
-    """Makes the orders that open pairs. Numbers of pairs are this replica's own."""
+class PairRegistry:
+    """Creates the orders that open pairs. Pair numbers are local to this replica."""
 
     def __init__(
         self,
@@ -21,14 +21,14 @@ class PairDesk:
         shards: KvShards,
         loop: EngineLoop,
         host: str,
-        expect: Callable[[int, MeetingHost], None],
+        set_rendezvous_host: Callable[[int, RendezvousHost], None],
     ) -> None:
-        """`expect`: told of the meeting that a pair's order will name, before the order."""
+        """`set_rendezvous_host` is called with a pair's rendezvous before its order."""
         self.shards = shards
         self.loop = loop
         self._identity = identity
         self._host = host
-        self._expect = expect
+        self._set_rendezvous_host = set_rendezvous_host
         self._numbers = itertools.count(1)
 
     @property
@@ -39,8 +39,8 @@ class PairDesk:
     def shards_message(self) -> pb.KvShards:
         return shards_message(self.shards)
 
-    def unlike(self, other: pb.ReplicaIdentity, shards: KvShards) -> str:
-        """Why blocks of the other replica are not blocks of this one; empty when they are."""
+    def find_mismatch(self, other: pb.ReplicaIdentity, shards: KvShards) -> str:
+        """Why this replica cannot use blocks of the other one; empty when it can."""
         mine = self.identity
         for field in ("model", "revision", "dtype", "kv_dtype"):
             if getattr(mine, field) != getattr(other, field):
@@ -49,20 +49,20 @@ class PairDesk:
             return "a replica does not fetch from itself"
         return mismatch(self.shards, shards)
 
-    def open_meeting(self) -> MeetingHost:
-        """As the target: where both are to meet. Takes a moment; raises MeetingError."""
-        return MeetingHost(self._host)
+    def open_rendezvous(self) -> RendezvousHost:
+        """As the target: opens the rendezvous of both replicas. Blocks for a moment; raises RendezvousError."""
+        return RendezvousHost(self._host)
 
-    def as_target(self, opened: MeetingHost, source: KvShards) -> OpenPair:
-        """The order for this replica's ranks to meet the source's."""
+    def as_target(self, opened: RendezvousHost, source: KvShards) -> OpenPair:
+        """The order for this replica's ranks to connect to the source's."""
         number = next(self._numbers)
-        self._expect(number, opened)
+        self._set_rendezvous_host(number, opened)
         mine, theirs = len(self.shards.ranks), len(source.ranks)
         routes = tuple(plan_routes(source, self.shards))
-        return OpenPair(number, opened.meeting, mine + theirs, 0, mine, routes, sends=False)
+        return OpenPair(number, opened.rendezvous, mine + theirs, 0, mine, routes, sends=False)
 
-    def as_source(self, meeting: Meeting, target: KvShards) -> OpenPair:
-        """The order for this replica's ranks to meet the target's."""
+    def as_source(self, rendezvous: Rendezvous, target: KvShards) -> OpenPair:
+        """The order for this replica's ranks to connect to the target's."""
         mine, theirs = len(self.shards.ranks), len(target.ranks)
         routes = tuple(plan_routes(self.shards, target))
-        return OpenPair(next(self._numbers), meeting, mine + theirs, theirs, 0, routes, sends=True)
+        return OpenPair(next(self._numbers), rendezvous, mine + theirs, theirs, 0, routes, sends=True)

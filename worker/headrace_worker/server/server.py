@@ -1,4 +1,4 @@
-"""The replica's gRPC server on a thread of its own."""
+"""The replica's gRPC server on its own thread."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ STOP_GRACE = 2.0
 
 
 class ReplicaServer:
-    """Binds, serves until stopped. `call_soon` hands work to its event loop from any thread."""
+    """Binds, serves until stopped. `call_soon` runs a function on its event loop, from any thread."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._host = host

@@ -9,17 +9,17 @@ import structlog
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
-from headrace_worker.kv.manager import PrefixChain
-from headrace_worker.loop import EngineLoop, StepReport
-from headrace_worker.request import Finish, Output
+from headrace_worker.assembly.loop import EngineLoop, StepReport
+from headrace_worker.core.kv.manager import PrefixChain
+from headrace_worker.core.request import Finish, Output
+from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.server.cache_events import CacheEventHub
 from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request
 from headrace_worker.server.description import Description
 from headrace_worker.server.outbox import Outbox
-from headrace_worker.server.pairs import PairDesk
+from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_service import TransferService
-from headrace_worker.transfer.exchange import Outbound
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ STALL_FACTOR = 4.0
 
 
 class _RouterStream:
-    """One router's stream: which attempts it owns here, and what waits for it."""
+    """One router's stream: its attempts on this replica, and the outputs that wait to be sent."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -36,7 +36,7 @@ class _RouterStream:
 
 
 class Servicer(ReplicaServicer):
-    """Runs on the server's event loop; the step loop hands its reports over with one call per step."""
+    """Runs on the server's event loop; the step loop passes its reports with one call per step."""
 
     def __init__(
         self,
@@ -44,42 +44,42 @@ class Servicer(ReplicaServicer):
         loop: EngineLoop,
         start_chain: Callable[[bytes, str], PrefixChain],
         boot_id: bytes,
-        desk: PairDesk,
+        pair_registry: PairRegistry,
         secret: bytes,
     ) -> None:
         self._description = description
         self._loop = loop
         self._start_chain = start_chain
         self._cache = CacheEventHub(boot_id)
-        self._sources = TransferClient(desk, secret)
+        self._sources = TransferClient(pair_registry, secret)
         facts = description.facts
-        self._targets = TransferService(desk, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
+        self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
         self._last: StepReport | None = None
         self._last_at = loop.clock()
 
     def deliver(self, report: StepReport) -> None:
-        """Takes in one turn of the step loop. Called on the event loop."""
+        """Handles one report of the step loop. Called on the event loop."""
         self._last, self._last_at = report, self._loop.clock()
         for stream, outputs in self._by_stream(report.outputs).items():
             stream.outbox.put(outputs)
         load = to_load(report.load, report.step, report.draining)
         for stream in self._streams:
-            stream.outbox.beat(report.step, load)
+            stream.outbox.set_heartbeat(report.step, load)
         self._cache.publish(report.cache_changes)
         if report.outbound is not None:
             self._send_out(report.outbound)
 
     def _send_out(self, outbound: Outbound) -> None:
-        """Says to other replicas what the step loop has to say to them."""
+        """Sends the step loop's messages to other replicas."""
         for source, message in outbound.to_sources:
-            self._sources.say(source, message)
+            self._sources.send(source, message)
         for target, answer in outbound.to_targets:
-            self._targets.say(target, answer)
-        for peer in outbound.hang_up:
-            self._sources.hang_up(peer)
-            self._targets.hang_up(peer)
+            self._targets.send(target, answer)
+        for peer in outbound.disconnect:
+            self._sources.disconnect(peer)
+            self._targets.disconnect(peer)
 
     async def Transfer(
         self,
@@ -90,7 +90,7 @@ class Servicer(ReplicaServicer):
             yield frame
 
     async def close(self) -> None:
-        """Ends what this replica has opened towards others."""
+        """Ends the streams that this replica opened to others."""
         await self._sources.close()
 
     async def Describe(
@@ -120,12 +120,12 @@ class Servicer(ReplicaServicer):
     ) -> AsyncIterator[pb.ReplicaFrame]:
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("hello"):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first frame must say hello")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first frame must be a hello")
             return
         if first.hello.contract_version != CONTRACT_VERSION:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this replica speaks contract {CONTRACT_VERSION}: update router and replica to the same release",
+                f"this replica uses contract version {CONTRACT_VERSION}: update router and replica to the same release",
             )
             return
         stream = _RouterStream()
@@ -141,11 +141,11 @@ class Servicer(ReplicaServicer):
             self._close(stream)
 
     async def _read(self, stream: _RouterStream, first: pb.RouterFrame, frames: AsyncIterator[pb.RouterFrame]) -> None:
-        self._take_in(stream, first)
+        self._handle_frame(stream, first)
         async for frame in frames:
-            self._take_in(stream, frame)
+            self._handle_frame(stream, frame)
 
-    def _take_in(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
+    def _handle_frame(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
         for cancel in frame.cancels:
             if cancel.attempt_id in stream.attempts:
                 self._loop.cancel(cancel.attempt_id)
@@ -154,10 +154,10 @@ class Servicer(ReplicaServicer):
             if refusal is not None:
                 stream.outbox.put([refusal])
                 if self._last is not None:
-                    stream.outbox.beat(self._last.step, self._load())
+                    stream.outbox.set_heartbeat(self._last.step, self._load())
 
     def _submit(self, stream: _RouterStream, submit: pb.Submit) -> Output | None:
-        """Hands a request to the step loop, or returns why not."""
+        """Submits a request to the step loop, or returns its refusal."""
         facts = self._description.facts
         identity = facts.identity
         wrong = (
@@ -181,9 +181,9 @@ class Servicer(ReplicaServicer):
         except InvalidSubmitError as error:
             return _refusal(submit, Finish.ERROR, str(error))
         except Exception:
-            # It would end the router's stream, and with it everybody's attempts.
+            # It would end the router's stream, and with it all of its attempts.
             log.exception("submit_failed", request=submit.request_label)
-            return _refusal(submit, Finish.ERROR, "the replica failed on this request; its log tells more")
+            return _refusal(submit, Finish.ERROR, "the replica failed on this request; see its log")
         self._owners[submit.attempt_id] = stream
         stream.attempts.add(submit.attempt_id)
         self._loop.submit(request)
@@ -203,7 +203,7 @@ class Servicer(ReplicaServicer):
         return batches
 
     def _close(self, stream: _RouterStream) -> None:
-        """The router is gone or said goodbye: nobody waits for its attempts any more."""
+        """The router has disconnected: cancels its attempts."""
         self._streams.discard(stream)
         for attempt_id in stream.attempts:
             self._owners.pop(attempt_id, None)
@@ -215,7 +215,7 @@ class Servicer(ReplicaServicer):
         return to_load(report.load, report.step, report.draining) if report is not None else pb.Load()
 
     def _health(self) -> pb.ReplicaHealth:
-        """State as the step loop's heartbeat tells it, not as this server's being alive would suggest."""
+        """Health by the step loop's heartbeat: that this server answers does not show that the loop runs."""
         report = self._last
         state = pb.REPLICA_STATE_STARTING
         if self._loop.ended.is_set():
@@ -230,6 +230,7 @@ class Servicer(ReplicaServicer):
             state=state,
             step=report.step if report is not None else 0,
             load=self._load(),
+            routers=len(self._streams),
         )
 
 

@@ -1,4 +1,4 @@
-"""As the target: one stream to each source, opened at the first word for it, and gone when it breaks."""
+"""As the target: one stream to each source, opened with the first message to it, removed when it breaks."""
 
 import asyncio
 from typing import Any
@@ -8,20 +8,20 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.duplex import both_ways
+from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
-from headrace_worker.parallel.errors import MeetingError
-from headrace_worker.parallel.meeting import MeetingHost
-from headrace_worker.server.pairs import PairDesk
+from headrace_worker.comm.errors import RendezvousError
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.transfer.messages import FromSource, ToSource
+from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_convert import (
     InvalidTransferError,
-    meeting_message,
+    rendezvous_message,
     target_frame,
     to_shards,
     to_target_message,
 )
-from headrace_worker.transfer.messages import FromSource, ToSource
 
 log = structlog.get_logger(__name__)
 
@@ -35,22 +35,22 @@ _OPTIONS = [
 
 
 class TransferClient:
-    """Of the server's event loop."""
+    """The streams to sources. For the server's event loop."""
 
-    def __init__(self, desk: PairDesk, secret: bytes) -> None:
-        self._desk = desk
+    def __init__(self, pair_registry: PairRegistry, secret: bytes) -> None:
+        self._pair_registry = pair_registry
         self._metadata = secret_metadata(secret)
         self._outgoing: dict[str, asyncio.Queue[ToSource]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def say(self, source: str, message: ToSource) -> None:
-        """To a source, by its address; the first word opens the stream."""
+    def send(self, source: str, message: ToSource) -> None:
+        """Sends to a source, by its address; the first message opens the stream."""
         if source not in self._tasks:
             self._outgoing[source] = asyncio.Queue()
             self._tasks[source] = asyncio.create_task(self._run(source))
         self._outgoing[source].put_nowait(message)
 
-    def hang_up(self, source: str) -> None:
+    def disconnect(self, source: str) -> None:
         """Ends the stream to a source, if there is one."""
         task = self._tasks.pop(source, None)
         if task is not None:
@@ -64,57 +64,57 @@ class TransferClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, source: str) -> None:
-        opened: MeetingHost | None = None
+        opened: RendezvousHost | None = None
         try:
-            opened = await asyncio.to_thread(self._desk.open_meeting)
+            opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
             async with grpc.aio.insecure_channel(source, options=_OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
-                await self._talk(source, stub.Transfer(metadata=self._metadata), opened)
+                await self._run_stream(source, stub.Transfer(metadata=self._metadata), opened)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
-        except (InvalidTransferError, MeetingError, TimeoutError, ConnectionError) as error:
+        except (InvalidTransferError, RendezvousError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
         except Exception:
-            # A bug of ours must not leave fetches that nobody hears of.
+            # A bug must not leave fetches that never end.
             log.exception("kv_source_failed", source=source)
             reason = "internal error"
         finally:
             if self._tasks.get(source) is asyncio.current_task():
                 del self._tasks[source]
         log.warning("kv_source_lost", source=source, reason=reason)
-        self._desk.loop.exchange(lambda exchange: exchange.source_lost(source))
+        self._pair_registry.loop.exchange(lambda exchange: exchange.source_lost(source))
 
-    async def _talk(self, source: str, call: Any, opened: MeetingHost) -> None:
-        desk = self._desk
+    async def _run_stream(self, source: str, call: Any, opened: RendezvousHost) -> None:
+        pair_registry = self._pair_registry
         hello = pb.TargetHello(
             contract_version=CONTRACT_VERSION,
-            identity=desk.identity,
-            shards=desk.shards_message,
-            meeting=meeting_message(opened.meeting),
+            identity=pair_registry.identity,
+            shards=pair_registry.shards_message,
+            rendezvous=rendezvous_message(opened.rendezvous),
         )
         async with asyncio.timeout(HELLO_SECONDS):
             await call.write(pb.TargetFrame(hello=hello))
             first: pb.SourceFrame | Any = await call.read()
         if first is grpc.aio.EOF or not first.HasField("hello"):
-            raise InvalidTransferError("it does not say hello")
+            raise InvalidTransferError("its first frame is not a hello")
         shards = to_shards(first.hello.shards)
-        unlike = desk.unlike(first.hello.identity, shards)
-        if unlike:
-            raise InvalidTransferError(unlike)
-        order = desk.as_target(opened, shards)
-        desk.loop.exchange(lambda exchange: exchange.fetcher.opened(source, order))
+        mismatch = pair_registry.find_mismatch(first.hello.identity, shards)
+        if mismatch:
+            raise InvalidTransferError(mismatch)
+        order = pair_registry.as_target(opened, shards)
+        pair_registry.loop.exchange(lambda exchange: exchange.fetcher.open_pair(source, order))
         try:
-            await both_ways(self._read(source, call), self._write(self._outgoing[source], call))
+            await run_duplex(self._read(source, call), self._write(self._outgoing[source], call))
         finally:
             call.cancel()
 
     async def _read(self, source: str, call: Any) -> None:
         while (frame := await call.read()) is not grpc.aio.EOF:
-            self._hear(source, to_target_message(frame))
+            self._receive(source, to_target_message(frame))
 
-    def _hear(self, source: str, message: FromSource) -> None:
-        self._desk.loop.exchange(lambda exchange: exchange.heard_source(source, message))
+    def _receive(self, source: str, message: FromSource) -> None:
+        self._pair_registry.loop.exchange(lambda exchange: exchange.receive_from_source(source, message))
 
     async def _write(self, queue: "asyncio.Queue[ToSource]", call: Any) -> None:
         while True:

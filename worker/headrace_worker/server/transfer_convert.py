@@ -1,8 +1,8 @@
-"""Between the wire's transfer messages and plain data: what a peer says is checked here, before it is used."""
+"""Conversion between protobuf transfer messages and plain data, with the checks of what a peer sends."""
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.config import Meeting
-from headrace_worker.transfer.messages import (
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.messages import (
     Ask,
     Cancel,
     Commit,
@@ -15,13 +15,13 @@ from headrace_worker.transfer.messages import (
     Renew,
     ToSource,
 )
-from headrace_worker.transfer.shards import KvShards, RankShard
+from headrace_worker.core.transfer.shards import KvShards, RankShard
 
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 
 
 class InvalidTransferError(Exception):
-    """A peer said something that no replica says."""
+    """A peer sent an invalid message."""
 
 
 def shards_message(shards: KvShards) -> pb.KvShards:
@@ -48,28 +48,28 @@ def to_shards(message: pb.KvShards) -> KvShards:
         for rank in message.ranks
     )
     groups = len(message.windows)
-    sound = (
-        0 < len(ranks) <= MOST_RANKS
+    valid = (
+        0 < len(ranks) <= MAX_RANKS
         and groups > 0
         and all(len(rank.layers) == groups and rank.heads[0] < rank.heads[1] for rank in ranks)
     )
-    if not sound:
-        raise InvalidTransferError("the peer's ranks hold nothing")
+    if not valid:
+        raise InvalidTransferError("the peer's KV shards are invalid: a rank holds no layers or heads")
     return KvShards(message.block_size, message.head_dim, message.dtype, tuple(message.windows), ranks)
 
 
-def meeting_message(meeting: Meeting) -> pb.PairMeeting:
-    return pb.PairMeeting(
-        host=meeting.host, store_port=meeting.store_port, link_port=meeting.link_port, token=meeting.token
+def rendezvous_message(rendezvous: Rendezvous) -> pb.PairRendezvous:
+    return pb.PairRendezvous(
+        host=rendezvous.host, store_port=rendezvous.store_port, link_port=rendezvous.link_port, token=rendezvous.token
     )
 
 
-def to_meeting(message: pb.PairMeeting) -> Meeting:
+def to_rendezvous(message: pb.PairRendezvous) -> Rendezvous:
     """Raises InvalidTransferError."""
     ports = (message.store_port, message.link_port)
     if len(message.token) != 32 or not message.host or not all(0 < port < 65536 for port in ports):
-        raise InvalidTransferError("the peer's meeting is nowhere")
-    return Meeting(message.host, message.store_port, message.link_port, message.token)
+        raise InvalidTransferError("the peer's rendezvous has no valid host, port or token")
+    return Rendezvous(message.host, message.store_port, message.link_port, message.token)
 
 
 def target_frame(message: ToSource) -> pb.TargetFrame:
@@ -83,7 +83,7 @@ def target_frame(message: ToSource) -> pb.TargetFrame:
                 have_blocks=message.have,
                 cached_only=not message.compute,
                 priority=message.priority,
-                patience_ms=max(1, int(message.patience * 1000)) if message.patience else 0,
+                patience_ms=max(1, int(message.max_seconds * 1000)) if message.max_seconds else 0,
             )
             return pb.TargetFrame(ask=ask)
         case Cancel(fetch):
@@ -101,7 +101,7 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
             ask = frame.ask
             ids = list(ask.token_ids)
             if not ids or len(ids) > max_model_len or max(ids) >= vocab_size:
-                raise InvalidTransferError("the tokens are none of this model's")
+                raise InvalidTransferError("the tokens are not of this model's vocabulary or context length")
             return Ask(
                 ask.fetch,
                 ask.tenant_salt,
@@ -119,7 +119,7 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
         case "renew":
             return Renew()
         case _:
-            raise InvalidTransferError("the frame says nothing")
+            raise InvalidTransferError("the frame is empty")
 
 
 def source_frame(message: FromSource) -> pb.SourceFrame:
@@ -132,8 +132,9 @@ def source_frame(message: FromSource) -> pb.SourceFrame:
             return pb.SourceFrame(failed=pb.FetchEnd(fetch=fetch, reason=reason))
         case Commit(fetch, chunk):
             return pb.SourceFrame(commit=pb.FetchCommit(fetch=fetch, chunk=chunk))
-        case Offer(fetch, chunk, first, stop, counts):
-            return pb.SourceFrame(offer=pb.FetchOffer(fetch=fetch, chunk=chunk, first=first, stop=stop, counts=counts))
+        case Offer(fetch, chunk, first, stop, counts, cached):
+            offer = pb.FetchOffer(fetch=fetch, chunk=chunk, first=first, stop=stop, counts=counts, cached=cached)
+            return pb.SourceFrame(offer=offer)
 
 
 def to_target_message(frame: pb.SourceFrame) -> FromSource:
@@ -149,6 +150,6 @@ def to_target_message(frame: pb.SourceFrame) -> FromSource:
             return Commit(frame.commit.fetch, frame.commit.chunk)
         case "offer":
             offer = frame.offer
-            return Offer(offer.fetch, offer.chunk, offer.first, offer.stop, tuple(offer.counts))
+            return Offer(offer.fetch, offer.chunk, offer.first, offer.stop, tuple(offer.counts), offer.cached)
         case _:
-            raise InvalidTransferError("the frame says nothing")
+            raise InvalidTransferError("the frame is empty")

@@ -1,9 +1,9 @@
 // Paged attention in float32, read straight from the cache's pool, and the store into it.
 //
 // A work item is (sequence, KV head, tile of query rows[, chunk of keys]); a row is one query token of one of the query
-// heads that share the KV head. Keys go by tiles of 64 and chunks of 512, both at absolute positions: within a chunk the
-// softmax is online, chunks are merged in order. Whether the chunks of a row are computed by one item or by many, alone
-// or among neighbours, as prefill or as decode, the same operations run in the same order, so the bits are the same.
+// heads that share the KV head. Keys are processed in tiles of 64 and chunks of 512, both at absolute positions: within a
+// chunk the softmax is online, chunks are merged in order. Whether the chunks of a row are computed by one item or by
+// several, alone or in a batch, as prefill or as decode, the same operations run in the same order: the bits are the same.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -59,10 +59,10 @@ struct Rows {
 };
 
 struct Scratch {
-    std::vector<float> query, turned, scores, mixed, chunk_mixed, zeros;
+    std::vector<float> query, transposed, scores, mixed, chunk_mixed, zeros;
     float peak[MAX_ROWS], total[MAX_ROWS], chunk_peak[MAX_ROWS], chunk_total[MAX_ROWS];
     explicit Scratch(int head_dim)
-        : query(MAX_ROWS * head_dim), turned(TILE * head_dim), scores(MAX_ROWS * TILE), mixed(MAX_ROWS * head_dim),
+        : query(MAX_ROWS * head_dim), transposed(TILE * head_dim), scores(MAX_ROWS * TILE), mixed(MAX_ROWS * head_dim),
           chunk_mixed(MAX_ROWS * head_dim), zeros(head_dim) {}
 };
 
@@ -110,10 +110,10 @@ void multiply(const float* a, int a_stride, int rows, RowOf b, int from, int to,
     }
 }
 
-// turned[d][TILE] = keys[n][d]: the scores then run over keys in vector lanes.
+// transposed[d][TILE] = keys[n][d]: the scores then run over keys in vector lanes.
 #ifdef __AVX512F__
 template <int STEP>
-inline void exchange(floats* x) {
+inline void swap_lanes(floats* x) {
     ints low, high;
     for (int i = 0; i < WIDTH; i++) {
         low[i] = (i & STEP) ? (i - STEP) + WIDTH : i;
@@ -128,20 +128,20 @@ inline void exchange(floats* x) {
 }
 #endif
 
-void turn(const float* const* keys, int count, int head_dim, float* turned) {
+void transpose(const float* const* keys, int count, int head_dim, float* transposed) {
     for (int n = 0; n < count; n += WIDTH)
         for (int d = 0; d < head_dim; d += WIDTH) {
 #ifdef __AVX512F__
             floats x[WIDTH];
             for (int i = 0; i < WIDTH; i++) x[i] = load(keys[n + i] + d);
-            exchange<8>(x);
-            exchange<4>(x);
-            exchange<2>(x);
-            exchange<1>(x);
-            for (int i = 0; i < WIDTH; i++) store(turned + (d + i) * TILE + n, x[i]);
+            swap_lanes<8>(x);
+            swap_lanes<4>(x);
+            swap_lanes<2>(x);
+            swap_lanes<1>(x);
+            for (int i = 0; i < WIDTH; i++) store(transposed + (d + i) * TILE + n, x[i]);
 #else
             for (int i = 0; i < WIDTH; i++)
-                for (int j = 0; j < WIDTH; j++) turned[(d + j) * TILE + n + i] = keys[n + i][d + j];
+                for (int j = 0; j < WIDTH; j++) transposed[(d + j) * TILE + n + i] = keys[n + i][d + j];
 #endif
         }
 }
@@ -157,15 +157,15 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
 
     const float *key_rows[TILE], *value_rows[TILE];
     for (int n = 0; n < end; n++) {
-        bool valid = n >= from && n < to;  // what is not valid may be freed memory
+        bool valid = n >= from && n < to;  // an invalid key may be in freed memory
         int64_t offset = valid ? batch.key_offset(item.sequence, item.kv_head, base + n) : 0;
         key_rows[n] = valid ? batch.keys + offset : scratch.zeros.data();
         value_rows[n] = valid ? batch.values + offset : scratch.zeros.data();
     }
-    float *turned = scratch.turned.data(), *scores = scratch.scores.data();
-    turn(key_rows, end, head_dim, turned);
+    float *transposed = scratch.transposed.data(), *scores = scratch.scores.data();
+    transpose(key_rows, end, head_dim, transposed);
     std::fill(scores, scores + count * TILE, 0.f);
-    multiply(scratch.query.data(), head_dim, count, [=](int k) { return turned + k * TILE; }, 0, head_dim, scores, TILE, end);
+    multiply(scratch.query.data(), head_dim, count, [=](int k) { return transposed + k * TILE; }, 0, head_dim, scores, TILE, end);
 
     ints lane;
     for (int i = 0; i < WIDTH; i++) lane[i] = i;
@@ -219,7 +219,7 @@ void attend_chunk(const Batch& batch, const Item& item, int64_t chunk, Scratch& 
 
 // Folds row `from` of one chunk into row `into`, which holds the chunks before it.
 void merge_row(float& into_peak, float& into_total, float* into, float peak, float total, const float* from, int head_dim) {
-    if (total == 0.f) return;  // the row sees no key of this chunk
+    if (total == 0.f) return;  // the row attends to no key of this chunk
     const float highest = std::max(into_peak, peak);
     const float keep = std::exp(into_peak - highest), take = std::exp(peak - highest);
     into_peak = highest;

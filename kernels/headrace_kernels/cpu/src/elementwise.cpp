@@ -1,4 +1,4 @@
-// Norms, silu * up and rotary embedding in float32. Rows are contiguous and may lie any stride apart.
+// Norms, silu * up and rotary embedding in float32. Rows are contiguous and may have any stride.
 #include <cmath>
 
 #include "vector.h"

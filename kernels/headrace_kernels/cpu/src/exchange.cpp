@@ -2,12 +2,12 @@
 //
 // Layout of a segment, in lines of 64 bytes:
 //   line 0        id (read by others)
-//   line 1        abort: not zero = nobody shall wait any more
-//   line 2 + r    rank r: how many chunks it has put down, and how many wait for it
-//   from the next page on, slots [2][size][slot_bytes]: chunk n of rank r lies in slot [n % 2][r].
+//   line 1        abort: not zero = all waits end
+//   line 2 + r    rank r: number of chunks it has written, and number of ranks that wait for it
+//   from the next page on, slots [2][size][slot_bytes]: chunk n of rank r is in slot [n % 2][r].
 //
-// A chunk costs one meeting: who finds everybody at chunk n + 1 knows that all have read chunk n, so that two sets of
-// slots are enough. Everybody adds all slots in rank order, and so all get the same bits.
+// A chunk takes one synchronization: when all ranks are at chunk n + 1, all have read chunk n, so that two sets of slots
+// are sufficient. Every rank adds all slots in rank order, and so all get the same bits.
 
 #include <cerrno>
 #include <climits>
@@ -25,8 +25,8 @@
 namespace {
 
 constexpr int64_t kLine = 64, kPage = 4096;
-constexpr int kPauses = 400, kYields = 200;     // about 10 us, then some tens: a peer is seldom later than that
-constexpr int64_t kNap = 10'000'000;            // ns; naps end by a wake-up, and look for an abort at least this often
+constexpr int kPauses = 400, kYields = 200;     // about 10 us, then some tens: a peer is rarely later
+constexpr int64_t kSleepNs = 10'000'000;        // a sleep ends by a wake-up, and aborts are checked at least this often
 constexpr int64_t kAborted = -1;
 
 struct Line {
@@ -61,8 +61,8 @@ int64_t now_ns() {
   return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 
-void nap(uint32_t* word, uint32_t seen) {
-  const timespec limit = {0, kNap};
+void sleep_on(uint32_t* word, uint32_t seen) {
+  const timespec limit = {0, kSleepNs};
 #if defined(__linux__)
   syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, nullptr, 0);
 #else
@@ -82,18 +82,18 @@ void arrive(const Segment& segment, uint32_t chunk) {
 #endif
 }
 
-// 0 once rank r has put down `chunk`; 1 + r when it has not in time.
+// 0 once rank r has written `chunk`; 1 + r when it has not in time.
 int64_t await(const Segment& segment, int64_t r, uint32_t chunk, int64_t timeout_ns) {
   Line& line = segment.line(r);
-  const auto here = [&] {
+  const auto arrived = [&] {
     return static_cast<int32_t>(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE) - chunk) >= 0;
   };
   for (int i = 0; i < kPauses; ++i) {
-    if (here()) return 0;
+    if (arrived()) return 0;
     pause_briefly();
   }
   for (int i = 0; i < kYields; ++i) {
-    if (here()) return 0;
+    if (arrived()) return 0;
     sched_yield();
   }
   const int64_t deadline = now_ns() + timeout_ns;
@@ -110,13 +110,13 @@ int64_t await(const Segment& segment, int64_t r, uint32_t chunk, int64_t timeout
       status = 1 + r;
       break;
     }
-    nap(&line.arrived, seen);
+    sleep_on(&line.arrived, seen);
   }
   __atomic_fetch_sub(&line.waiters, 1, __ATOMIC_SEQ_CST);
   return status;
 }
 
-int64_t meet(const Segment& segment, uint32_t chunk, int64_t timeout_ns) {
+int64_t synchronize(const Segment& segment, uint32_t chunk, int64_t timeout_ns) {
   if (segment.aborted()) return kAborted;
   arrive(segment, chunk);
   for (int64_t r = 0; r < segment.size; ++r) {
@@ -145,7 +145,7 @@ void add_in_order(const Segment& segment, uint32_t chunk, float* out, int64_t co
 }  // namespace
 
 // Sums `count` floats over the ranks, in place. `sequence`: chunks so far, of this rank. status: 0 done, -1 aborted,
-// 1 + r: rank r did not come within timeout_ms.
+// 1 + r: rank r did not join within timeout_ms.
 extern "C" void headrace_exchange_sum(char* base, float* data, int64_t count, int64_t rank, int64_t size,
                                       int64_t slot_bytes, uint32_t* sequence, int64_t timeout_ms, int64_t* status) {
   const Segment segment{base, rank, size, slot_bytes};
@@ -155,13 +155,13 @@ extern "C" void headrace_exchange_sum(char* base, float* data, int64_t count, in
     const int64_t n = count - start < most ? count - start : most;
     const uint32_t chunk = ++*sequence;
     std::memcpy(segment.slot(chunk, rank), data + start, n * sizeof(float));
-    *status = meet(segment, chunk, timeout_ms * 1'000'000);
+    *status = synchronize(segment, chunk, timeout_ms * 1'000'000);
     if (*status) return;
     add_in_order(segment, chunk, data + start, n);
   }
 }
 
-// out [size, bytes]: what each rank gave.
+// out [size, bytes]: the data of each rank.
 extern "C" void headrace_exchange_gather(char* base, const char* data, char* out, int64_t bytes, int64_t rank,
                                          int64_t size, int64_t slot_bytes, uint32_t* sequence, int64_t timeout_ms,
                                          int64_t* status) {
@@ -171,7 +171,7 @@ extern "C" void headrace_exchange_gather(char* base, const char* data, char* out
     const int64_t n = bytes - start < slot_bytes ? bytes - start : slot_bytes;
     const uint32_t chunk = ++*sequence;
     std::memcpy(segment.slot(chunk, rank), data + start, n);
-    *status = meet(segment, chunk, timeout_ms * 1'000'000);
+    *status = synchronize(segment, chunk, timeout_ms * 1'000'000);
     if (*status) return;
     for (int64_t r = 0; r < size; ++r) std::memcpy(out + r * bytes + start, segment.slot(chunk, r), n);
   }

@@ -79,7 +79,7 @@ Best best_of(const float* scores, uint64_t key, int64_t from, int64_t to) {
         float peak = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : peak)
         for (int i = 0; i < count; i++) peak = scores[base + i] > peak ? scores[base + i] : peak;
-        if (!(peak + LARGEST_NOISE > best.score)) continue;  // no noise could make one of these win
+        if (!(peak + LARGEST_NOISE > best.score)) continue;  // no noise could make one of these the maximum
         fill(noise, key, base, count);
         float highest = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : highest)

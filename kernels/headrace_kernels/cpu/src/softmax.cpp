@@ -27,7 +27,7 @@ Part part_of(const float* x, int64_t n) {
     const int tail = (int)(n - i);
     peaks = pick(rest > peaks, rest, peaks);
     const float peak = largest(peaks);
-    if (peak == low) {  // nothing but -inf, or NaN, which no comparison sees
+    if (peak == low) {  // only -inf, or NaN, for which all comparisons are false
         float total = 0.f;
         for (i = 0; i < n; i++) total += x[i] != x[i] ? x[i] : 0.f;
         return {low, total};

@@ -1,4 +1,4 @@
-// 16 floats as one value. GCC and Clang lower it to whatever registers the CPU has: AVX-512, two of AVX2, four of NEON.
+// 16 floats as one value. GCC and Clang lower it to the registers of the CPU: AVX-512, two of AVX2, four of NEON.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -70,7 +70,7 @@ static inline floats hyperbolic_tangent(floats x) {
     return pick((x < spread(0.25f)) & (x > spread(-0.25f)), near, far);
 }
 
-// How many threads a piece of work deserves: below `grain` units each, waking a thread costs more than it brings.
+// Number of threads for a piece of work: below `grain` units each, waking a thread takes longer than it saves.
 static inline int threads_for(int64_t work, int64_t grain, int threads) {
     int64_t useful = work / grain;
     return useful < 1 ? 1 : useful < threads ? (int)useful : threads;

@@ -1,1 +1,1 @@
-"""Triton code. No types beyond ``tl.constexpr``: Triton reads these functions' source, Python never calls them."""
+"""Triton code. No types except ``tl.constexpr``: Triton compiles these functions' source, Python never calls them."""

@@ -1,11 +1,10 @@
-"""Paged attention as one kernel, in the forms that its constants select.
+"""Paged attention as one kernel, with forms selected by its constants.
 
-A program owns a tile of query rows: up to TILE_TOKENS tokens of one sequence times the GROUP query heads that share a
-KV head, so that every key is read once for all of them. SPLIT = False: the program walks over all keys of its tile.
-SPLIT = True: the grid has a third axis over pieces of the keys, for short query tiles (decode). ORDERED = True: keys
-go by chunks at absolute positions which are folded in order, with the same operations in both forms (see ``fold``).
-
-Softmax is in base 2: scores arrive multiplied by log2(e).
+A program computes a tile of query rows: up to TILE_TOKENS tokens of one sequence times the GROUP query heads that share
+a KV head, so that every key is read once for all of them. SPLIT = False: the program iterates over all keys of its
+tile. SPLIT = True: the grid has a third axis over pieces of the keys, for short query tiles (decode). ORDERED = True:
+keys are processed in chunks at absolute positions, merged in order, with the same operations in both forms (see
+``fold``). Softmax is in base 2: scores are multiplied by log2(e).
 """
 
 import triton
@@ -16,7 +15,7 @@ from headrace_kernels.gpu.kernels.numbers import decode_e4m3
 
 @triton.jit
 def fold(mixed, peak, total, more, more_peak, more_total):
-    """The softmax state of two sets of keys, [M, D], [M], [M] each: exact where one of them is empty."""
+    """The merged softmax state of two sets of keys, [M, D], [M], [M] each: exact if one of them is empty."""
     top = tl.maximum(peak, more_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
     keep = tl.exp2(peak - base)
@@ -39,7 +38,7 @@ def finish(mixed, peak, total, sinks, head, known, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def key_range(seq_len, query_len, first, last, window, HAS_WINDOW: tl.constexpr):
-    """Positions [low, end) that the tokens first..last of a sequence's queries see."""
+    """Positions [low, end) that the tokens first..last of a sequence's queries attend to."""
     end = tl.maximum(seq_len - query_len + last + 1, 0)
     low = end * 0
     if HAS_WINDOW:
@@ -66,7 +65,7 @@ def split_plan(
 
 @triton.jit
 def sequence_of(tile, query_starts, num_seqs, TILE_TOKENS: tl.constexpr):
-    """The sequence that owns a query tile: sequence s begins at tile ``query_starts[s] // TILE_TOKENS + s``."""
+    """The sequence of a query tile: sequence s begins at tile ``query_starts[s] // TILE_TOKENS + s``."""
     low = 0
     high = num_seqs
     while low < high:
@@ -88,7 +87,7 @@ def load_tile(start, offset, live, d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexp
 
 @triton.jit
 def widen(x, QUANT: tl.constexpr, COMPUTE: tl.constexpr):
-    """Pool entries as operands of a product; e4m3 (QUANT = 2) arrives as bytes and comes out as value / 256."""
+    """Pool entries as operands of a product; e4m3 (QUANT = 2) is loaded as bytes and returned as value / 256."""
     if QUANT == 2:
         return decode_e4m3(x).to(COMPUTE)
     if QUANT == 1:

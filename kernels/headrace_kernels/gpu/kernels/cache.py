@@ -45,7 +45,7 @@ def store_heads(
 
 
 @triton.jit
-def load_turned(
+def load_rotated(
     source, source_head, cos, sin,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +68,13 @@ def load_turned(
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     out, source, source_head, cos, sin,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ):  # fmt: skip
     """Rotates one token's heads [H, D] into contiguous memory."""
-    first, second, mask = load_turned(source, source_head, cos, sin, HEADS, H_PAD, HALF, HALF_PAD)
+    first, second, mask = load_rotated(source, source_head, cos, sin, HEADS, H_PAD, HALF, HALF_PAD)
     h = tl.arange(0, H_PAD)
     d = tl.arange(0, HALF_PAD)
     place = out + (h * HEAD_DIM)[:, None] + d[None, :]
@@ -88,13 +88,13 @@ def turn_heads(
 
 
 @triton.jit
-def store_turned(
+def store_rotated(
     source, source_head, cos, sin, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride,
     KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Rotates one token's key heads [K, D] and stores them at its slot."""
-    first, second, mask = load_turned(source, source_head, cos, sin, KV_HEADS, K_PAD, HALF, HALF_PAD)
+    first, second, mask = load_rotated(source, source_head, cos, sin, KV_HEADS, K_PAD, HALF, HALF_PAD)
     h = tl.arange(0, K_PAD)
     d = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
@@ -155,7 +155,7 @@ def rope_write_kv(
     cos += token * cos_token
     sin += token * sin_token
     if part == 0:
-        turn_heads(
+        rotate_heads(
             out + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
             HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
         )  # fmt: skip
@@ -163,7 +163,7 @@ def rope_write_kv(
         slot = tl.load(slots + token)
         if slot >= 0:
             if part == 1:
-                store_turned(
+                store_rotated(
                     key + token * key_token, key_head, cos, sin, keys, key_scales, slot, block_stride, head_stride,
                     slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, BLOCK_SIZE,
                     QUANT,
@@ -186,12 +186,12 @@ def rope(
     cos += token * cos_token
     sin += token * sin_token
     if tl.program_id(1) == 0:
-        turn_heads(
+        rotate_heads(
             out_query + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
             HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
         )  # fmt: skip
     else:
-        turn_heads(
+        rotate_heads(
             out_key + token * KV_HEADS * HEAD_DIM, key + token * key_token, key_head, cos, sin,
             KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
         )  # fmt: skip

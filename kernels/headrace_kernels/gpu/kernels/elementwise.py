@@ -1,4 +1,4 @@
-"""Norms and activation: a program owns whole rows, so a row's bits do not depend on its batch."""
+"""Norms and activation: a program computes whole rows, so a row's result does not depend on its batch."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Puts the pieces of split attention rows together."""
+"""Merges the pieces of split attention rows."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def merge(
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr, SPLITS_PAD: tl.constexpr,
     ORDERED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Puts the pieces of split rows together. Grid: (sequences, KV heads, rows of a tile)."""
+    """Merges the pieces of split rows. Grid: (sequences, KV heads, rows of a tile)."""
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
@@ -41,11 +41,11 @@ def merge(
             mixed, peak, total = fold(mixed, peak, total, more, tl.load(part_peak + at), tl.load(part_total + at))
     else:
         piece = tl.arange(0, SPLITS_PAD)
-        there = piece < pieces
-        peaks = tl.load(part_peak + part + piece, mask=there, other=float("-inf"))
-        totals = tl.load(part_total + part + piece, mask=there, other=0.0)
+        valid = piece < pieces
+        peaks = tl.load(part_peak + part + piece, mask=valid, other=float("-inf"))
+        totals = tl.load(part_total + part + piece, mask=valid, other=0.0)
         parts = tl.load(
-            part_mixed + (part + piece)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & inside, other=0.0
+            part_mixed + (part + piece)[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & inside, other=0.0
         )
         top = tl.max(peaks, 0)
         base = tl.where(top == float("-inf"), 0.0, top)

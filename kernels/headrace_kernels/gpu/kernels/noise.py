@@ -1,6 +1,7 @@
 """Gumbel noise as ``headrace_kernels.reference.noise`` defines it.
 
-To be launched with ``enable_fp_fusion=False``: its bits are those of separately rounded operations.
+
+To be launched with ``enable_fp_fusion=False``: every operation must be rounded separately.
 """
 
 import triton
@@ -89,7 +90,7 @@ def best_of_pieces(best, best_index, scores, keys, stride, V: tl.constexpr, PIEC
     for base in range(piece * PIECE, piece * PIECE + PIECE, BLOCK):
         index = base + lane
         x = tl.load(scores + row * stride + index, mask=index < V, other=float("-inf"))
-        if tl.max(x, 0) + _LARGEST_NOISE > top:  # else no noise could make one of these win
+        if tl.max(x, 0) + _LARGEST_NOISE > top:  # else no noise could make one of these the maximum
             x = x + noise_of(key, index.to(tl.int64))
             peak, where = tl.max(x, 0, return_indices=True)
             if peak > top:

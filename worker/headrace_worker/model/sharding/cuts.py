@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds, in numbers alone."""
+"""Which part of a whole tensor a rank holds: pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Span = tuple[int, int]  # [start, stop)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The spans of one dimension that are kept, one after the other."""
+    """The spans of one dimension that are kept, concatenated."""
 
     dim: int
     spans: tuple[Span, ...]
@@ -20,11 +20,11 @@ class Cut:
         return sum(stop - start for start, stop in self.spans)
 
 
-Cuts = tuple[Cut, ...]  # at most one per dimension; dimensions that are not named are whole
+Cuts = tuple[Cut, ...]  # at most one per dimension; other dimensions are whole
 
 
 def cut_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """The shape that is left of a whole tensor's."""
+    """The shape of the part of a whole tensor."""
     sizes = list(shape)
     for cut in cuts:
         sizes[cut.dim] = cut.size
@@ -32,7 +32,7 @@ def cut_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
 
 
 def spans_of(cuts: Cuts, dim: int, size: int) -> tuple[Span, ...]:
-    """What is kept of a dimension of `size`."""
+    """The kept spans of a dimension of `size`."""
     return next((cut.spans for cut in cuts if cut.dim == dim), ((0, size),))
 
 
@@ -52,31 +52,39 @@ def ceiling(size: int, rank: int, ranks: int) -> Span:
     return min(size, rank * share), min(size, (rank + 1) * share)
 
 
-def kv_heads(kv: int, rank: int, ranks: int) -> Span:
+def kv_heads(heads: int, kv: int, rank: int, ranks: int) -> Span:
     """The KV heads of a rank: its share, or one that several ranks hold alike when there are more ranks than heads.
 
-    Where the ranks do not divide the heads, the first ones have one more: sums over ranks do not mind.
+    If the ranks do not divide the KV heads, the first ones have one more: sums over ranks allow that. Raises
+    ModelUnsupportedError with the numbers of ranks that `heads` attention heads and `kv` KV heads allow.
     """
+    if not _fits(heads, kv, ranks):
+        *fitting, last = [count for count in range(1, heads + 1) if _fits(heads, kv, count)]
+        allowed = f"{', '.join(map(str, fitting))} or {last}" if fitting else str(last)
+        raise ModelUnsupportedError(
+            f"tp {ranks} does not fit the {heads} attention heads and {kv} KV heads of this model: use --tp {allowed}."
+        )
     if kv >= ranks:
         share, more = divmod(kv, ranks)
         start = rank * share + min(rank, more)
         return start, start + share + (rank < more)
-    if ranks % kv:
-        raise ModelUnsupportedError(
-            f"tp {ranks} does not fit the {kv} KV heads of this model: use --tp {kv}, less, or a multiple of it."
-        )
     head = rank * kv // ranks
     return head, head + 1
 
 
 def query_heads(heads: int, kv: int, rank: int, ranks: int) -> Span:
-    """The query heads of a rank: those that read its KV heads, or its share of those where the KV head is shared.
+    """The query heads of a rank: those that read its KV heads, or its share of those if the KV head is shared.
 
-    Raises ModelUnsupportedError when there are more ranks than KV heads and they do not divide the heads.
+    Raises ModelUnsupportedError as `kv_heads` does.
     """
+    span = kv_heads(heads, kv, rank, ranks)
     if kv < ranks:
         return even(heads, rank, ranks, "attention heads")
-    return scaled(kv_heads(kv, rank, ranks), heads // kv)
+    return scaled(span, heads // kv)
+
+
+def _fits(heads: int, kv: int, ranks: int) -> bool:
+    return kv >= ranks or (ranks % kv == 0 and heads % ranks == 0)
 
 
 def scaled(span: Span, factor: int, offset: int = 0) -> Span:

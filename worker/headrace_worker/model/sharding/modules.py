@@ -1,4 +1,4 @@
-"""The modules that talk to the other ranks, and those that stand for layers of other stages."""
+"""Modules that communicate with other ranks, and placeholders for modules of other stages."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headrace_worker.comm.parallel_context import Communicator
 from headrace_worker.model.attention import current_step
 from headrace_worker.model.sharding.cuts import Span
-from headrace_worker.parallel.context import Communicator
 
 
 class Wrapper(nn.Module):
-    """Around a module of this rank's size. Model code that asks for the dtype of its weight finds it."""
+    """Wraps a module of this rank's size. `weight` is available for model code that reads its dtype."""
 
     def __init__(self, inner: nn.Module, tp: Communicator) -> None:
         super().__init__()
@@ -21,14 +21,14 @@ class Wrapper(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """This rank's part of the weight; None where it is laid out for its device."""
+        """This rank's part of the weight; None if it is packed for its device."""
         weight = self.inner.weight
         assert weight is None or isinstance(weight, Tensor)
         return weight
 
 
 class Reduced(Wrapper):
-    """A module whose output is the sum of what all ranks compute: a linear with a part of the inputs."""
+    """A module whose output is summed over all ranks: a linear with a part of the inputs."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., N / ranks] -> [..., M]."""
@@ -36,7 +36,7 @@ class Reduced(Wrapper):
 
 
 class ShardedExperts(Wrapper):
-    """Routed experts, of which each rank computes a part: of every expert, or some experts whole."""
+    """Routed experts: each rank computes a part of every expert, or some experts whole."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, span: Span | None) -> None:
         """`span`: the experts that this rank has, None for a part of each."""
@@ -55,7 +55,7 @@ class ShardedExperts(Wrapper):
 
 
 class VocabEmbedding(Wrapper):
-    """An embedding of which each rank has the rows of some ids: the others' rows come out of the sum."""
+    """An embedding of which each rank has the rows of some ids: the sum over ranks adds the others' rows."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, span: Span) -> None:
         super().__init__(inner, tp)
@@ -64,13 +64,13 @@ class VocabEmbedding(Wrapper):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [1, T] -> [1, T, N]."""
         first, stop = self._span
-        foreign = (input_ids < first) | (input_ids >= stop)
-        rows: Tensor = self.inner((input_ids - first).masked_fill(foreign, 0))
-        return self._tp.all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0))
+        outside = (input_ids < first) | (input_ids >= stop)
+        rows: Tensor = self.inner((input_ids - first).masked_fill(outside, 0))
+        return self._tp.all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
 class VocabHead(Wrapper):
-    """An output head of which each rank has the rows of some ids; gives the logits of all."""
+    """An output head of which each rank has the rows of some ids; returns the logits of all ids."""
 
     def __init__(self, inner: nn.Module, tp: Communicator, vocab_size: int) -> None:
         super().__init__(inner, tp)
@@ -85,8 +85,8 @@ class VocabHead(Wrapper):
         return self._tp.all_gather(logits)[..., : self._vocab_size]
 
 
-class ForeignEmbedding(nn.Module):
-    """In place of an embedding on a stage that is not the first: its rows are never read."""
+class PlaceholderEmbedding(nn.Module):
+    """Replaces the embedding on all stages but the first: its rows are never read."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -98,34 +98,34 @@ class ForeignEmbedding(nn.Module):
         return self._empty.expand(*input_ids.shape, self._hidden_size)
 
 
-class ForeignLayer(nn.Module):
-    """In place of a layer of another stage, at its index: hands on what it gets.
+class PlaceholderLayer(nn.Module):
+    """Replaces a layer of another stage, at its index: returns its input.
 
-    The last one before this stage's own layers hands on what the stage before has sent, whatever the model did to
-    the embedding; the first one after them keeps what the stage after is to get.
+    The last one before this stage's own layers returns the hidden states that the previous stage sent, whatever the
+    model did to the embedding; the first one after them stores the hidden states for the next stage.
     """
 
-    def __init__(self, original: nn.Module, *, inlet: bool = False, outlet: bool = False) -> None:
+    def __init__(self, original: nn.Module, *, receives: bool = False, sends: bool = False) -> None:
         super().__init__()
         for name, value in vars(original).items():
             # A model's forward may read plain attributes of its layers, such as their attention type.
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
-        self._inlet, self._outlet = inlet, outlet
+        self._receives, self._sends = receives, sends
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
-        if self._inlet:
+        if self._receives:
             received = current_step().hidden_in
             assert received is not None
             return received
-        if self._outlet:
+        if self._sends:
             current_step().hidden_out = hidden_states
         return hidden_states
 
 
-class ForeignNorm(nn.Module):
-    """In place of the final norm on a stage that is not the last."""
+class PlaceholderNorm(nn.Module):
+    """Replaces the final norm and the head on all stages but the last: returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

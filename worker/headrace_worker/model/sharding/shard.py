@@ -1,8 +1,8 @@
-"""Cuts a model on meta down to what one rank holds, and later connects it with the other ranks.
+"""Reduces a model on meta to one rank's part, and later connects it with the other ranks.
 
-    build ──▶ shard: foreign layers out, modules shrunk ──▶ weights by slice ──▶ surgery ──▶ connect ──▶ runner
+    build ──▶ shard: other stages out, modules shrunk ──▶ weights by slice ──▶ surgery ──▶ connect ──▶ runner
 
-Between the two nothing talks: surgery sees plain modules of the rank's size, and compares parts with parts.
+Between shard and connect there is no communication: surgery gets plain modules of the rank's size, and compares parts.
 """
 
 import copy
@@ -15,19 +15,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.model.sharding import strings
 from headrace_worker.model.sharding.cuts import Cut, Cuts, Span, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
-from headrace_worker.model.sharding.stages import remove_foreign, stage_layers
-from headrace_worker.parallel.context import ParallelContext
+from headrace_worker.model.sharding.places import kv_count
+from headrace_worker.model.sharding.stages import replace_other_stages
 
 
 @dataclass(slots=True)
 class Sharding:
-    """What became of a model: how each tensor is cut, and what is still to be connected."""
+    """The sharding of a model: how each tensor is cut, and the modules to connect."""
 
     shapes: dict[str, tuple[int, ...]]  # of the whole model's parameters and persistent buffers
-    cuts: dict[str, Cuts] = field(default_factory=dict)  # by the same names; a tensor not named is whole
+    cuts: dict[str, Cuts] = field(default_factory=dict)  # by the same names; other tensors are whole
     zeros: set[str] = field(default_factory=set)  # biases that another rank adds
     _links: list[tuple[str, Callable[[nn.Module], nn.Module]]] = field(default_factory=list)
 
@@ -35,32 +36,16 @@ class Sharding:
         self._links.append((name, wrap))
 
     def connect(self, model: nn.Module) -> None:
-        """Put the communicating modules around what was cut. Once, after surgery."""
+        """Wrap sharded modules in the communicating ones. Once, after surgery."""
         for name, wrap in self._links:
             model.set_submodule(name, wrap(model.get_submodule(name)))
         self._links.clear()
 
 
-def local_layers(config: Any, parallel: ParallelContext) -> Span:
-    """The decoder layers of a rank."""
-    return stage_layers(int(config.num_hidden_layers), parallel.pp_size)[parallel.pp_rank]
-
-
-def local_kv_heads(config: Any, parallel: ParallelContext) -> int:
-    """KV heads of each layer on a rank."""
-    start, stop = kv_span(config, parallel)
-    return stop - start
-
-
-def kv_span(config: Any, parallel: ParallelContext) -> Span:
-    """Which of the model's KV heads a rank has."""
-    return kv_heads(_kv_count(config), parallel.tp.rank, parallel.tp.size)
-
-
 def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> Sharding:
-    """Change a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be split so."""
+    """Shard a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be sharded so."""
     sharding = Sharding({name: tuple(entry.shape) for name, entry in model.state_dict().items()})
-    remove_foreign(model, parallel, device)
+    replace_other_stages(model, parallel, device)
     has_experts = any(_is_experts(module) for module in model.modules())
     if parallel.ep and not has_experts:
         raise ModelUnsupportedError(f"{model.config.model_type} has no routed experts: serve it without --ep.")
@@ -78,11 +63,11 @@ class _Cutter:
         self._rank, self._ranks = parallel.tp.rank, parallel.tp.size
         config: Any = model.config
         self._strings = strings.ShardStrings(config)
-        heads, kv = int(config.num_attention_heads), _kv_count(config)
-        self._kv = kv_heads(kv, self._rank, self._ranks)
+        heads, kv = int(config.num_attention_heads), kv_count(config)
+        self._kv = kv_heads(heads, kv, self._rank, self._ranks)
         self._heads = query_heads(heads, kv, self._rank, self._ranks)
         self._counts = (heads, kv)
-        self._config = copy.copy(config)  # what attention modules see
+        self._config = copy.copy(config)  # for attention modules
         self._config.num_attention_heads = self._heads[1] - self._heads[0]
         self._config.num_key_value_heads = self._kv[1] - self._kv[0]
 
@@ -185,7 +170,7 @@ class _Cutter:
         self._sharding.link(name, lambda inner: ShardedExperts(inner, self._tp, None))
 
     def _localise_attention(self, name: str, module: nn.Module) -> None:
-        """Attention modules compute with this rank's head counts."""
+        """Set this rank's head counts in an attention module."""
         if not any(
             f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in ("k_proj", "qkv_proj", "query_key_value")
         ):
@@ -236,10 +221,6 @@ class _Cutter:
                 self._sharding.link(name, lambda inner, size=size: VocabHead(inner, self._tp, size))  # type: ignore[misc]
             else:
                 self._sharding.link(name, lambda inner, span=span: VocabEmbedding(inner, self._tp, span))  # type: ignore[misc]
-
-
-def _kv_count(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:

@@ -1,6 +1,5 @@
-"""Pipeline stages: which layers a stage has, and what stands for the rest."""
+"""Pipeline stages: replaces the modules of other stages by placeholders."""
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,23 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.model.sharding.cuts import Span
-from headrace_worker.model.sharding.modules import ForeignEmbedding, ForeignLayer, ForeignNorm
-from headrace_worker.parallel.context import ParallelContext
-
-
-def stage_layers(layers: int, stages: int) -> list[Span]:
-    """Layers of each stage: equally many, the first stages one more (the last one has the head besides).
-
-    Raises ModelUnsupportedError when there are more stages than layers.
-    """
-    if stages > layers:
-        raise ModelUnsupportedError(
-            f"pp {stages} is more than the {layers} layers of this model: use --pp {layers} or less."
-        )
-    share, more = divmod(layers, stages)
-    starts = [stage * share + min(stage, more) for stage in range(stages + 1)]
-    return list(pairwise(starts))
+from headrace_worker.comm.parallel_context import ParallelContext
+from headrace_worker.model.sharding.modules import PlaceholderEmbedding, PlaceholderLayer, PlaceholderNorm
+from headrace_worker.model.sharding.places import stage_layers
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -38,8 +23,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     )
 
 
-def remove_foreign(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> None:
-    """Take what belongs to other stages out of a model on meta."""
+def replace_other_stages(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> None:
+    """Replace the modules of other stages in a model on meta."""
     if parallel.pp_size == 1:
         return
     config: Any = model.config
@@ -50,15 +35,15 @@ def remove_foreign(model: PreTrainedModel, parallel: ParallelContext, device: to
     first, stop = stage_layers(len(layers), parallel.pp_size)[parallel.pp_rank]
     for index, layer in enumerate(layers):
         if not first <= index < stop:
-            layers[index] = ForeignLayer(layer, inlet=index == first - 1, outlet=index == stop)
+            layers[index] = PlaceholderLayer(layer, receives=index == first - 1, sends=index == stop)
     if not parallel.is_first_stage:
         weight = model.get_input_embeddings().weight
-        _replace(model, model.get_input_embeddings(), ForeignEmbedding(weight.shape[1], weight.dtype, device))
+        _replace(model, model.get_input_embeddings(), PlaceholderEmbedding(weight.shape[1], weight.dtype, device))
     if not parallel.is_last_stage:
         names = list(plan)
         for name in names[names.index("layers") + 1 :]:
-            model.base_model.set_submodule(name, ForeignNorm())
-        _replace(model, model.get_output_embeddings(), ForeignNorm())
+            model.base_model.set_submodule(name, PlaceholderNorm())
+        _replace(model, model.get_output_embeddings(), PlaceholderNorm())
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

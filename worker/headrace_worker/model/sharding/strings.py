@@ -1,7 +1,7 @@
-"""What a model says of its own sharding: transformers' tensor-parallel plan strings, with overrides of ours.
+"""A model's sharding plan: transformers' tensor-parallel plan strings, with our overrides.
 
-A plan names modules (`layers.*.self_attn.q_proj`) and says how each is split. Overrides exist where a family has no
-plan, or one that keeps whole what can be split: packed projections are cut section by section.
+A plan names modules (`layers.*.self_attn.q_proj`) and how each is split. Overrides exist for families without a plan,
+or whose plan keeps modules whole that can be split: packed projections are cut section by section.
 """
 
 import re
@@ -44,7 +44,7 @@ class ShardStrings:
     """How each module or parameter of the base model is split, by name."""
 
     def __init__(self, config: Any) -> None:
-        """Raises ModelUnsupportedError for a family without a plan, or with one that is not understood."""
+        """Raises ModelUnsupportedError for a family without a plan, or with an unknown kind in its plan."""
         family = config.model_type
         plan = {**(getattr(config, "base_model_tp_plan", None) or {}), **_OVERRIDES.get(family, {})}
         if not plan:

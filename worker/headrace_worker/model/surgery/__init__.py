@@ -2,8 +2,8 @@
 
     load ──▶ norms ──▶ attention (q/k/v in one) ──▶ MLP (gate/up in one) ──▶ layers (residual + norm) ──▶ linears
 
-Each piece is optional, recognises what it replaces by structure, and is kept only if it gives the original's numbers
-on a small random input. What is not recognised stays as it is.
+Each piece is optional, recognises modules by structure, and a replacement is kept only if it computes the original's
+numbers on a small random input. Modules that are not recognised stay unchanged.
 """
 
 from headrace_worker.model.surgery.plan import SurgeryPlan, apply

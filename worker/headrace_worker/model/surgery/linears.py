@@ -1,4 +1,4 @@
-"""Linear layers: several in one, and packed for the device."""
+"""Linear layers: merged, and packed for the device."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from headrace_proto.errors import ModelUnsupportedError
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
-    """One linear whose outputs are those of `parts`, one after the other."""
+    """One linear whose outputs are those of `parts`, concatenated."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     weight = torch.cat([part.weight for part in linears])
     biases = [part.bias for part in linears]
@@ -25,13 +25,13 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
 
 
 def pack_linear(module: nn.Module) -> PackedLinear | None:
-    """A plain linear in the form that its device multiplies fastest, or None."""
+    """A plain linear in the fastest form for its device, or None."""
     if type(module) is not nn.Linear:
         return None
     return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def fix_linear(module: nn.Module) -> PackedLinear | InvariantLinear | None:
+def make_linear_invariant(module: nn.Module) -> PackedLinear | InvariantLinear | None:
     """A plain linear in a form whose rows do not depend on each other, or None."""
     if type(module) is not nn.Linear:
         return None
@@ -40,8 +40,8 @@ def fix_linear(module: nn.Module) -> PackedLinear | InvariantLinear | None:
     return InvariantLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def check_fixed(model: nn.Module) -> None:
-    """Raises ModelUnsupportedError when a product is left whose rows may depend on their batch."""
+def check_invariant(model: nn.Module) -> None:
+    """Raises ModelUnsupportedError when there is still a product whose rows may depend on their batch."""
     known = (PackedLinear, InvariantLinear, nn.Embedding)
     for name, module in model.named_modules():
         if not isinstance(module, known) and any(part.dim() > 1 for part in module.parameters(recurse=False)):

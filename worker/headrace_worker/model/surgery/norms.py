@@ -30,7 +30,7 @@ def fuse_norm(module: nn.Module) -> FusedRmsNorm | None:
         return None
     x = random_input(weight, TOKENS, weight.shape[0])
     candidates = [weight.detach()]
-    if weight.dtype == torch.float32:  # Gemma stores the scale less one; in 16 bits their sum would be rounded
+    if weight.dtype == torch.float32:  # Gemma stores the scale minus one; in 16 bits the sum would be rounded
         candidates.append(weight.detach() + 1)
     for scale in candidates:
         fused = FusedRmsNorm(scale, eps)

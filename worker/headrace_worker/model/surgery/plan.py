@@ -1,4 +1,4 @@
-"""Which changes are made, in which order, and what came of them."""
+"""Which changes are applied, in which order, and a note of the result."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.surgery.layers import fuse_layer
-from headrace_worker.model.surgery.linears import check_fixed, fix_linear, pack_linear
+from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.self_attention import fuse_attention
@@ -20,14 +20,14 @@ from headrace_worker.model.surgery.self_attention import fuse_attention
 
 @dataclass(frozen=True, slots=True)
 class SurgeryPlan:
-    """Each piece can be switched off; `SurgeryPlan.none()` leaves the model as transformers built it."""
+    """Each piece can be disabled; `SurgeryPlan.none()` leaves the model as transformers built it."""
 
     norms: bool = True
     attention: bool = True
     mlp: bool = True
     layers: bool = True  # needs norms and attention
     linears: bool = True
-    deterministic: bool = False  # linears whose rows do not depend on their batch, and nothing else that multiplies
+    deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
 
     @staticmethod
     def none() -> "SurgeryPlan":
@@ -36,7 +36,7 @@ class SurgeryPlan:
 
 @torch.no_grad()
 def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
-    """Change `model` in place and return a sentence that says what was changed."""
+    """Change `model` in place; returns a sentence that lists the changes."""
     windows = layer_windows(model.config)
 
     def window_of(module: nn.Module) -> int:
@@ -48,21 +48,21 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (plan.attention, "attentions", _Once(lambda module, verify: fuse_attention(module, window_of(module), verify))),
         (plan.mlp, "MLPs", _Once(fuse_mlp)),
         (plan.layers, "layers", _Once(lambda module, verify: fuse_layer(module, window_of(module), verify))),
-        (plan.linears or plan.deterministic, "linears", fix_linear if plan.deterministic else pack_linear),
+        (plan.linears or plan.deterministic, "linears", make_linear_invariant if plan.deterministic else pack_linear),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
     if plan.deterministic:
-        check_fixed(model)
+        check_invariant(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return [f"Fused from outside: {changed}."] if changed else []
 
 
 class _Once:
-    """Verifies a replacement for the first module of a kind; modules equal in structure follow that verdict."""
+    """Verifies a replacement for the first module of a kind; the result applies to modules of equal structure."""
 
     def __init__(self, fuse: Callable[[nn.Module, bool], nn.Module | None]) -> None:
         self._fuse = fuse
-        self._verdicts: dict[object, bool] = {}
+        self._results: dict[object, bool] = {}
 
     def __call__(self, module: nn.Module) -> nn.Module | None:
         options = [
@@ -71,22 +71,22 @@ class _Once:
             if isinstance(value, (int, float, str)) and name != "layer_idx"
         ]
         kind = (type(module), repr(module), *sorted(options))
-        verdict = self._verdicts.get(kind)
-        if verdict is False:
+        result = self._results.get(kind)
+        if result is False:
             return None
-        fused = self._fuse(module, verdict is None)
-        self._verdicts[kind] = fused is not None
+        fused = self._fuse(module, result is None)
+        self._results[kind] = fused is not None
         return fused
 
 
 def _replace(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace every submodule for which `replacement` gives one; children of a replaced module are left alone."""
+    """Replace every submodule for which `replacement` returns one; children of a replaced module stay unchanged."""
     count = 0
     pending = [model]
     while pending:
         parent = pending.pop()
         for name, child in list(parent.named_children()):
-            # A parent that looks into a child expects to find what transformers put there.
+            # A parent that reads a child's weight expects transformers' own module.
             new = None if f"self.{name}.weight" in _source(type(parent).forward) else replacement(child)
             if new is None:
                 pending.append(child)

@@ -16,7 +16,7 @@ _NORMS = {"q_norm", "k_norm"}
 
 
 class FusedAttention(nn.Module):
-    """Causal self-attention over the paged cache, in the form that most families share."""
+    """Causal self-attention over the paged cache, in the form of most families."""
 
     def __init__(self, original: nn.Module, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FusedAttention(nn.Module):
 
 
 def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
-    """The replacement of a self-attention module whose layer sees `window` tokens (0 = all), or None."""
+    """The replacement of a self-attention module whose layer attends to `window` tokens (0 = all), or None."""
     names = {name for name, _ in module.named_children()}
     if not names >= _PARTS or not names <= _PARTS | _NORMS or not hasattr(module, "layer_idx"):
         return None

@@ -1,4 +1,4 @@
-"""Does a replacement compute what the original does?"""
+"""Verifies that a replacement computes the same as the original."""
 
 from collections.abc import Callable
 
@@ -21,9 +21,9 @@ def random_input(like: Tensor, *shape: int) -> Tensor:
 
 @torch.no_grad()
 def agrees(original: Callable[[], Tensor], replacement: Callable[[], Tensor]) -> bool:
-    """Whether both give the same tensor up to rounding. A replacement that raises or changes shape does not agree.
+    """Whether both return the same tensor up to rounding; False when one of them raises or the shapes differ.
 
-    An original that cannot be called with what its kind usually takes is not of that kind.
+    An original that cannot be called with the usual arguments of its kind is not of that kind.
     """
     try:
         expected = original()
@@ -38,7 +38,7 @@ def agrees(original: Callable[[], Tensor], replacement: Callable[[], Tensor]) ->
 
 
 class TinyStep:
-    """A step over a pool of two blocks, in which one layer can attend: T = TOKENS new tokens of one sequence."""
+    """A step over a pool of two blocks for one layer: T = TOKENS new tokens of one sequence."""
 
     def __init__(self, layer: int, kv_heads: int, head_dim: int, window: int, like: Tensor) -> None:
         device = like.device
@@ -57,7 +57,7 @@ class TinyStep:
         self.positions = torch.arange(TOKENS, device=device).unsqueeze(0)
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """Call an attention or decoder layer module on hidden [1, T, N]; of a tuple, the first."""
+        """Call an attention or decoder layer module on hidden [1, T, N]; returns [1, T, N], the first of a tuple."""
         with step_context(StepContext(self._layers, [self._meta])):
             out = module(
                 hidden_states=hidden,

@@ -1,0 +1,61 @@
+"""Flags of other servers (vLLM, SGLang, llama.cpp) and their equivalents here, which the error message names."""
+
+from collections.abc import Sequence
+
+from headrace_cluster.errors import SpecError
+
+COMMANDS = ("serve", "controller", "config")
+
+_MODEL = "the model is an argument without a flag: headrace serve MODEL"
+_BYTES = "here the KV cache has a size in bytes, such as --kv-cache-memory 20GiB"
+_ALWAYS = "this is always on; leave it out"
+_OF_MODEL = "it comes with the model; leave it out"
+_DTYPE = "the KV cache has the model's type; leave it out"
+
+# By name: our flag, or a sentence if there is none.
+_NAMES = {
+    ("--tensor-parallel-size", "-tp", "--tp-size"): "--tp",
+    ("--pipeline-parallel-size", "-pp", "--pp-size"): "--pp",
+    ("--data-parallel-size", "-dp", "--dp-size", "--dp"): "--replicas",
+    ("--enable-expert-parallel", "--expert-parallel-size", "--ep-size"): "--ep",
+    ("--gpu-memory-utilization", "--mem-fraction-static", "--max-total-tokens"): _BYTES,
+    ("--kv-cache-memory-bytes",): "--kv-cache-memory",
+    ("--context-length", "--ctx-size", "-c"): "--max-model-len",
+    ("--max-running-requests", "--parallel", "-np"): "--max-num-seqs",
+    ("--chunked-prefill-size", "--batch-size", "-b"): "--max-num-batched-tokens",
+    ("--page-size",): "--block-size",
+    ("--model", "--model-path", "-m", "--hf-repo", "-hf"): _MODEL,
+    ("--num-gpus", "--gpus"): "GPUs are --replicas times --tp times --pp",
+    ("--alias", "-a"): "--served-model-name",
+    ("--threads", "-t"): "--cpu-threads",
+    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "all layers are on one device: --device cuda or --device cpu",
+    ("--api-key",): "--api-keys-file FILE, or the variable HEADRACE_API_KEYS",
+    ("--enforce-eager", "--disable-cuda-graph"): "--cuda-graphs off",
+    ("--enable-prefix-caching", "--enable-chunked-prefill", "--enable-metrics", "--cont-batching", "-cb"): _ALWAYS,
+    ("--no-enable-prefix-caching", "--disable-radix-cache"): "the prefix cache is always on",
+    ("--no-enable-chunked-prefill",): "prompts are always computed in chunks: --max-num-batched-tokens bounds a step",
+    ("--tokenizer", "--tokenizer-path", "--tokenizer-mode"): _OF_MODEL,
+    ("--chat-template", "--chat-template-file"): _OF_MODEL,
+    ("--seed", "--random-seed", "-s"): "a request brings its own seed; leave it out",
+    ("--quantization", "-q"): "quantized weights are read from GGUF files alone: headrace serve FILE.gguf",
+    ("--swap-space", "--cpu-offload-gb"): "all of the KV cache and the weights are on the device; leave it out",
+    ("--max-logprobs",): "the key limits.top_logprobs of the config file bounds it",
+    ("--scheduling-policy", "--schedule-policy"): "requests run in the order of their arrival; leave it out",
+    ("--disable-log-requests", "--enable-log-requests", "--log-requests"): "requests are not logged; leave it out",
+    ("--enable-lora", "--lora-modules", "--lora-paths", "--lora"): "LoRA adapters are not supported",
+    ("--download-dir",): "the variable HF_HOME names the folder for downloads",
+    ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"): _DTYPE,
+    ("--disaggregation-mode",): "--prefill N --decode M",
+}
+FLAGS = {name: here for names, here in _NAMES.items() for name in names}
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Raises SpecError for the first flag of another server in a command line that starts a server."""
+    if not arguments or arguments[0] not in COMMANDS:
+        return
+    for argument in arguments[1:]:
+        given = argument.partition("=")[0]
+        here = FLAGS.get(given.replace("_", "-") if given.startswith("--") else given)
+        if here is not None:
+            raise SpecError(f"no such option {given}; {f'here it is {here}' if here.startswith('--') else here}")

@@ -1,0 +1,89 @@
+"""Operations on replicas in the admin API: their request bodies and handlers."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
+
+MAX_DRAIN_SECONDS = 24 * 3600
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ProfileBody(_Body):
+    """Of POST /profile; every field is optional."""
+
+    replica: str | None = None
+    steps: int = DEFAULT_STEPS
+    seconds: float = DEFAULT_SECONDS
+
+
+class RoleBody(_Body):
+    """Of POST /role."""
+
+    replica: str
+    role: str
+
+
+class DrainBody(_Body):
+    """Of POST /drain. seconds: for requests in flight; none = the spec's value."""
+
+    replica: str
+    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
+    force: bool = False
+
+
+class RolloutBody(_Body):
+    """Of POST /rollout. seconds: as for a drain. allow_gap: even if no replica serves the model meanwhile."""
+
+    replica: str
+    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
+    allow_gap: bool = False
+
+
+class UndrainBody(_Body):
+    """Of POST /undrain."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One POST: the response is the document of `run`, or the sentence of the HeadraceError that it raises."""
+
+    path: str
+    body: type[BaseModel]
+    run: Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+def replica_operations(supervisor: Supervisor) -> list[Operation]:
+    """All operations of a supervisor. A drain continues after its response: the status shows its progress."""
+
+    async def profile(body: ProfileBody) -> dict[str, Any]:
+        return await supervisor.profile(body.replica, body.steps, body.seconds)
+
+    async def role(body: RoleBody) -> dict[str, Any]:
+        return await supervisor.roles.change(body.replica, body.role)
+
+    async def drain(body: DrainBody) -> dict[str, Any]:
+        return supervisor.drains.begin(body.replica, body.seconds, force=body.force)
+
+    async def rollout(body: RolloutBody) -> dict[str, Any]:
+        return supervisor.drains.roll(body.replica, body.seconds, allow_gap=body.allow_gap)
+
+    async def undrain(body: UndrainBody) -> dict[str, Any]:
+        return supervisor.drains.end(body.replica)
+
+    return [
+        Operation("/profile", ProfileBody, profile),
+        Operation("/role", RoleBody, role),
+        Operation("/drain", DrainBody, drain),
+        Operation("/rollout", RolloutBody, rollout),
+        Operation("/undrain", UndrainBody, undrain),
+    ]

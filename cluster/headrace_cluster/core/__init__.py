@@ -1,0 +1,1 @@
+"""Decisions of the controller, pure: events and a clock in, actions out."""

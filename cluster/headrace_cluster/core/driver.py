@@ -1,0 +1,117 @@
+"""The interface between the controller and a backend that runs ranks: Ray in production, fakes in tests."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.pools import Role
+from headrace_proto.errors import HeadraceError
+from headrace_worker.core.config import ReplicaStarted
+
+STOP_SECONDS = 5.0
+PLACE_SECONDS = 30.0
+
+
+class StartFailedError(HeadraceError):
+    """A replica did not become ready.
+
+    `final`: a retry would fail the same way. `secondary`: another rank has the cause. `lacks_resources`: out of memory.
+    """
+
+    def __init__(self, sentence: str, *, final: bool, secondary: bool = False, lacks_resources: bool = False) -> None:
+        super().__init__(sentence)
+        self.final = final
+        self.secondary = secondary
+        self.lacks_resources = lacks_resources
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Where one rank runs."""
+
+    rank: int
+    pid: int
+    node: str
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of the slowest rank: a sentence and 0..1."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedBuild:
+    """A build that is up and was started by an earlier controller."""
+
+    name: ReplicaName
+    ranks: list[RankFacts]
+    started: ReplicaStarted
+    role: Role
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedState:
+    """What is taken over from an earlier controller."""
+
+    builds: list[AdoptedBuild] = field(default_factory=list)
+    generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not
+
+
+class ReplicaDriver(Protocol):
+    """Builds, watches and ends replicas by name. Every method may be called while others are pending."""
+
+    async def launch(
+        self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = PLACE_SECONDS
+    ) -> list[RankFacts]:
+        """Places the ranks, waiting up to `seconds` for free resources, and creates their processes.
+
+        Raises PlacementError, StartFailedError.
+        """
+        ...
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+        """Takes over from an earlier controller: of each replica the newest build that is up and matches.
+
+        Everything else of this cluster is ended by name. Called before anything is launched.
+        """
+        ...
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        """Returns once the replica is ready to serve. Raises StartFailedError."""
+        ...
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        """Progress of `start`; None when it is unknown."""
+        ...
+
+    async def wait_for_death(self, name: ReplicaName) -> str:
+        """Returns when the first rank of a started replica ends, with the cause in a sentence."""
+        ...
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """Records the next steps of every rank; returns the outcomes in rank order. Never raises."""
+        ...
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        """Sends a replica its new role; its requests are not affected. Raises RoleError when it does not reply."""
+        ...
+
+    async def drain(self, name: ReplicaName) -> None:
+        """Stops a replica from accepting requests; requests in flight continue. Never raises."""
+        ...
+
+    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
+        """Ends all ranks, gracefully if they stop within `seconds`, and releases their resources.
+
+        Idempotent, never raises.
+        """
+        ...

@@ -1,0 +1,267 @@
+"""Decides the next actions as a pure function of events and time: no Ray, no clock, no sockets.
+
+    spec ── desired ──▶ ┌────────────┐ ── actions(now) ──▶ Launch / Stop
+    events of replicas ▶ │ Reconciler │
+                         └────────────┘ ── records ──▶ status, member list
+
+Each event carries its generation, so that a late event of an old build never changes the new one.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from headrace_cluster.core.naming import ReplicaName, replica_id
+from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
+from headrace_cluster.core.surges import Surges
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.process_specs import HealthSpec
+
+__all__ = ["Action", "DesiredReplica", "Launch", "Reconciler", "Record", "State", "Stop", "desired_replicas"]
+
+STALL_STEPS = 4.0  # predicted steps without a health message until a replica is unhealthy, if longer than the spec's
+FAILURE_WINDOW_SECONDS = 300.0
+CRASH_LOOP_FAILURES = 3
+BACKOFF_LIMIT_SECONDS = 60.0
+START_TRIES = 3  # of a replica that was never ready, when it dies without a named error
+
+
+def desired_replicas(spec: ClusterSpec) -> list[DesiredReplica]:
+    """The replicas of the spec. Ids are unique even if two model names end alike; they name no role: roles change."""
+    found: list[DesiredReplica] = []
+    taken: dict[str, int] = {}
+    for model in spec.models:
+        prefix = replica_id(model.name, 0).removesuffix("-0")
+        for pool in model.pools:
+            first = taken.get(prefix, 0)
+            ids = (replica_id(model.name, first + index) for index in range(pool.replicas))
+            found += [DesiredReplica(found_id, model.shaped(pool), pool.role) for found_id in ids]
+            taken[prefix] = first + pool.replicas
+    return found
+
+
+class Reconciler:
+    """Decides which replicas to build and which to end. Single-threaded; the caller passes the time."""
+
+    def __init__(self, desired: Iterable[DesiredReplica], health: HealthSpec) -> None:
+        self._health = health
+        self.records: dict[str, Record] = {}
+        self.surges = Surges(health)
+        self.fatal = ""  # why the cluster cannot start at all; empty while it can
+        self.set_desired(desired)
+
+    def set_desired(self, desired: Iterable[DesiredReplica]) -> None:
+        """Replaces the desired replicas; the next calls of `actions` act on it."""
+        self._desired = {entry.replica_id: entry for entry in desired}
+        for entry in self._desired.values():
+            self.records.setdefault(entry.replica_id, Record(entry.replica_id, entry.model, entry.role))
+
+    @property
+    def ready(self) -> bool:
+        """Whether every desired replica is ready; drained replicas do not count."""
+        desired = (self.records[entry] for entry in self._desired)
+        return all(record.state is State.READY for record in desired if not record.held)
+
+    @property
+    def desired(self) -> list[DesiredReplica]:
+        """The desired replicas."""
+        return list(self._desired.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no replica has a build."""
+        return all(record.down for record in self.records.values()) and not self.surges.leaving
+
+    def builds(self) -> Iterator[Record]:
+        """Every build that exists or will be started, including those that start or end beside another one."""
+        yield from self.records.values()
+        yield from self.surges.builds()
+
+    def hold(self, replica_id: str) -> None:
+        """Drains the replica and keeps it down."""
+        self.records[replica_id].held = True
+        self.records[replica_id].rolling = False
+
+    def roll(self, replica_id: str, *, allow_gap: bool) -> bool:
+        """Builds a ready replica again. Returns whether the next build starts beside it.
+
+        It does if no other replica serves the model. If resources for two builds are missing, the replica stays as it
+        is, or ends first with `allow_gap`. If another replica serves the model, it always ends first.
+        """
+        record = self.records[replica_id]
+        beside = record.role.decodes and not another_answers(self.records, record)
+        self.surges.failed.pop(replica_id, None)
+        if beside:
+            self.surges.begin(record, allow_gap=allow_gap)
+        else:
+            record.rolling = True
+        return beside
+
+    def release(self, replica_id: str) -> None:
+        """Ends the hold: the replica is built at once, or as soon as it is drained."""
+        record = self.records[replica_id]
+        record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
+        if record.state is State.DRAINED:
+            record.state = State.DEAD
+
+    def adopted(self, name: ReplicaName, now: float) -> None:
+        """A build of an earlier controller is up and becomes the current build of its replica."""
+        record = self.records[name.replica_id]
+        record.generation = name.generation
+        record.built = max(record.built, name.generation)  # a newer one may have been starting: never reuse a number
+        record.ever_ready = True
+        record.last_health, record.silence_limit = now, self._health.silence_seconds
+        record.enter(State.READY, now)
+
+    # -- events -----------------------------------------------------------------------------------------------
+
+    def health_received(
+        self, name: ReplicaName, state: State, step_seconds: float, now: float, *, connected: bool = True
+    ) -> None:
+        """A health message: the step loop is alive. `step_seconds` is the predicted duration of its next step.
+
+        connected: whether every router is connected to it.
+        """
+        record = self._current(name)
+        if record is None:
+            return
+        record.last_health = now
+        record.connected = (record.connected or now) if connected else None
+        record.silence_limit = max(self._health.silence_seconds, STALL_STEPS * step_seconds)
+        if state is State.READY:
+            record.ever_ready = True
+            record.cause = ""
+        if record.state is not State.DRAINING and state is not State.DEAD:
+            record.enter(state, now)
+
+    def start_failed(
+        self, name: ReplicaName, sentence: str, now: float, *, final: bool, lacks_resources: bool = False
+    ) -> None:
+        """A build did not become ready.
+
+        `final`: a retry would fail the same way. `lacks_resources`: beside the builds that run.
+        """
+        record = self._current(name)
+        if record is None:
+            return
+        if self.surges.is_next(record):
+            self._surge_failed(record, sentence, lacks_resources=lacks_resources)
+            return
+        stopping = record.state is State.DRAINING
+        self._fail(record, sentence, now)
+        tries = len(record.failures)
+        if not record.ever_ready and not stopping and not self.fatal and (final or tries >= START_TRIES):
+            self.fatal = sentence
+
+    def died(self, name: ReplicaName, cause: str, now: float) -> None:
+        """A build that was ready has ended."""
+        record = self._current(name)
+        if record is None or self.surges.pop_leaving(record):
+            return
+        if self.surges.is_next(record):
+            self._surge_failed(record, cause)
+        elif record.state is State.DRAINING:  # it was being ended
+            self.stopped(name, now)
+        else:
+            self._fail(record, cause, now)
+
+    def stopped(self, name: ReplicaName, now: float) -> None:
+        """A Stop has finished: nothing of that build exists."""
+        record = self._current(name)
+        if record is not None and not self.surges.pop_leaving(record):
+            record.enter(State.DRAINED if record.held else State.DEAD, now)
+
+    # -- decisions --------------------------------------------------------------------------------------------
+
+    def actions(self, now: float) -> list[Action]:
+        """The actions that are due. Each action is returned once."""
+        found: list[Action] = []
+        for record in list(self.records.values()):
+            found += self._judge_surge(record, now)
+        for record in self.records.values():
+            found += self._judge(record, now)
+        self.records = {key: record for key, record in self.records.items() if key in self._desired or not record.down}
+        return found
+
+    def _judge_surge(self, record: Record, now: float) -> list[Action]:
+        """The actions about the next build, which starts beside this one."""
+        following = self.surges.following(record)
+        if following is None:
+            return []
+        if record.state is State.DEAD and following.running:  # it ended meanwhile: the next one is already starting
+            following.failures = record.failures
+            self.records[record.replica_id] = self.surges.promote(record)
+            return []
+        if record.held or record.state is State.DEAD or record.replica_id not in self._desired:
+            return self.surges.cancel(record)
+        if problem := self.surges.problem(following, now):
+            stop = Stop(following.name, drain=False)
+            self._surge_failed(following, problem)
+            return [stop]
+        if self.surges.may_take_over(following, now):
+            self.records[record.replica_id] = self.surges.promote(record, now)
+            return [Stop(record.name, drain=True)]
+        return self.surges.launch(record, now)
+
+    def _surge_failed(self, following: Record, sentence: str, *, lacks_resources: bool = False) -> None:
+        record = self.records[following.replica_id]
+        record.rolling = self.surges.fail(record, sentence, lacks_resources=lacks_resources)
+
+    def _judge(self, record: Record, now: float) -> list[Action]:
+        if record.held or record.replica_id not in self._desired:
+            if record.state is State.DEAD and record.held:
+                record.enter(State.DRAINED, now)
+            if not record.running:
+                return []
+            drain = record.state is State.READY
+            record.enter(State.DRAINING, now)
+            return [Stop(record.name, drain)]
+        if record.rolling and record.running:
+            drain = record.state is State.READY
+            record.enter(State.DRAINING, now)
+            return [Stop(record.name, drain)]
+        if record.state is State.DEAD:
+            if self.fatal or now < record.not_before:
+                return []
+            record.rolling = False
+            record.generation = record.built = max(record.generation, record.built) + 1
+            record.enter(State.STARTING, now)
+            return [Launch(record.name, record.model, record.role)]
+        if record.state is State.STARTING and now - record.since > self._health.start_seconds:
+            return self._replace(
+                record, f"{record.replica_id} was not ready after {self._health.start_seconds:g} s", now
+            )
+        if record.state is State.READY and now - record.last_health > record.silence_limit:
+            record.cause = f"{record.replica_id} has sent no health message for {now - record.last_health:.1f} s"
+            record.enter(State.UNHEALTHY, now)
+        if record.state is State.UNHEALTHY and now - record.since > self._health.replace_seconds:
+            return self._replace(record, f"{record.replica_id} was unhealthy for {now - record.since:.0f} s", now)
+        return []
+
+    def _replace(self, record: Record, cause: str, now: float) -> list[Action]:
+        stop = Stop(record.name, drain=False)
+        self._fail(record, cause, now)
+        return [stop]
+
+    def crash_loop(self, record: Record, now: float) -> str:
+        """A sentence for status when a replica fails repeatedly; else empty."""
+        recent = [when for when in record.failures if now - when <= FAILURE_WINDOW_SECONDS]
+        if len(recent) < CRASH_LOOP_FAILURES:
+            return ""
+        wait = max(0.0, record.not_before - now)
+        return (
+            f"crash loop: failed {len(recent)} times in {FAILURE_WINDOW_SECONDS / 60:.0f} minutes; "
+            f"last: {record.cause or 'unknown'}" + (f"; next try in {wait:.0f} s" if wait else "")
+        )
+
+    # -- helpers ----------------------------------------------------------------------------------------------
+
+    def _current(self, name: ReplicaName) -> Record | None:
+        return next((record for record in self.builds() if record.name == name and not record.down), None)
+
+    def _fail(self, record: Record, cause: str, now: float) -> None:
+        record.failures = [when for when in record.failures if now - when <= FAILURE_WINDOW_SECONDS]
+        record.failures.append(now)
+        tries = len(record.failures)
+        delay = 0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2))
+        record.not_before = now + delay
+        record.cause = cause
+        record.enter(State.DEAD, now)

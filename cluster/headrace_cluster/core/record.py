@@ -1,0 +1,103 @@
+"""State of one replica in the controller, and the actions on it: plain data of the reconciler."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.pools import Role
+
+
+class State(StrEnum):
+    """State of a replica, as `headrace status` prints it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+    DEAD = "dead"
+    DRAINED = "drained"  # ended on demand, and not built again until an operator asks
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredReplica:
+    """One replica of the spec. The model's tp and pp are those of this replica."""
+
+    replica_id: str
+    model: ModelSpec
+    role: Role = Role.BOTH
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Build this generation of a replica."""
+
+    name: ReplicaName
+    model: ModelSpec
+    role: Role
+    beside: bool = False  # the previous build is up and stays up until this one has taken over
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End this generation; with `drain`, requests in flight may finish first."""
+
+    name: ReplicaName
+    drain: bool
+
+
+Action = Launch | Stop
+
+
+@dataclass(slots=True)
+class Record:
+    """One replica id and its newest build. Times are seconds of the caller's clock."""
+
+    replica_id: str
+    model: ModelSpec
+    role: Role = Role.BOTH
+    generation: int = 0
+    state: State = State.DEAD
+    since: float = 0.0  # of the state
+    last_health: float = 0.0  # last health message
+    silence_limit: float = 0.0  # seconds without a health message until it is unhealthy
+    ever_ready: bool = False
+    failures: list[float] = field(default_factory=list)
+    not_before: float = 0.0  # of the next build
+    cause: str = ""  # of the last failure
+    held: bool = False  # an operator drained it
+    rolling: bool = False  # it is ended, then built again
+    built: int = 0  # generation of the newest build of this replica: this record's or one beside it
+    connected: float | None = None  # time since which every router is connected to it
+
+    @property
+    def name(self) -> ReplicaName:
+        return ReplicaName(self.replica_id, self.generation)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a build that is not being stopped."""
+        return self.state in (State.STARTING, State.READY, State.UNHEALTHY)
+
+    @property
+    def down(self) -> bool:
+        """Whether it has no build."""
+        return self.state in (State.DEAD, State.DRAINED)
+
+    @property
+    def answers(self) -> bool:
+        """Whether routers place requests there now and will continue to."""
+        return self.state is State.READY and not self.held and self.role.decodes
+
+    def enter(self, state: State, now: float) -> None:
+        """Changes the state; `since` is kept if the state is the same."""
+        if self.state is not state:
+            self.state, self.since = state, now
+
+
+def another_answers(records: Mapping[str, Record], record: Record) -> bool:
+    """Whether requests for the model can go to another replica."""
+    return any(
+        other.answers and other.model.name == record.model.name for other in records.values() if other is not record
+    )

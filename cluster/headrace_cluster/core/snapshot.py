@@ -1,0 +1,23 @@
+"""State of a controller that its successor cannot find elsewhere: `serve` keeps it from the controller's last View."""
+
+import msgspec
+
+
+class ReplicaSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica id. Includes what an operator changed at run time."""
+
+    generation: int
+    role: str  # prefill | decode | both
+    held: bool  # an operator drained it
+    built: int = 0  # generation of its newest build, which may have started beside this one
+    rolling: bool = False  # it ends in order to be built again
+    surging: bool = False  # its next build starts beside it
+    drain_seconds: float | None = None  # remaining for its requests in flight, while it is drained
+    ever_ready: bool = False  # if true, a build that does not start does not end the cluster
+
+
+class ControllerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """For the next controller of the same cluster. The first controller has none."""
+
+    created: int  # unix seconds: the date of the models in /v1/models
+    replicas: dict[str, ReplicaSnapshot] = {}

@@ -1,0 +1,65 @@
+"""Messages between the controller actor and the process that started it: plain data, msgpack-encoded."""
+
+import msgspec
+
+from headrace_cluster.core.rank_config import REPLICA_CLASS
+from headrace_cluster.core.snapshot import ControllerSnapshot
+from headrace_worker.core.config import ReplicaStarted
+
+BUILT_AGAIN = "it is built again"  # why a replica is down when an operator requested it and nothing failed
+
+
+class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a controller needs. The spec is JSON text, since it is a pydantic model."""
+
+    spec: str
+    secret: bytes
+    admin_key: str
+    loopback: bool  # all processes are on this machine: bind loopback only
+    replica_class: str = REPLICA_CLASS
+    snapshot: ControllerSnapshot | None = None  # of the controller before this one
+    environment: dict[str, str] = {}
+    log_folder: str = ""  # empty: this process and the ranks log to stderr only
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a controller listens, or why it does not."""
+
+    control_host: str = ""
+    control_port: int = 0
+    admin_port: int = 0
+    pid: int = 0
+    error: str = ""
+
+
+class ReplicaProgress(msgspec.Struct, frozen=True):
+    """Progress of one starting replica."""
+
+    replica_id: str
+    stage: str
+    fraction: float
+
+
+class RouterPlace(msgspec.Struct, frozen=True):
+    """Where a router that is connected to this controller listens."""
+
+    pid: int
+    http: str
+    grpc: str
+    metrics: str  # an address of this router alone: `http`, unless that port is shared
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What `serve` polls, several times a second."""
+
+    ready: bool
+    fatal: str
+    stop_requested: bool
+    replicas: int
+    progress: list[ReplicaProgress]
+    started: dict[str, ReplicaStarted]
+    roles: dict[str, str]  # by replica id
+    routers: list[RouterPlace]
+    snapshot: ControllerSnapshot  # for the next controller, if this one is lost
+    failures: dict[str, str]  # replicas that are down or unhealthy, and why
+    in_flight: int = 0  # requests that replicas run or queue

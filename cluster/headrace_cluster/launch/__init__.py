@@ -1,0 +1,1 @@
+"""Start and stop of a cluster: checks, router processes, controller monitor, terminal display."""

@@ -1,0 +1,132 @@
+"""Messages and start progress on the terminal: bars on a terminal, plain lines elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+_log: Any = None  # of a server process; client commands print sentences
+_bars: "_Bars | None" = None  # while they are on the terminal
+
+
+def use_log_format(format: Literal["text", "json"]) -> None:
+    """For a server process: from now on `show_message` logs, instead of printing after the command's name."""
+    global _log
+    import structlog
+
+    from headrace_proto.logs import LogConfig, configure_logs
+
+    configure_logs(LogConfig("serve", format=format))
+    _log = structlog.get_logger()
+
+
+def show_message(sentence: str, level: Literal["info", "warning", "error"] = "info", **facts: Any) -> None:
+    """Shows one line to the person who started this command."""
+    if _bars is not None:
+        _bars.pause()
+    if _log is not None:
+        getattr(_log, level)(sentence, **facts)
+    else:
+        print(f"headrace: {sentence}", file=sys.stderr, flush=True)
+    if _bars is not None:
+        _bars.resume()
+
+
+def log_unexpected(error: Exception) -> None:
+    """One line on the terminal; the traceback is in the log file. For a server process."""
+    _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
+
+
+def restore_cursor() -> None:
+    """After the end of a live display that was not stopped."""
+    from headrace_proto.logs import stderr
+
+    if stderr().isatty():
+        stderr().write("\r\x1b[J\x1b[?25h")
+
+
+class StartDisplay(Protocol):
+    """Shows parts of a start, each with its stage."""
+
+    def update(self, part: str, stage: str, fraction: float) -> None:
+        """`fraction` is 0..1."""
+        ...
+
+    def __enter__(self) -> "StartDisplay": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def start_display(format: Literal["text", "json"] = "text") -> StartDisplay:
+    """The display that fits stderr."""
+    from headrace_proto.logs import stderr
+
+    return _Bars() if stderr().isatty() and format == "text" else _Lines()
+
+
+class _Lines:
+    """A line whenever a stage changes."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, str] = {}
+
+    def update(self, part: str, stage: str, fraction: float) -> None:
+        if self._shown.get(part) != stage:
+            self._shown[part] = stage
+            show_message(f"{part}: {stage}")
+
+    def __enter__(self) -> "_Lines":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class _Bars:
+    """A live bar per part."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from headrace_proto.logs import stderr
+
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[stage]}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(file=stderr()), transient=True, redirect_stderr=False)
+        self._tasks: dict[str, int] = {}
+
+    def update(self, part: str, stage: str, fraction: float) -> None:
+        from rich.markup import escape
+
+        if part not in self._tasks:
+            self._tasks[part] = self._progress.add_task(escape(part), total=1.0, stage=escape(stage))
+        self._progress.update(self._tasks[part], completed=fraction, stage=escape(stage))  # type: ignore[arg-type]
+
+    def pause(self) -> None:
+        """Removes the bars from the terminal, so that a line can be written."""
+        self._progress.stop()
+
+    def resume(self) -> None:
+        """Shows the bars again."""
+        self._progress.start()
+
+    def __enter__(self) -> "_Bars":
+        global _bars
+        _bars = self
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _bars
+        _bars = None
+        self._progress.stop()

@@ -1,0 +1,143 @@
+"""The router as a child process: config through a pipe, own session, ends with its parent."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pydantic import SecretBytes
+
+from headrace_cluster.errors import RouterFailedError
+from headrace_cluster.local.run_logs import log_path
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.process_specs import RoutersSpec
+from headrace_proto.logs import LogConfig, stderr
+from headrace_router.access.auth import ApiKey
+from headrace_router.config import RouterConfig
+
+RESTART_SECONDS = (0.2, 1.0, 2.0, 5.0)  # delay before the next attempt; the last one repeats
+STABLE_SECONDS = 60.0
+EXIT_CONFIG = 2
+
+
+def router_config(
+    spec: ClusterSpec, controller: str, secret: bytes, index: int = 0, log_folder: Path | None = None
+) -> RouterConfig:
+    """The config of the router with this index. Without a folder it logs to stderr only."""
+    routers, own = spec.routers, spec.metrics_ports
+    part = f"router {index + 1}" if routers.count > 1 else "router"
+    path = str(log_path(log_folder, part)) if log_folder is not None else ""
+    shared = RoutersSpec.model_fields.keys() & RouterConfig.model_fields.keys()  # settings that both name alike
+    own_values = {
+        "metrics_port": own[index] if own else None,
+        "metrics_host": spec.metrics_host,
+        "controller": controller,
+        "secret": SecretBytes(secret),
+        "auth": spec.auth,
+        "limits": spec.limits,
+        "logs": LogConfig(part, path=path, format=spec.logs.format, stderr_level=routers.log_level),
+    }
+    return RouterConfig(**{name: getattr(routers, name) for name in shared} | own_values)
+
+
+def encode_config(config: RouterConfig) -> str:
+    """JSON with the secrets in clear text: for a pipe, never for a log, a file or a command line."""
+    data = config.model_dump(mode="json")
+    data["secret"] = config.secret.get_secret_value().decode("latin-1")
+    data["auth"]["keys"] = [_clear(key) for key in config.auth.keys]
+    data["auth"]["metrics_key"] = config.auth.metrics_key and _clear(config.auth.metrics_key)
+    return json.dumps(data)
+
+
+def decode_config(text: str) -> RouterConfig:
+    """The inverse of `encode_config`."""
+    data = json.loads(text)
+    data["secret"] = SecretBytes(data["secret"].encode("latin-1"))
+    return RouterConfig.model_validate(data)
+
+
+def _clear(key: ApiKey) -> dict[str, str]:
+    return {"name": key.name, "key": key.key.get_secret_value()}
+
+
+class RouterProcess:
+    """One supervised router. Not thread-safe; create it in the main thread: the router ends when it ends."""
+
+    def __init__(self, config: RouterConfig, label: str = "the router") -> None:
+        self._config = config
+        self._label = label
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._restart_at: float | None = None
+        self._failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the process; the controller lists it once it serves."""
+        # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
+        command = [sys.executable, "-m", "headrace_cluster", "router", "--config-stdin", "--parent", str(os.getpid())]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr(), start_new_session=True
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(encode_config(self._config).encode())
+        self._started_at = time.monotonic()
+        self._restart_at = None
+
+    def fix_ports(self, http: int, grpc: int, metrics: int | None = None) -> None:
+        """Sets the ports that the system assigned, so that a restarted router listens on the same ones."""
+        self._config = self._config.model_copy(update={"port": http, "grpc_port": grpc, "metrics_port": metrics})
+
+    def watch(self, *, may_restart: bool) -> str:
+        """Restarts it after it died; returns a sentence when the end was just detected, else an empty string.
+
+        Raises RouterFailedError if it ended without a request to stop and may not be restarted: it never served, or
+        its config is wrong.
+        """
+        now = time.monotonic()
+        if self._restart_at is not None:
+            if now >= self._restart_at:
+                self.start()
+            return ""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return ""
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        if not may_restart or code == EXIT_CONFIG:
+            raise RouterFailedError(f"{self._label} ended ({how}); its log: {self._config.logs.path or 'above'}")
+        if now - self._started_at > STABLE_SECONDS:
+            self._failures = 0
+        delay = RESTART_SECONDS[min(self._failures, len(RESTART_SECONDS) - 1)]
+        self._failures += 1
+        self._restart_at = now + delay
+        return f"{self._label} ended ({how}); starting it again in {delay:g} s"
+
+    def terminate(self) -> None:
+        """Requests an orderly stop, without waiting."""
+        self._restart_at = None
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def interrupt(self) -> None:
+        """Requests a stop that ends requests in flight with an error now."""
+        self.terminate()  # SIGINT alone has the same effect as SIGTERM, and shows a traceback during the imports
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kills it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()

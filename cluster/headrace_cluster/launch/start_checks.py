@@ -1,0 +1,172 @@
+"""Checks before Ray starts that report within seconds an error that would otherwise appear after a minute.
+
+    exposure, keys ─▶ model files ─▶ headers, resources of this machine ─▶ ports ─▶ architecture
+                                     without torch                                  with torch, in a child process
+
+In a joined Ray ranks may run on other machines: they make the checks that depend on the machine.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from headrace_cluster.core.placement import (
+    PROCESS_BYTES,
+    MemoryNeed,
+    check_cpus,
+    check_memory,
+    excess_threads,
+    gpus_per_rank,
+    oversubscription,
+)
+from headrace_cluster.core.rank_config import replica_config
+from headrace_cluster.errors import ReplicaFailedError
+from headrace_cluster.launch.address_checks import check_keys, check_ports, readable_key_files
+from headrace_cluster.launch.preflight import Preflight
+from headrace_cluster.local.machine import Machine, this_machine
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.pools import Pool
+from headrace_proto.errors import HeadraceError
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, request_limit, size_kv
+from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
+from headrace_worker.model.footprint import Footprint
+from headrace_worker.model.headers import check_length, gguf_footprint, read_headers
+from headrace_worker.model.source import ModelSource, resolve
+
+_NO_LIMIT = 1 << 62  # bytes
+# Settings that change neither weights nor the layout of the cache.
+_UNRELATED = {
+    "async_scheduling",
+    "cpu_threads",
+    "cuda_graphs",
+    "defaults",
+    "kv_cache_memory",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_waiting",
+}
+
+
+class StartChecks:
+    """Call `run` once; `close` ends the child process, also after an interrupt."""
+
+    def __init__(self, spec: ClusterSpec, *, with_router: bool) -> None:
+        self._spec = spec
+        self._with_router = with_router
+        self._preflight = Preflight()
+
+    def run(self, report: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        """Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start."""
+        models = self._spec.models
+        report("checking its files")
+        if self._with_router:
+            check_keys(self._spec)
+            for sentence in readable_key_files(self._spec):
+                warn(sentence)
+        machine = this_machine() if self._spec.ray.address is None else None
+        if machine is not None:
+            check_cpus(models, machine.cores)
+        builds = [build for model in models for build in self._builds(model, machine)]
+        checked = [build for build in builds if not build.is_plain]
+        self._preflight = Preflight([(build.config, build.source.revision) for build in checked])
+        for build in builds:
+            with self._prefix_errors(build.model):
+                build.read_headers()
+        if machine is not None:
+            on_cpu = {build.model.name: build.need for build in builds if build.config.device == "cpu"}
+            check_memory(list(on_cpu.values()), machine.memory)
+        check_ports(self._spec, with_router=self._with_router)
+        if checked:
+            report("checking its architecture")
+        for build, footprint in zip(checked, self._preflight.finish(), strict=True):
+            build.footprint = footprint
+        for build in builds:
+            with self._prefix_errors(build.model):
+                build.check_cache(machine)
+        if machine is None:
+            return
+        computing = [need.model for need in on_cpu.values()]
+        threads = [excess_threads(model, machine.cores) for model in computing]
+        for excess in (oversubscription(computing, machine.cores), *threads):
+            if excess is not None:
+                warn(excess)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._preflight.close()
+
+    def _builds(self, model: ModelSpec, machine: Machine | None) -> "list[_Build]":
+        with self._prefix_errors(model):
+            device = model.device
+            if machine is not None and machine.gpus is not None:
+                device = "cuda" if gpus_per_rank(self._spec.models, model, machine.gpus, "this machine") else "cpu"
+            source = resolve(model.source, model.load_format, model.revision)
+            shapes = {(pool.tp, pool.pp): pool for pool in model.pools}
+            return [_Build(model, source, pool, device) for pool in shapes.values()]
+
+    @contextlib.contextmanager
+    def _prefix_errors(self, model: ModelSpec) -> Iterator[None]:
+        """With several models, prefixes the sentence of an error with the model's name."""
+        try:
+            yield
+        except HeadraceError as error:
+            if len(self._spec.models) == 1:
+                raise
+            raise ReplicaFailedError(f"{model.name}: {error}") from error
+
+
+class _Build:
+    """One shape of one model."""
+
+    def __init__(self, model: ModelSpec, source: ModelSource, pool: Pool, device: str) -> None:
+        """`device`: cpu, cuda, or auto if it depends on unknown machines."""
+        self.model = model
+        self.source = source
+        self.pool = pool
+        # If it is unknown, the device with the smaller sizes.
+        self.config = _config(model, pool, "cuda" if device == "auto" else device)
+        self.is_placed = device != "auto"
+        self.element_bytes = ELEMENT_BYTES[dtype_name(model.dtype, self.config.device, model.deterministic)]
+        self.need = MemoryNeed(model, 0)
+        self.footprint: Footprint | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the embedded model in one rank: its headers are sufficient."""
+        return self.source.embedded and self.pool.tp * self.pool.pp == 1
+
+    def read_headers(self) -> None:
+        headers = read_headers(self.source)
+        check_length(self.config, headers)
+        self.need = MemoryNeed(self.model, headers.elements * self.element_bytes)
+        if self.is_plain:
+            self.footprint = gguf_footprint(self.config, headers, self.element_bytes)
+
+    def check_cache(self, machine: Machine | None) -> None:
+        """Whether one request fits into the KV cache of a rank. Raises MemoryTooSmallError, ModelUnsupportedError."""
+        if self.footprint is None:
+            return
+        size_kv(
+            self.footprint.layout,
+            device_type=self.config.device,
+            max_num_seqs=self.model.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+            max_model_len=request_limit(self.model.max_model_len, self.footprint.max_positions),
+            kv_cache_memory=self.model.kv_cache_memory,
+            free=self._free(machine),
+        )
+
+    def _free(self, machine: Machine | None) -> int:
+        """The most bytes for one rank's cache once the replica is loaded."""
+        assert self.footprint is not None
+        if machine is None or not self.is_placed:
+            return _NO_LIMIT
+        if self.config.device == "cuda":
+            return machine.gpu_memory - self.footprint.weight_bytes if machine.gpu_memory else _NO_LIMIT
+        ranks = self.pool.tp * self.pool.pp
+        return max(0, machine.memory - self.need.weights - ranks * PROCESS_BYTES) // ranks
+
+
+def _config(model: ModelSpec, pool: Pool, device: str) -> ReplicaConfig:
+    """What decides how a rank is built: a footprint that was kept is found by it."""
+    return replica_config(model.shaped(pool), leave_out=_UNRELATED, replica_id="", device=device, secret=b"")

@@ -1,0 +1,1 @@
+"""This machine: processes, ports, files of a run, memory, cores."""

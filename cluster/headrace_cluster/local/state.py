@@ -1,0 +1,142 @@
+"""State of running servers for client commands: one 0600 file per serve.
+
+`serve-<admin port>.json` once the controller listens, `starting-<pid>.json` until then. The folder is HEADRACE_HOME
+(default ~/.headrace), readable by its owner only. A file whose process has ended counts as absent.
+"""
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace_cluster.errors import StateError
+from headrace_cluster.local.processes import ProcessId
+from headrace_proto.address import port_of
+
+
+@dataclass(frozen=True, slots=True)
+class ServeState:
+    """One running serve (or controller)."""
+
+    pid: int
+    started: int  # the process's start time, so that a reused pid does not match
+    cluster: str
+    admin_url: str
+    admin_key: str
+    admin_port: int
+    http_url: str = ""
+    grpc_address: str = ""
+    models: tuple[str, ...] = ()
+    control_address: str = ""
+    secret_file: str = ""
+    ray_dashboard: str = ""
+    ray_token_file: str = ""
+    log_folder: str = ""
+    metrics: tuple[str, ...] = ()  # host:port of each router's own /metrics
+    since: int = 0  # unix seconds of its start
+    starting: bool = False  # its controller does not listen yet; ports are those of the spec, 0 = unknown
+    shutdown_seconds: float = 5.0  # for requests in flight
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.started)
+
+    @property
+    def ports(self) -> set[int]:
+        """Every known port of this server."""
+        addresses = (self.http_url, self.grpc_address, self.admin_url, self.control_address, self.ray_dashboard)
+        return {port for address in (*addresses, *self.metrics) if (port := port_of(address))}
+
+
+def describe(server: ServeState) -> str:
+    """'headrace (smollm2, HTTP 8000, admin 8002, process 4711)'."""
+    ports = [("HTTP", port_of(server.http_url)), ("admin", port_of(server.admin_url))]
+    parts = [*server.models, *(f"{name} {port}" for name, port in ports if port), f"process {server.pid}"]
+    return f"{server.cluster} ({', '.join(parts)})"
+
+
+def home() -> Path:
+    """The folder, made if it is missing. Raises StateError."""
+    path = Path(os.environ.get("HEADRACE_HOME", "").strip() or "~/.headrace").expanduser()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission to write")
+    except OSError as error:
+        raise StateError(
+            f"the folder {path} for keys and process ids cannot be used ({error.strerror}); "
+            "set HEADRACE_HOME to another"
+        ) from error
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, atomically. Raises StateError."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise StateError(f"{path} cannot be written: {error.strerror}; is the disk full?") from error
+
+
+def new_key() -> str:
+    """A random key: 256 bits as text."""
+    return secrets.token_urlsafe(32)
+
+
+def path_of(state: ServeState) -> Path:
+    """The path of its file."""
+    return home() / (f"starting-{state.pid}.json" if state.starting else f"serve-{state.admin_port}.json")
+
+
+def save(state: ServeState) -> Path:
+    """Writes a serve's file. Raises StateError."""
+    path = path_of(state)
+    write_private(path, json.dumps(asdict(state), indent=1) + "\n")
+    return path
+
+
+def running() -> list[ServeState]:
+    """All live serves of this user, by start time. If a process has both files, it has started."""
+    alive = {state.pid: state for _, state in _states("starting") if state.process.alive}
+    alive |= {state.pid: state for _, state in _states("serve") if state.process.alive}
+    return sorted(alive.values(), key=lambda state: (state.since, state.admin_port))
+
+
+def ended() -> list[ServeState]:
+    """Serves whose process was killed: in a joined Ray their cluster may still run."""
+    return [state for _, state in _states("serve") if not state.process.alive]
+
+
+def remove_stale() -> None:
+    """Removes the files of serves that were killed while they started."""
+    for path, state in _states("starting"):
+        if not state.process.alive:
+            path.unlink(missing_ok=True)
+
+
+def _states(kind: str) -> Iterator[tuple[Path, ServeState]]:
+    for path in sorted(home().glob(f"{kind}-*.json")):
+        state = _read(path)
+        if state is not None:
+            yield path, state
+
+
+def _read(path: Path) -> ServeState | None:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: data[name] for name in ServeState.__slots__ if name in data}
+        lists = {name: tuple(known.get(name, ())) for name in ("models", "metrics")}
+        return ServeState(**(known | lists))
+    except (OSError, ValueError, TypeError):
+        return None  # absent, or truncated by a full disk: treated as no server

@@ -1,0 +1,1 @@
+"""All code that imports Ray: the actors, placement, and the Ray that `serve` starts."""

@@ -1,0 +1,117 @@
+"""The controller as a named, detached Ray actor on the head node: gRPC for routers, HTTP for the command line."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace_cluster.controller.admin import admin_app, admin_server, listen
+from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.status import down_reason
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.rank_config import NODE_HOST
+from headrace_cluster.core.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
+from headrace_cluster.local.run_logs import log_path
+from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray.driver import RayDriver
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.errors import HeadraceError
+from headrace_proto.logs import LogConfig, configure_logs
+
+UNWATCHED_SECONDS = 5.0  # after a stop request, without a poll from `serve`, the controller stops the cluster itself
+
+
+class ControllerActor:
+    """Connects a Supervisor with a RayDriver and the two servers. An async actor: one event loop."""
+
+    def __init__(self, args: bytes) -> None:
+        self._args = msgspec.msgpack.decode(args, type=ControllerArgs)
+        self._spec = ClusterSpec.model_validate_json(self._args.spec)
+        if self._args.log_folder:
+            path = log_path(Path(self._args.log_folder), "controller")
+            configure_logs(LogConfig("controller", path=str(path), format=self._spec.logs.format))
+        self._stop_requested = False
+        self._polled_at = time.monotonic()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def open(self) -> bytes:
+        """Listens, adopts the builds of an earlier controller, starts the others; returns an encoded Opened."""
+        import ray.util
+
+        loopback = "127.0.0.1" if self._args.loopback else None
+        host = self._spec.control.host or loopback or str(ray.util.get_node_ip_address())
+        self._membership = Membership()
+        try:
+            admin = listen(self._spec.admin.host, self._spec.admin.port)
+            self._grpc, port = await start_control_server(
+                self._membership, self._args.secret, host, self._spec.control.port
+            )
+        except HeadraceError as error:
+            return msgspec.msgpack.encode(Opened(error=str(error)))
+        driver = RayDriver(
+            self._spec,
+            self._args.secret,
+            host=loopback or NODE_HOST,
+            replica_class=self._args.replica_class,
+            environment=self._args.environment,
+            log_folder=self._args.log_folder,
+        )
+        self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        await self._supervisor.adopt(self._args.snapshot)
+        self._supervisor.start()
+        supervisor = self._supervisor
+        app = admin_app(self._args.admin_key, self._status, self._request_stop, replica_operations(supervisor))
+        self._admin = admin_server(app)
+        self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
+        opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
+        return msgspec.msgpack.encode(opened)
+
+    async def view(self) -> bytes:
+        """An encoded View."""
+        self._polled_at = time.monotonic()
+        reconciler = self._supervisor.reconciler
+        status = self._supervisor.status()
+        view = View(
+            ready=reconciler.ready,
+            fatal=reconciler.fatal,
+            stop_requested=self._stop_requested,
+            replicas=len(reconciler.records),
+            progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
+            started=self._supervisor.started(),
+            roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
+            routers=[RouterPlace(r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
+            snapshot=self._supervisor.snapshot(),
+            failures={
+                entry["id"]: reason
+                for entry in status["replicas"]
+                if (reason := down_reason(reconciler.records[entry["id"]], entry["note"]))
+            },
+            in_flight=self._supervisor.in_flight,
+        )
+        return msgspec.msgpack.encode(view)
+
+    async def close(self) -> None:
+        """Drains and ends every replica, then the servers."""
+        await self._supervisor.stop()
+        self._admin.should_exit = True
+        await self._grpc.stop(grace=0.2)
+
+    def _status(self) -> dict[str, Any]:
+        return self._supervisor.status() | {"controller": {"pid": os.getpid()}}
+
+    async def _request_stop(self) -> None:
+        if not self._stop_requested:
+            self._stop_requested = True
+            self._tasks.append(asyncio.create_task(self._stop_unwatched()))
+
+    async def _stop_unwatched(self) -> None:
+        """Stops the cluster if the process that started it does not poll: normally that process stops it in order."""
+        await asyncio.sleep(UNWATCHED_SECONDS)
+        if time.monotonic() - self._polled_at > UNWATCHED_SECONDS:
+            await self.close()
+            ray_names.end_cluster(self._spec.cluster)

@@ -1,0 +1,211 @@
+"""Runs ranks as Ray actors: a placement group per replica with a bundle per stage, a named detached actor per rank."""
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import ray.util
+from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from headrace_cluster.core import naming
+from headrace_cluster.core.adoption import ExpectedBuild
+from headrace_cluster.core.driver import (
+    PLACE_SECONDS,
+    STOP_SECONDS,
+    AdoptedState,
+    Progress,
+    RankFacts,
+    StartFailedError,
+)
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.placement import gpus_per_rank
+from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, fingerprint, replica_config
+from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.run_logs import rank_log_path
+from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray import resources as ray_resources
+from headrace_cluster.ray.rank_actor import RankActor
+from headrace_cluster.ray.rank_group import RankGroup
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.pools import Role
+from headrace_proto.logs import LogConfig
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+
+_CALLS = 8  # of a rank at a time: start, wait, and short ones
+
+
+class RayDriver:
+    """A `ReplicaDriver` on the Ray that this process is connected to."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        secret: bytes,
+        host: str,
+        replica_class: str = REPLICA_CLASS,
+        environment: Mapping[str, str] | None = None,
+        log_folder: str = "",
+    ) -> None:
+        self._spec = spec
+        self._secret = secret
+        self._host = host
+        self._replica_class = replica_class
+        self._environment = dict(environment or {})
+        self._log_folder = log_folder
+        self._groups: dict[ReplicaName, RankGroup] = {}
+
+    async def launch(
+        self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = PLACE_SECONDS
+    ) -> list[RankFacts]:
+        """See ReplicaDriver. GPUs are counted first: too few are an immediate error, without a wait."""
+        gpus = gpus_per_rank(self._spec.models, model, int(ray.cluster_resources().get("GPU", 0)), "Ray")
+        # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
+        share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
+        stage = {kind: amount * model.tp for kind, amount in share.items()}
+        place = placement_group(
+            [stage] * model.pp, strategy="PACK", name=name.group(self._spec.cluster), lifetime="detached"
+        )
+        if not await asyncio.to_thread(place.wait, seconds):
+            ray_names.remove_group(name.group(self._spec.cluster))
+            free = ray.available_resources()
+            together = f", each {model.tp} on one node," if model.tp > 1 else ","
+            raise PlacementError(
+                f"{name.replica_id} needs {model.ranks} x {_resource_list(share)}{together} but Ray has free: "
+                f"{_resource_list(free)}; lower --replicas, --prefill, --decode, --tp or --pp, or add nodes"
+            )
+        threads = model.cpu_threads or self._threads_per_rank(place)
+        config = msgspec.msgpack.encode(self._config(name, model, role, threads))
+        actor_class = ray.remote(RankActor)
+        group = RankGroup(name, self._spec.cluster, self._log_folder)
+        self._groups[name] = group
+        for rank in range(model.ranks):
+            options = actor_class.options(
+                name=name.rank(rank),
+                namespace=naming.namespace(self._spec.cluster),
+                lifetime="detached",
+                num_cpus=model.cpu_share,
+                num_gpus=gpus,
+                max_restarts=0,
+                max_concurrency=_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
+                runtime_env={"env_vars": self._rank_environment(threads)},
+            )
+            group.actors.append(options.remote(config, rank, self._replica_class, self._logs(name, rank)))
+        try:
+            facts = await asyncio.gather(*(actor.facts.remote() for actor in group.actors))
+        except ray.exceptions.RayError as error:
+            raise StartFailedError(f"a rank of {name.replica_id} could not be created: {error}", final=False) from error
+        group.pids = [pid for pid, _, _ in facts]
+        group.gpus = [(node, given) for _, node, given in facts]
+        here = str(ray.util.get_node_ip_address())
+        processes = [ProcessId.of(pid) for pid, node, _ in facts if node == here]
+        group.processes = [process for process in processes if process is not None]
+        return [RankFacts(rank, pid, node) for rank, (pid, node, _) in enumerate(facts)]
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+        """See ReplicaDriver."""
+        expected = {}
+        for replica in replicas:
+            config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
+            expected[replica.replica_id] = ExpectedBuild(replica.model.ranks, fingerprint(config))
+        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected)
+        self._groups |= {group.name: group for group in groups}
+        return adopted_state
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        """See ReplicaDriver."""
+        return await self._groups[name].start()
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        return await group.progress() if group is not None else None
+
+    async def wait_for_death(self, name: ReplicaName) -> str:
+        """See ReplicaDriver."""
+        return await self._groups[name].wait_for_death()
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        return await group.profile(steps, seconds) if group is not None else []
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        if group is None:
+            raise RoleError(f"{name.replica_id} has just ended: ask again when it is ready")
+        await group.set_role(role)
+
+    async def drain(self, name: ReplicaName) -> None:
+        """See ReplicaDriver."""
+        group = self._groups.get(name)
+        if group is not None:
+            await group.call_all("drain")
+
+    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
+        """See ReplicaDriver."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            await group.call_all("stop", seconds)
+            group.kill()
+        ray_names.remove_group(name.group(self._spec.cluster))
+
+    # -- configuration of a rank ------------------------------------------------------------------------------
+
+    def _threads_per_rank(self, place: Any) -> int:
+        """Cores of the node, shared among the ranks that this spec puts on it."""
+        nodes = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
+        node_ids = placement_group_table(place).get("bundles_to_node_id", {}).values()
+        cores = min((nodes.get(node_id, 1.0) for node_id in node_ids), default=1.0)
+        ranks = sum(pool.ranks for model in self._spec.models for pool in model.pools)
+        return max(1, int(cores) // ceil(ranks / max(1, len(nodes))))
+
+    def _rank_environment(self, threads: int) -> dict[str, str]:
+        # Libraries read these when they load, so they are set before the process starts; Ray would set one thread.
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        # By default waiting OpenMP threads spin for milliseconds, which blocks the router and other ranks on a shared
+        # machine; a short spin keeps most of its gain. The operator's own setting has precedence.
+        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+        return (
+            {name: str(threads) for name in names}
+            | {"TOKENIZERS_PARALLELISM": "false"}
+            | (waiting or {"GOMP_SPINCOUNT": "2000"})
+            | self._environment
+        )
+
+    def _logs(self, name: ReplicaName, rank: int) -> bytes:
+        """An encoded LogConfig; empty without a folder. Generations of a replica append to the same file."""
+        if not self._log_folder:
+            return b""
+        path = rank_log_path(Path(self._log_folder), name.replica_id, rank)
+        logs = LogConfig(f"rank {rank}", name.replica_id, str(path), self._spec.logs.format)
+        return msgspec.msgpack.encode(logs)
+
+    def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> ReplicaConfig:
+        source = Path(model.source).expanduser()
+        return replica_config(
+            model,
+            replica_id=name.replica_id,
+            generation=name.generation,
+            # Ranks have another working directory.
+            source=str(source.resolve()) if source.exists() else model.source,
+            role=str(role),
+            profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
+            cpu_threads=threads,
+            host=self._host,
+            secret=self._secret,
+        )
+
+
+def _resource_list(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[key]:g} {key}" for key in ("CPU", "GPU") if key in resources) or "nothing"

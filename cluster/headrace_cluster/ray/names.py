@@ -1,0 +1,61 @@
+"""Finds and ends the actors and placement groups of a cluster in Ray, by name; nothing else in that Ray changes."""
+
+import contextlib
+from typing import Any
+
+import ray
+from ray.util import list_named_actors, placement_group_table, remove_placement_group
+from ray.util.placement_group import get_placement_group
+
+from headrace_cluster.core import naming
+from headrace_cluster.core.naming import ReplicaName
+
+
+def find_actor(name: str, cluster: str) -> Any | None:
+    """A named actor of the cluster, or None."""
+    try:
+        return ray.get_actor(name, namespace=naming.namespace(cluster))
+    except ValueError:
+        return None
+
+
+def kill_actor(name: str, cluster: str) -> None:
+    """Ends a named actor's process, if it exists."""
+    actor = find_actor(name, cluster)
+    if actor is not None:
+        with contextlib.suppress(Exception):  # it may end by itself meanwhile
+            ray.kill(actor, no_restart=True)
+
+
+def remove_group(name: str) -> None:
+    """Removes a placement group, if it exists."""
+    with contextlib.suppress(Exception):
+        remove_placement_group(get_placement_group(name))
+
+
+def rank_actors(cluster: str) -> dict[tuple[ReplicaName, int], Any]:
+    """The handles of a cluster's live ranks, by build and rank."""
+    space = naming.namespace(cluster)
+    names = [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == space]
+    found = {rank: find_actor(name, cluster) for name in names if (rank := naming.parse_rank(name)) is not None}
+    return {rank: actor for rank, actor in found.items() if actor is not None}
+
+
+def groups(cluster: str) -> set[ReplicaName]:
+    """The builds that have a placement group."""
+    names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return {build for name in names if (build := naming.parse_group(name, cluster)) is not None}
+
+
+def end_ranks(cluster: str) -> None:
+    """Ends every rank and placement group of a cluster."""
+    for name, rank in rank_actors(cluster):
+        kill_actor(name.rank(rank), cluster)
+    for name in groups(cluster):
+        remove_group(name.group(cluster))
+
+
+def end_cluster(cluster: str) -> None:
+    """Ends the controller, every rank and every placement group of a cluster."""
+    kill_actor(naming.CONTROLLER, cluster)
+    end_ranks(cluster)

@@ -1,0 +1,170 @@
+"""The actors of one replica: started together, watched, ended together."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from headrace_cluster.core.driver import STOP_SECONDS, Progress, StartFailedError
+from headrace_cluster.core.gpu_binding import bind_gpus
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.errors import RoleError
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.run_logs import rank_log_path
+from headrace_cluster.ray import names as ray_names
+from headrace_cluster.spec.pools import Role
+from headrace_worker.core.config import Rendezvous, ReplicaStarted
+
+CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it
+ROLE_SECONDS = 5.0
+WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repeated
+DEATH_SECONDS = 0.5  # after one rank ended, for Ray to report that another was killed
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """The ranks of a build, in rank order."""
+
+    name: ReplicaName
+    cluster: str
+    log_folder: str = ""  # of the ranks
+    actors: list[Any] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    gpus: list[tuple[str, list[str]]] = field(default_factory=list)  # node, and the GPUs that Ray assigned
+    processes: list[ProcessId] = field(default_factory=list)  # of ranks on this node
+
+    async def start(self) -> ReplicaStarted:
+        """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
+        rendezvous = None
+        if len(self.actors) > 1:
+            rendezvous = (await self._start_outcome(0, self.actors[0].open_rendezvous.remote())).rendezvous
+        calls = [asyncio.ensure_future(self._start_rank(rank, rendezvous)) for rank in range(len(self.actors))]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(call.done() and call.exception() is not None for call in calls):
+                await asyncio.wait(calls, timeout=CAUSE_SECONDS)
+            errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+            if errors:
+                raise min(errors, key=_error_rank)
+            return calls[0].result()
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def progress(self) -> Progress | None:
+        """Progress of the slowest rank; None when it is unknown."""
+        try:
+            async with asyncio.timeout(2):
+                reports = await asyncio.gather(*(actor.progress.remote() for actor in self.actors))
+        except (TimeoutError, ray.exceptions.RayError):
+            return None
+        return Progress(*min(reports, key=lambda report: report[1])) if reports else None
+
+    async def wait_for_death(self) -> str:
+        """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it."""
+        waits = [asyncio.ensure_future(self._wait_for_rank(rank)) for rank in range(len(self.actors))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=DEATH_SECONDS if len(waits) > 1 else 0)
+            ends = [wait.result() for wait in waits if wait.done()]
+            return next((sentence for killed, sentence in ends if killed), ends[0][1])
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def profile(self, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """Profiles all ranks at the same time; returns the outcomes in rank order. Never raises."""
+        calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self.actors)))
+        return await asyncio.gather(*calls)
+
+    async def set_role(self, role: Role) -> None:
+        """Sends the role to rank 0, which represents the replica. Raises RoleError."""
+        try:
+            async with asyncio.timeout(ROLE_SECONDS):
+                await self.actors[0].set_role.remote(str(role))
+        except TimeoutError as error:
+            raise RoleError(f"{self._label(0)} does not answer: its role stays as it was") from error
+        except ray.exceptions.RayError as error:
+            raise RoleError(f"{self._label(0)} has just ended: ask again when it is ready") from error
+
+    async def call_all(self, method: str, seconds: float = STOP_SECONDS) -> None:
+        """Calls a method of every rank and waits for them up to `seconds`. Never raises."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                calls = (getattr(actor, method).remote() for actor in self.actors)
+                await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing to stop
+
+    def kill(self) -> None:
+        """Ends every process of the build."""
+        for rank in range(len(self.actors)):
+            ray_names.kill_actor(self.name.rank(rank), self.cluster)
+        for process in self.processes:
+            process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
+
+    async def _start_rank(self, rank: int, rendezvous: Rendezvous | None) -> ReplicaStarted:
+        binding = bind_gpus(self.gpus)[rank]
+        args = StartArgs(rendezvous) if binding is None else StartArgs(rendezvous, binding.visible, binding.index)
+        outcome = await self._start_outcome(rank, self.actors[rank].start.remote(msgspec.msgpack.encode(args)))
+        if outcome.started is None:
+            raise StartFailedError(f"{self._label(rank)} reported nothing about its start", final=True)
+        return outcome.started
+
+    async def _start_outcome(self, rank: int, call: Coroutine[Any, Any, bytes]) -> StartOutcome:
+        try:
+            encoded = await call
+        except ray.exceptions.RayActorError as error:
+            raise StartFailedError(
+                f"{self._label(rank)} was killed while it started; if memory is short, lower --kv-cache-memory, "
+                f"--replicas, or take a smaller model{self._log_hint(rank)}",
+                final=False,
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise StartFailedError(
+                f"{self._label(rank)} failed to start: {error}{self._log_hint(rank)}", final=False
+            ) from error
+        outcome = msgspec.msgpack.decode(encoded, type=StartOutcome)
+        if outcome.error:
+            raise StartFailedError(
+                outcome.error, final=outcome.final, secondary=outcome.secondary, lacks_resources=outcome.lacks_resources
+            )
+        return outcome
+
+    async def _profile_rank(self, rank: int, steps: int, seconds: float) -> ProfileOutcome:
+        try:
+            encoded = await self.actors[rank].profile.remote(steps, seconds)
+        except ray.exceptions.RayError:
+            return ProfileOutcome(error=f"{self._label(rank)} was killed while it was profiled")
+        return msgspec.msgpack.decode(encoded, type=ProfileOutcome)
+
+    async def _wait_for_rank(self, rank: int) -> tuple[bool, str]:
+        """Returns when the rank ends: whether it was killed, and the sentence."""
+        try:
+            while (cause := await self.actors[rank].wait.remote(WAIT_SECONDS)) is None:
+                pass  # still alive
+            return False, f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
+        except ray.exceptions.RayError:
+            return True, f"{self._label(rank)} was killed{self._log_hint(rank)}"
+
+    def _log_hint(self, rank: int) -> str:
+        """The end of a sentence about a rank."""
+        if not self.log_folder:
+            return ""
+        return f"; its log: {rank_log_path(Path(self.log_folder), self.name.replica_id, rank)}"
+
+    def _label(self, rank: int) -> str:
+        pid = f" (process {self.pids[rank]})" if rank < len(self.pids) else ""
+        return f"rank {rank} of {self.name.replica_id}{pid}"
+
+
+def _error_rank(error: BaseException) -> int:
+    """Smallest for the error closest to the cause: a named error, then a killed rank, then a rank that lost another."""
+    if not isinstance(error, StartFailedError):
+        return 0
+    return 3 if error.secondary else 1 if error.final else 2

@@ -1,0 +1,69 @@
+"""Ray resources of an earlier controller: finds ranks and placement groups by name, adopts or ends them."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import ray.util
+
+from headrace_cluster.core.adoption import ExpectedBuild, choose_builds
+from headrace_cluster.core.driver import AdoptedBuild, AdoptedState
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray.rank_group import RankGroup
+
+REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
+
+
+async def adopt(cluster: str, expected: Mapping[str, ExpectedBuild]) -> tuple[AdoptedState, list[RankGroup]]:
+    """Takes over the builds that are up and match, and ends every other rank and placement group of the cluster."""
+    actors = ray_names.rank_actors(cluster)
+    answers = await asyncio.gather(*(_report(actor) for actor in actors.values()))
+    reports = dict(zip(actors, answers, strict=True))
+    groups = ray_names.groups(cluster)
+    builds = choose_builds(reports, expected)
+    builds = [build for build in builds if build.name in groups]  # Ray ends ranks without a placement group
+    kept = {build.name for build in builds}
+    for name, rank in actors:
+        if name not in kept:
+            ray_names.kill_actor(name.rank(rank), cluster)
+    for name in groups - kept:
+        ray_names.remove_group(name.group(cluster))
+    generations: dict[str, int] = {}
+    for name in sorted({name for name, _ in actors} | groups):
+        generations[name.replica_id] = name.generation
+    return AdoptedState(builds, generations), [_group(cluster, build, actors, reports) for build in builds]
+
+
+async def _report(actor: Any) -> RankReport | None:
+    try:
+        async with asyncio.timeout(REPORT_SECONDS):
+            return msgspec.msgpack.decode(await actor.report.remote(), type=RankReport)
+    except (TimeoutError, ray.exceptions.RayError):
+        return None
+
+
+def _group(
+    cluster: str,
+    build: AdoptedBuild,
+    actors: Mapping[tuple[ReplicaName, int], Any],
+    reports: Mapping[tuple[ReplicaName, int], RankReport | None],
+) -> RankGroup:
+    group = RankGroup(build.name, cluster)
+    here = str(ray.util.get_node_ip_address())
+    for facts in build.ranks:
+        report = reports[build.name, facts.rank]
+        group.actors.append(actors[build.name, facts.rank])
+        group.pids.append(facts.pid)
+        if report is not None and report.log_path:
+            group.log_folder = str(Path(report.log_path).parent)
+        group.gpus.append((facts.node, report.gpus if report is not None else []))
+        process = ProcessId.of(facts.pid) if facts.node == here else None
+        if process is not None:
+            group.processes.append(process)
+    return group

@@ -1,0 +1,1 @@
+"""The cluster spec, and its sources: flags, environment variables, file."""

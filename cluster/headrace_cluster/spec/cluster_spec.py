@@ -1,0 +1,131 @@
+"""The cluster spec: one model behind the flags of `headrace serve`, a YAML file and the Helm chart."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from headrace_cluster.errors import SpecError
+from headrace_cluster.program import program_name
+from headrace_cluster.spec.flag import flag
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.process_specs import AdminSpec, ControlSpec, HealthSpec, LogsSpec, RaySpec, RoutersSpec
+from headrace_cluster.spec.section import Section
+from headrace_router.access.auth import AuthConfig
+from headrace_router.core.limits import Limits
+
+
+class ClusterSpec(Section):
+    """Everything that `headrace serve` runs."""
+
+    cluster: str = Field(
+        default="headrace",
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$",
+        description="name in Ray",
+        json_schema_extra=flag("--cluster", help="name of the cluster in Ray"),
+    )
+    models: tuple[ModelSpec, ...] = Field(default=(ModelSpec(),), min_length=1)
+    routers: RoutersSpec = RoutersSpec()
+    auth: AuthConfig = AuthConfig()
+    limits: Limits = Limits()
+    admin: AdminSpec = AdminSpec()
+    control: ControlSpec = ControlSpec()
+    health: HealthSpec = HealthSpec()
+    ray: RaySpec = RaySpec()
+    logs: LogsSpec = LogsSpec()
+
+    @property
+    def metrics_host(self) -> str:
+        """Interface of the routers' own addresses. Without a key it is loopback unless it is configured."""
+        return self.routers.metrics_host or ("127.0.0.1" if self.routers.metrics_no_auth else self.routers.host)
+
+    @property
+    def metrics_ports(self) -> tuple[int, ...]:
+        """Port of each router's own address, 0 = any free one; empty when they have none."""
+        routers = self.routers
+        configured = routers.metrics_no_auth or routers.metrics_host is not None or routers.metrics_port is not None
+        if routers.count == 1 and not configured:
+            return ()
+        first = self._first_metrics_port() if routers.metrics_port is None else routers.metrics_port
+        return tuple(first + index if first else 0 for index in range(routers.count))
+
+    def _first_metrics_port(self) -> int:
+        """The first port above the admin port such that the range contains no other port of this cluster."""
+        first = self.admin.port and self.admin.port + 1
+        others = (self.routers.port, self.routers.grpc_port, self.control.port)
+        while first and (taken := [port for port in others if first <= port < first + self.routers.count]):
+            first = max(taken) + 1
+        return first
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"each model needs a name of its own, but '{twice[0]}' is given twice")
+        ports = {"routers.port": self.routers.port, "routers.grpc_port": self.routers.grpc_port}
+        ports |= {"admin.port": self.admin.port, "control.port": self.control.port}
+        own = self.metrics_ports
+        if max(own, default=0) > 65535:
+            raise ValueError(f"routers.metrics_port is {own[0]}, and {len(own)} routers need that many above it")
+        ports |= {f"routers.metrics_port + {n}" if n else "routers.metrics_port": port for n, port in enumerate(own)}
+        for field, port in ports.items():
+            same = [other for other, value in ports.items() if port and value == port and other != field]
+            if same:
+                raise ValueError(f"{field} and {same[0]} are both {port}: each needs a port of its own")
+        return self
+
+
+def parse_spec(data: dict[str, Any], origins: Mapping[tuple[str | int, ...], str] | None = None) -> ClusterSpec:
+    """Validates plain data. Raises SpecError with one sentence per wrong field.
+
+    origins: by path in the data, the flag or the variable that a value came from; the sentence names it.
+    """
+    try:
+        return ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        entries = error.errors(include_url=False)
+        # pydantic also reports a list whose only entry is wrong as too short.
+        real = [entry for entry in entries if entry["type"] != "too_short"] or entries
+        raise SpecError("; ".join(_sentence(entry, origins or {}) for entry in real)) from error
+
+
+def _sentence(entry: Any, origins: Mapping[tuple[str | int, ...], str]) -> str:
+    loc = entry["loc"]
+    if entry["type"] == "extra_forbidden":
+        close = get_close_matches(str(loc[-1]), _keys_beside(loc), n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        return f"unknown key '{_place(loc)}' ({meant}see `{program_name()} config schema`)"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if not loc:
+        return message
+    length = next((length for length in range(len(loc), 0, -1) if loc[:length] in origins), 0)
+    parts = [origins[loc[:length]]] if length else []
+    parts += [_place(loc[length:])] if length < len(loc) else []
+    # Keys and secrets must not appear in an error message.
+    shown = "" if "auth" in loc or isinstance(entry["input"], dict | list) else f", not {entry['input']!r}"
+    return f"{': '.join(parts)}: {message}{shown}"
+
+
+def _place(loc: Sequence[str | int]) -> str:
+    """'models[0].replicas'."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _keys_beside(loc: Sequence[str | int]) -> list[str]:
+    """The known keys at the place of an unknown one."""
+    model: type[BaseModel] | None = ClusterSpec
+    for part in loc[:-1]:
+        if isinstance(part, str) and model is not None:
+            field = model.model_fields.get(part)
+            model = _model_in(field.annotation) if field is not None else None
+    return [] if model is None else list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """X of X, X | None and tuple[X, ...]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

@@ -1,0 +1,247 @@
+"""One model of the spec, and how its replicas are built."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from headrace_cluster.spec.flag import flag
+from headrace_cluster.spec.pools import Pool, Role
+from headrace_cluster.spec.section import Bytes, Section
+from headrace_router.core.sampling_options import SamplingOptions
+
+EMBEDDED_MODEL = "smollm2"
+_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
+
+
+def _json_object(value: object) -> object:
+    """A flag and an environment variable are text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError('write it as a JSON object, such as {"max_tokens": 512, "temperature": 0.2}')
+    return parsed
+
+
+def default_name(source: str) -> str:
+    """The model name in requests if none is configured: a Hub id is kept, a path is reduced to its last part."""
+    name = source
+    if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
+        path = Path(source).expanduser()
+        name = path.stem if path.suffix == ".gguf" else path.resolve().name
+    cleaned = re.sub(r"[^A-Za-z0-9._/:-]+", "-", name).strip("._/:-")[:128]
+    return cleaned or "model"
+
+
+class PoolSpec(Section):
+    """Replicas of one role. tp and pp default to the model's."""
+
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        json_schema_extra=flag("--{pool}", help="replicas of the {pool} pool; the pools come in pairs"),
+    )
+    tp: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="ranks that share each layer; none = the model's",
+        json_schema_extra=flag("--{pool}-tp", help="--tp of the {pool} pool"),
+    )
+    pp: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="stages, one after the other; none = the model's",
+        json_schema_extra=flag("--{pool}-pp", help="--pp of the {pool} pool"),
+    )
+
+
+class DefaultsSpec(SamplingOptions):
+    """Values for fields that a request does not set. None = the value in the model's files, else the API's default."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ModelSpec(Section):
+    """One model and how its replicas are built. A value of none is chosen by the worker and shown at start."""
+
+    name: str = Field(
+        default="",
+        validate_default=True,
+        pattern=_NAME,
+        description="what requests call it; default: from the source",
+        json_schema_extra=flag("--served-model-name"),
+    )
+    aliases: tuple[Annotated[str, Field(pattern=_NAME)], ...] = Field(default=(), description="further names for it")
+    source: str = Field(
+        default=EMBEDDED_MODEL,
+        min_length=1,
+        description="Hub id, folder, .gguf file, or the embedded 'smollm2'",
+        json_schema_extra=flag("MODEL"),
+    )
+    revision: str | None = Field(
+        default=None,
+        description="of the Hub repository",
+        json_schema_extra=flag("--revision", help="branch, tag or commit of the Hub repository"),
+    )
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="none = 1, or those of prefill and decode",
+        json_schema_extra=flag("--replicas", help="copies of the model; 1 where there are no pools"),
+    )
+    prefill: PoolSpec | None = Field(default=None, description="replicas that only compute prompts; with decode")
+    decode: PoolSpec | None = Field(default=None, description="replicas that decode; with prefill, instead of replicas")
+    tp: int = Field(default=1, ge=1, le=1024, description="ranks that share each layer", json_schema_extra=flag("--tp"))
+    pp: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="stages, one after the other",
+        json_schema_extra=flag("--pp", help="pipeline stages"),
+    )
+    ep: bool = Field(
+        default=False,
+        description="each of the tp ranks has whole experts, instead of a part of each",
+        json_schema_extra=flag("--ep"),
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where ranks compute", json_schema_extra=flag("--device")
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="of weights and KV cache",
+        json_schema_extra=flag("--dtype", help="format of weights and KV cache"),
+    )
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
+        default="auto",
+        description="of the weights; dummy: random ones",
+        json_schema_extra=flag("--load-format", help="format of the files; dummy: random weights"),
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompt + output tokens of one request",
+        json_schema_extra=flag("--max-model-len"),
+    )
+    kv_cache_memory: Bytes | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="per rank, e.g. 2GiB",
+        json_schema_extra=flag("--kv-cache-memory", help="KV cache per rank, such as 2GiB"),
+    )
+    block_size: int = Field(
+        default=16, ge=1, le=1024, description="tokens per KV-cache block", json_schema_extra=flag("--block-size")
+    )
+    max_num_seqs: int | None = Field(
+        default=None,
+        ge=1,
+        description="requests that run at a time in one replica",
+        json_schema_extra=flag("--max-num-seqs"),
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of one step", json_schema_extra=flag("--max-num-batched-tokens")
+    )
+    max_waiting: int = Field(default=4096, ge=1, description="requests queued at a replica before it rejects more")
+    cpu_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="of one rank; none = cores / ranks on a node",
+        json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
+    )
+    cpu_share: float = Field(
+        default=0.05,
+        gt=0,
+        le=1024,
+        description="of Ray's CPUs that one rank on a CPU reserves",
+        json_schema_extra=flag("--cpu-share", help="Ray CPUs that a rank on a CPU reserves"),
+    )
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="plan a step while the one before it runs; auto: on GPUs",
+        json_schema_extra=flag("--async-scheduling"),
+    )
+    cuda_graphs: Literal["full", "off"] = Field(
+        default="full", description="replay whole steps on GPUs", json_schema_extra=flag("--cuda-graphs")
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="a request's bits do not depend on the batch; slower",
+        json_schema_extra=flag("--deterministic"),
+    )
+    profile: Path | None = Field(
+        default=None,
+        description="folder for profiles of steps, on the ranks' nodes",
+        json_schema_extra=flag("--profile", help="folder for profiles, which the command profile records"),
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="run Python code that comes with the model",
+        json_schema_extra=flag("--trust-remote-code"),
+    )
+    defaults: Annotated[DefaultsSpec, BeforeValidator(_json_object)] = Field(
+        default=DefaultsSpec(),
+        description="for requests that do not set max_tokens, temperature and so on",
+        json_schema_extra=flag(
+            "--defaults", values="JSON", help='for requests that leave it open: {"max_tokens": 512, …}'
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        for pool in self.pools:
+            if self.ep and pool.tp == 1:
+                raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Actors of one replica of the model's own shape."""
+        return self.tp * self.pp
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools in the order of replica ids: those that decode first."""
+        if self.prefill is None or self.decode is None:
+            return (Pool(Role.BOTH, self.replicas or 1, self.tp, self.pp),)
+        parts = ((Role.DECODE, self.decode), (Role.PREFILL, self.prefill))
+        return tuple(Pool(role, part.replicas, part.tp or self.tp, part.pp or self.pp) for role, part in parts)
+
+    def shaped(self, pool: Pool) -> Self:
+        """The spec of one replica of a pool."""
+        single = {"replicas": 1, "prefill": None, "decode": None, "tp": pool.tp, "pp": pool.pp}
+        return self.model_copy(update=single)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pooled(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = [name for name in ("prefill", "decode") if data.get(name) is not None]
+        if len(given) == 1:
+            other = "decode" if given == ["prefill"] else "prefill"
+            raise ValueError(f"{given[0]} is given without {other}: pools come in pairs (--prefill N --decode M)")
+        if given and data.get("replicas") is not None:
+            raise ValueError(
+                "replicas is given beside prefill and decode: use --replicas N for replicas that do both, or "
+                "--prefill N --decode M for two pools"
+            )
+        return data if given or data.get("replicas") is not None else data | {"replicas": 1}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("name"):
+            source = data.get("source", EMBEDDED_MODEL)
+            return data | {"name": default_name(source) if isinstance(source, str) else "model"}
+        return data

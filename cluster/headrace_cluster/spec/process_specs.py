@@ -1,0 +1,163 @@
+"""Sections of the spec about processes: routers, admin API, controller, health, Ray, logs."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from headrace_cluster.spec.flag import flag
+from headrace_cluster.spec.section import Bytes, Port, Section
+
+
+class RoutersSpec(Section):
+    """Where clients connect."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="interface to listen on",
+        json_schema_extra=flag("--host", help="interface of the HTTP and gRPC API"),
+    )
+    port: Port = Field(
+        default=8000,
+        description="HTTP; 0 = any free port",
+        json_schema_extra=flag("--port", help="HTTP port; 0 = any free one"),
+    )
+    grpc_port: Port = Field(
+        default=8001,
+        description="gRPC; 0 = any free port",
+        json_schema_extra=flag("--grpc-port", help="gRPC port; 0 = any free one"),
+    )
+    count: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="router processes that share the two ports; limits count in each",
+        json_schema_extra=flag("--routers", help="router processes that share --port and --grpc-port"),
+    )
+    metrics_port: Port | None = Field(
+        default=None,
+        description="an address of its own for each router's /metrics and /health: this port for the first, the next "
+        "one for the next, 0 = any free ones; none = of several routers, or with metrics_no_auth, from the first above "
+        "the admin port, else only `port`",
+        json_schema_extra=flag(
+            "--metrics-port", help="address of its own for /metrics and /health; of several routers the first's"
+        ),
+    )
+    metrics_host: str | None = Field(
+        default=None,
+        min_length=1,
+        description="interface of these ports; none = `host`, or 127.0.0.1 with metrics_no_auth",
+        json_schema_extra=flag("--metrics-host", help="interface of --metrics-port; default: --host"),
+    )
+    metrics_no_auth: bool = Field(
+        default=False,
+        description="these ports answer without a key",
+        json_schema_extra=flag(
+            "--metrics-no-auth", help="no key on --metrics-port; its default host is then 127.0.0.1"
+        ),
+    )
+    policy: Literal["least-load", "round-robin"] = "least-load"
+    migration_limit: int = Field(
+        default=3,
+        ge=0,
+        description="times that a stream may move after its replica is lost",
+        json_schema_extra=flag("--migration-limit"),
+    )
+    disaggregation: Literal["auto", "always", "off"] = Field(
+        default="auto",
+        description="prefill replicas compute prompts: where it is predicted to be faster, or all",
+        json_schema_extra=flag("--disaggregation"),
+    )
+    rebalancing: bool = Field(
+        default=True,
+        description="move streams from replicas short of memory or time to replicas with capacity",
+        json_schema_extra=flag("--rebalancing", values="on|off"),
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="unknown fields of a request; ignored ones are listed in a header",
+        json_schema_extra=flag(
+            "--unknown-fields", help="fields of requests that no table has; ignored ones are listed in a header"
+        ),
+    )
+    keep_alive_seconds: float = Field(default=15, gt=0, description="a stream is idle before a comment is sent")
+    shutdown_seconds: float = Field(
+        default=5,
+        ge=0,
+        description="for requests in flight when it stops",
+        json_schema_extra=flag("--shutdown-seconds", help="time for requests in flight when it stops"),
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="lowest level of a router's lines on the terminal; its file starts at info"
+    )
+
+
+class AdminSpec(Section):
+    """The admin API: status and stop. Always needs its key."""
+
+    host: Literal["127.0.0.1", "::1", "localhost"] = "127.0.0.1"
+    port: Port = Field(
+        default=8002,
+        description="0 = any free port",
+        json_schema_extra=flag("--admin-port", help="port of the admin API; 0 = any free port"),
+    )
+
+
+class ControlSpec(Section):
+    """The controller's gRPC, for routers; it requires the cluster's secret."""
+
+    host: str | None = Field(
+        default=None,
+        min_length=1,
+        description="default: loopback, or the Ray head in a joined Ray",
+        json_schema_extra=flag("--control-host", help="interface of the controller, for routers"),
+    )
+    port: Port = Field(
+        default=0,
+        description="0 = any free port",
+        json_schema_extra=flag("--control-port", help="port of the controller; 0 = any free port"),
+    )
+    secret_file: Path | None = Field(
+        default=None,
+        description="holds the cluster's secret (32 bytes or more, text or raw)",
+        json_schema_extra=flag("--secret-file", help="file with the cluster's secret"),
+    )
+
+
+class HealthSpec(Section):
+    """When the controller treats a replica as failed. Seconds."""
+
+    start_seconds: float = Field(default=1800, gt=0, description="for a replica to load, warm up and be ready")
+    interval_seconds: float = Field(default=0.5, gt=0, le=5, description="between two health messages")
+    silence_seconds: float = Field(default=2, gt=0, description="without a health message until a replica is unhealthy")
+    replace_seconds: float = Field(default=15, gt=0, description="that a replica is unhealthy before it is replaced")
+    drain_seconds: float = Field(default=5, ge=0, description="for requests in flight when a replica is stopped")
+
+
+class RaySpec(Section):
+    """The Ray cluster. Without an address one is started on this machine and ends with `serve`."""
+
+    address: str | None = Field(
+        default=None,
+        description="host:port of a running Ray to join, or 'auto'",
+        json_schema_extra=flag("--ray-address", help="Ray to join (host:port, or auto), instead of starting one"),
+    )
+    object_store_memory: Bytes = Field(default=100 << 20, ge=80 << 20, description="of a Ray that is started here")
+    dashboard: bool = True
+    dashboard_port: Port | None = Field(default=None, description="none = 8265, or the next that is free")
+
+
+class LogsSpec(Section):
+    """Log format and detail. Each process has a file in HEADRACE_HOME/logs (see `headrace logs --path`)."""
+
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="of the files, and of every line on stderr",
+        json_schema_extra=flag("--log-format", help="format of the log files, and of lines on stderr"),
+    )
+    verbose: bool = Field(
+        default=False,
+        description="show at start what each replica chose for itself",
+        json_schema_extra=flag("--verbose", short="-v"),
+    )

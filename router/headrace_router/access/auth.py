@@ -1,0 +1,204 @@
+"""Keys: who may call the API, which tenant a call belongs to, and who may read metrics (RELIABILITY R3, R11)."""
+
+import hashlib
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from headrace_proto.errors import HeadraceError
+
+SALT_BYTES = 16
+
+
+class KeysFileError(HeadraceError):
+    """A file of keys, or a key in it, is not usable."""
+
+
+class ExposureError(HeadraceError):
+    """A socket would listen beyond this machine without authentication."""
+
+
+class ApiKey(BaseModel):
+    """One key and its tenant's name in logs. A bare string is a key that is named after its position."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    name: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    key: SecretStr
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: object) -> object:
+        return {"key": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _usable(self) -> "ApiKey":
+        text = self.key.get_secret_value()
+        if not 8 <= len(text) <= 512 or not text.isascii() or any(c.isspace() or not c.isprintable() for c in text):
+            raise ValueError("a key has 8 to 512 printable ASCII characters and no spaces")
+        return self
+
+
+class AuthConfig(BaseModel):
+    """The sources of keys. With neither `keys` nor `keys_file` the server is open, on loopback only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    keys: tuple[ApiKey, ...] = ()
+    keys_file: Path | None = Field(
+        default=None,
+        description="one key a line, or name:key; # starts a comment",
+        json_schema_extra={"flag": "--api-keys-file", "help": "file with one API key a line, or name:key"},
+    )
+    allow_no_auth: bool = Field(
+        default=False, description="listen beyond loopback without keys", json_schema_extra={"flag": "--allow-no-auth"}
+    )
+    metrics_key: ApiKey | None = Field(
+        default=None, description="reads /metrics and nothing else; with one, API keys do not read it"
+    )
+    metrics_key_file: Path | None = Field(
+        default=None,
+        description="the same in a file; several, to replace one",
+        json_schema_extra={
+            "flag": "--metrics-key-file",
+            "help": "file with a key that reads /metrics and nothing else",
+        },
+    )
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.keys) or self.keys_file is not None
+
+    @property
+    def has_metrics_keys(self) -> bool:
+        return self.metrics_key is not None or self.metrics_key_file is not None
+
+    def load(self) -> tuple[ApiKey, ...]:
+        """All API keys, including the file's. Raises KeysFileError."""
+        return self.keys if self.keys_file is None else self.keys + _read_keys(self.keys_file, "API keys")
+
+    def load_metrics(self) -> tuple[ApiKey, ...]:
+        """All metrics keys, including the file's. Raises KeysFileError."""
+        keys: tuple[ApiKey, ...] = () if self.metrics_key is None else (self.metrics_key,)
+        if self.metrics_key_file is not None:
+            keys += _read_keys(self.metrics_key_file, "metrics keys")
+        if {entry.key for entry in keys} & {entry.key for entry in self.load()}:
+            raise KeysFileError("a metrics key is also an API key: create one that is valid for /metrics only")
+        return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The customer that a call is made for. The salt is part of every KV block's identity; the default has none."""
+
+    name: str
+    salt: bytes
+
+
+OPEN_TENANT = Tenant("default", b"")
+
+
+class Authenticator:
+    """Maps a bearer token to its tenant. Every key is compared, in constant time, whichever matches.
+
+    A metrics key belongs to no tenant: it reads /metrics. Without a metrics key, API keys read /metrics.
+    """
+
+    def __init__(self, keys: tuple[ApiKey, ...], secret: bytes, metrics_keys: tuple[ApiKey, ...] = ()) -> None:
+        self._metrics = [_digest(entry.key.get_secret_value().encode()) for entry in metrics_keys]
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        for position, entry in enumerate(keys, 1):
+            raw = entry.key.get_secret_value().encode()
+            salt = hashlib.blake2b(raw, key=hashlib.sha256(secret).digest(), digest_size=SALT_BYTES, person=b"tenant")
+            self._tenants.append((_digest(raw), Tenant(entry.name or f"key-{position}", salt.digest())))
+
+    @property
+    def open(self) -> bool:
+        """Whether calls need no key."""
+        return not self._tenants
+
+    def tenant(self, authorization: bytes | None) -> Tenant | None:
+        """The caller's tenant from an Authorization header's value; None = refuse."""
+        if self.open:
+            return OPEN_TENANT
+        digest = _digest(_bearer(authorization))
+        found: Tenant | None = None
+        for expected, tenant in self._tenants:
+            if hmac.compare_digest(expected, digest):
+                found = tenant
+        return found
+
+    def may_read_metrics(self, authorization: bytes | None) -> bool:
+        """Whether an Authorization header's value allows to read /metrics."""
+        if not self._metrics:
+            return self.tenant(authorization) is not None
+        digest = _digest(_bearer(authorization))
+        matches = [hmac.compare_digest(expected, digest) for expected in self._metrics]
+        return any(matches)
+
+
+def check_exposure(host: str, auth: AuthConfig) -> None:
+    """Raises ExposureError if `host` is reachable from other machines and needs no key (R3)."""
+    if auth.has_keys or auth.allow_no_auth or is_loopback(host):
+        return
+    raise ExposureError(
+        f"refusing to listen on {host} without API keys: pass --api-keys-file FILE (or set HEADRACE_API_KEYS), "
+        "--host 127.0.0.1, or --allow-no-auth if the network itself restricts access"
+    )
+
+
+def check_metrics_exposure(host: str, auth: AuthConfig, *, no_auth: bool) -> None:
+    """The same for a separate address for metrics; `no_auth`: it is configured to answer without a key."""
+    if auth.has_keys or auth.has_metrics_keys or auth.allow_no_auth or no_auth or is_loopback(host):
+        return
+    raise ExposureError(
+        f"refusing to serve metrics on {host} without a key: pass --metrics-key-file, serve them on 127.0.0.1, "
+        "or pass --metrics-no-auth if the network itself restricts access"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only. Names other than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _bearer(authorization: bytes | None) -> bytes:
+    scheme, _, token = (authorization or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _digest(raw: bytes) -> bytes:
+    # Equal lengths on both sides, so that the comparison does not reveal a key's length.
+    return hashlib.sha256(raw).digest()
+
+
+def _read_keys(path: Path, what: str) -> tuple[ApiKey, ...]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise KeysFileError(f"the file of {what} {path} cannot be read: {reason}") from error
+    keys: list[ApiKey] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, colon, key = text.partition(":")
+        try:
+            keys.append(ApiKey(name=name, key=SecretStr(key)) if colon else ApiKey(name="", key=SecretStr(text)))
+        except ValueError as error:
+            raise KeysFileError(
+                f"line {number} of the file of {what} {path} is no key: write KEY or NAME:KEY, with 8 to 512 printable "
+                "characters"
+            ) from error
+    if not keys:
+        raise KeysFileError(f"the file of {what} {path} holds no key: add one a line")
+    return tuple(keys)

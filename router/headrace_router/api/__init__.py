@@ -1,0 +1,1 @@
+"""The router's public APIs: HTTP, gRPC, and their sockets."""

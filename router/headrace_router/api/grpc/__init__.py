@@ -1,0 +1,1 @@
+"""The gRPC API of the router."""

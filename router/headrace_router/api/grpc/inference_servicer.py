@@ -1,0 +1,193 @@
+"""The public gRPC API: the same validator, pipeline and errors as HTTP, in protobuf (proto/inference.proto)."""
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+
+from headrace_proto.inference_pb2 import (
+    GenerateEvent,
+    GenerateOptions,
+    GenerateRequest,
+    ListModelsRequest,
+    ListModelsResponse,
+    ModelInfo,
+    Usage,
+)
+from headrace_proto.inference_pb2_grpc import InferenceServicer
+from headrace_router.access.auth import Authenticator, Tenant
+from headrace_router.api.services import Services
+from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
+from headrace_router.core.limits import Limits
+from headrace_router.dispatch.choice import ChoiceUpdate
+from headrace_router.dispatch.request import GenerationRequest
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.body_errors import parse_body
+
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+log = structlog.get_logger("headrace.router.grpc")
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Every method but health needs a key when keys are set, reflection and unknown methods included (R3)."""
+
+    def __init__(self, auth: Authenticator) -> None:
+        self._auth = auth
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        given = _authorization(handler_call_details.invocation_metadata)
+        if method.startswith(HEALTH_PREFIX) or self._auth.tenant(given) is not None:
+            return await continuation(handler_call_details)
+        return _refusal(await continuation(handler_call_details))
+
+
+class InferenceService(InferenceServicer):
+    """headrace.v1.Inference."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def Generate(self, request: GenerateRequest, context: Any) -> AsyncIterator[GenerateEvent]:
+        disconnected = True  # unless the generator ends in one of the ways below
+        try:
+            async for event in self._generate(request, self._tenant(context)):
+                yield event
+            disconnected = False
+        except ApiError as error:
+            disconnected = False
+            await self._abort(context, error)
+        except Exception:
+            disconnected = False
+            log.exception("gRPC request failed")
+            await self._abort(context, InternalError("The server failed on this request; its log has the details."))
+        finally:
+            if disconnected and not self._services.admission.closed:
+                self._services.metrics.cancelled.inc()
+
+    async def ListModels(self, request: ListModelsRequest, context: Any) -> ListModelsResponse:
+        infos = [
+            ModelInfo(
+                id=name,
+                created=model.created,
+                max_model_len=model.max_model_len or 0,
+                defaults=ParseDict(dict(model.defaults or {}), GenerateOptions()),
+            )
+            for model in self._services.fleet.models()
+            for name in (model.name, *model.aliases)
+        ]
+        return ListModelsResponse(models=infos)
+
+    async def _generate(self, message: GenerateRequest, tenant: Tenant) -> AsyncIterator[GenerateEvent]:
+        services = self._services
+        body = _body(message, services.config.limits)
+        async with services.admission.admit(tenant):
+            request = await self._prepare(body, tenant)
+            async with services.generation(request) as generation:
+                waiting: GenerateEvent | None = None
+                while not generation.done:
+                    for update in await generation.take():
+                        if waiting is not None:
+                            yield waiting
+                        waiting = _event(update)
+                last = waiting or GenerateEvent()
+                last.usage.CopyFrom(
+                    Usage(
+                        prompt_tokens=request.prompt_tokens,
+                        completion_tokens=generation.completion_tokens,
+                        cached_tokens=generation.cached_tokens,
+                    )
+                )
+                yield last
+
+    async def _prepare(self, body: ChatBody | CompletionBody, tenant: Tenant) -> GenerationRequest:
+        label = secrets.token_hex(16)
+        if isinstance(body, ChatBody):
+            return await self._services.preparer.chat(body, tenant, label)
+        return await self._services.preparer.completion(body, tenant, label)
+
+    def _tenant(self, context: Any) -> Tenant:
+        tenant = self._services.auth.tenant(_authorization(context.invocation_metadata()))
+        if tenant is None:
+            raise AuthenticationError("Send a valid API key in the metadata 'authorization: Bearer KEY'.")
+        return tenant
+
+    async def _abort(self, context: Any, error: ApiError) -> None:
+        self._services.metrics.failed(error.status, error.code)
+        trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
+        await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing)
+
+
+def _body(message: GenerateRequest, limits: Limits) -> ChatBody | CompletionBody:
+    """The request as the HTTP API's body, so that the same checks apply."""
+    fields = _fields(message.options)
+    fields["model"] = message.model or None
+    kind = message.WhichOneof("input")
+    if kind == "chat":
+        if "logprobs" in fields:
+            fields["top_logprobs"] = fields.pop("logprobs")
+            fields["logprobs"] = True
+        fields["messages"] = [{"role": entry.role, "content": entry.content} for entry in message.chat.messages]
+        return parse_body(ChatBody, fields, limits)
+    if kind is None:
+        raise InvalidRequestError("Set one of prompt, prompt_token_ids and chat.", param="input")
+    fields["prompt"] = message.prompt if kind == "prompt" else list(message.prompt_token_ids.ids)
+    return parse_body(CompletionBody, fields, limits)
+
+
+def _fields(options: Message) -> dict[str, Any]:
+    """The options that were set, by name."""
+    fields: dict[str, Any] = {}
+    for descriptor, value in options.ListFields():
+        if descriptor.name == "logit_bias":
+            fields["logit_bias"] = {str(token_id): bias for token_id, bias in value.items()}
+        elif descriptor.is_repeated:
+            fields[descriptor.name] = list(value)
+        else:
+            fields[descriptor.name] = value
+    return fields
+
+
+def _event(update: ChoiceUpdate) -> GenerateEvent:
+    return GenerateEvent(
+        choice_index=update.index,
+        text=update.text,
+        token_ids=update.token_ids,
+        logprobs=[entry.logprob for entry in update.logprobs],
+        finish_reason=update.finish_reason or "",
+    )
+
+
+def _authorization(metadata: Any) -> bytes | None:
+    for key, value in metadata or ():
+        if key == "authorization":
+            return value if isinstance(value, bytes) else value.encode()
+    return None
+
+
+def _refusal(handler: Any) -> Any:
+    """A handler of the same kind that aborts every call with UNAUTHENTICATED."""
+    text = "send a valid API key in the metadata 'authorization: Bearer KEY'"
+
+    async def refuse_unary(_request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    async def refuse_stream(_request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        yield None
+
+    streams_in = handler is not None and handler.request_streaming
+    if handler is not None and handler.response_streaming:
+        make = grpc.stream_stream_rpc_method_handler if streams_in else grpc.unary_stream_rpc_method_handler
+        return make(refuse_stream)
+    make = grpc.stream_unary_rpc_method_handler if streams_in else grpc.unary_unary_rpc_method_handler
+    return make(refuse_unary)

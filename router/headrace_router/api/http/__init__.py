@@ -1,0 +1,1 @@
+"""The HTTP API of the router: OpenAI's API, on FastAPI."""

@@ -1,0 +1,104 @@
+"""The outermost layer: request ids, API keys, and an OpenAI error object for every exception of the inner layers."""
+
+import re
+import secrets
+from typing import Any
+
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_router.access.auth import Authenticator, Tenant
+from headrace_router.api.http.formats import dumps
+from headrace_router.core.errors import ApiError, AuthenticationError, InternalError
+from headrace_router.dispatch.router_metrics import RouterMetrics
+
+# /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
+PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/live", b"/health/ready", b"/docs"})
+METRICS = "/metrics"
+_VALID_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+log = structlog.get_logger("headrace.router.http")
+
+
+class RequestMiddleware:
+    """Wraps the application. The raw path decides whether a key is needed, before it is decoded or routed (R3)."""
+
+    def __init__(
+        self, app: ASGIApp, auth: Authenticator, metrics: RouterMetrics, *, metrics_need_key: bool = True
+    ) -> None:
+        self._app = app
+        self._auth = auth
+        self._metrics = metrics
+        self._metrics_need_key = metrics_need_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        label = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", label)]
+            await send(message)
+
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["label"] = label.decode()
+        try:
+            state["tenant"] = self._tenant(scope, headers)
+            await self._app(scope, receive, send_with_id)
+        except ApiError as error:
+            if not started:
+                await send_error(error, send_with_id, self._metrics)
+        except Exception:
+            log.exception("request failed", request=state["label"])
+            if not started:
+                await send_error(_internal(), send_with_id, self._metrics)
+
+    def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> Tenant | None:
+        """The tenant of the call; None for public paths and metrics. Raises AuthenticationError."""
+        given = headers.get(b"authorization")
+        if scope["path"] == METRICS:  # the decoded path, as it is routed: every spelling of this path has the same rule
+            if self._metrics_need_key and not self._auth.may_read_metrics(given):
+                raise AuthenticationError("Send a key for metrics in the header 'Authorization: Bearer KEY'.")
+            return None
+        tenant = self._auth.tenant(given)
+        if tenant is None and scope.get("raw_path") not in PUBLIC_PATHS:
+            raise AuthenticationError("Send a valid API key in the header 'Authorization: Bearer KEY'.")
+        return tenant
+
+
+def _internal() -> InternalError:
+    return InternalError("The server failed on this request; its log has the details, under the request's id.")
+
+
+def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    """The headers of an error, without the content type."""
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def error_response(error: ApiError) -> Response:
+    """An error as a response. It is not counted in the metrics: the code that refuses a request counts it."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(dumps(error.body()), error.status, headers, "application/json")
+
+
+async def send_error(error: ApiError, send: Send, metrics: RouterMetrics) -> None:
+    """Sends an error as a complete response."""
+    metrics.failed(error.status, error.code)
+    body = dumps(error.body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error_headers(error)]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

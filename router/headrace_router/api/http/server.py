@@ -1,0 +1,56 @@
+"""An HTTP server on one socket; the router, not a signal, starts and stops it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from headrace_router.api.http.protocol import bounded_protocol
+from headrace_router.config import RouterConfig
+
+KEEP_ALIVE_CONNECTION_SECONDS = 75
+ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
+
+
+class HttpServer:
+    """Serves one application. Of one event loop."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, config: RouterConfig) -> None:
+        self.port = int(listening.getsockname()[1])
+        options = uvicorn.Config(
+            app,
+            http=bounded_protocol(config.limits),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_CONNECTION_SECONDS,
+        )
+        self._server = _QuietServer(options)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def stop(self, seconds: float) -> None:
+        """Accepts no new connections; responses get `seconds` to reach their clients, then connections are aborted."""
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._task}, timeout=seconds)
+        if not done:
+            # uvicorn would cancel the requests itself, and log each of them as a failure with its traceback.
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            done, _ = await asyncio.wait({self._task}, timeout=ABORT_SECONDS)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

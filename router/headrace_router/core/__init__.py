@@ -1,0 +1,1 @@
+"""The router's decisions, pure: clock, timers and transport are passed in."""

@@ -1,0 +1,130 @@
+"""One attempt to generate one choice on one replica: pure, driven by the replica's deltas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from headrace_proto.replica_pb2 import (
+    FINISH_CANCELLED,
+    FINISH_NONE,
+    FINISH_REFUSED,
+    Delta,
+    TokenLogprobs,
+)
+
+# (new token ids, their logprobs or nothing, finish reason or FINISH_NONE, sentence of an error)
+OnTokens = Callable[[Sequence[int], Sequence[TokenLogprobs], int, str], None]
+
+
+class Outcome(Enum):
+    """How an attempt ended, from the router's side."""
+
+    FINISHED = "finished"  # by the replica, or by a stop string
+    REFUSED = "refused"  # not accepted: may be placed elsewhere
+    LOST = "lost"  # the stream broke, the replica cancelled the attempt, or it skipped tokens
+    MOVED = "moved"  # by this router, to another replica
+    CANCELLED = "cancelled"  # by this router: no client reads the answer
+    FAILED = "failed"  # processing its tokens raised; see `error`
+
+
+@dataclass(slots=True)
+class FirstDelta:
+    """What the replica reports once per attempt, in its first delta."""
+
+    cached_tokens: int
+    queue_seconds: float
+
+
+class Attempt:
+    """Receives the deltas of one attempt id in order, drops repeats and refuses gaps.
+
+    `on_tokens` is called while the frame is read; `on_end` once, when `outcome` is set; `on_cancel` with the
+    attempt's id when the replica must end it.
+    """
+
+    def __init__(
+        self,
+        attempt_id: bytes,
+        first_index: int,
+        on_tokens: OnTokens,
+        on_end: "Callable[[Attempt], None]",
+        on_cancel: Callable[[bytes], None],
+    ):
+        self.id = attempt_id
+        self.first: FirstDelta | None = None
+        self.preemptions = 0
+        self.refusal = ""
+        self.outcome: Outcome | None = None
+        self.error: Exception | None = None
+        self._first_index = self._next_index = first_index
+        self._on_tokens = on_tokens
+        self._on_end = on_end
+        self._on_cancel = on_cancel
+        self._kept = False
+
+    @property
+    def open(self) -> bool:
+        return self.outcome is None
+
+    @property
+    def started(self) -> bool:
+        """Whether this attempt has produced tokens."""
+        return self._next_index > self._first_index
+
+    def receive(self, delta: Delta) -> None:
+        """Processes one delta of the replica. Never raises: an error of `on_tokens` ends the attempt."""
+        if not self.open:
+            return
+        if self.first is None:
+            self.first = FirstDelta(delta.cached_tokens, delta.queue_us / 1e6)
+        self.preemptions = delta.preemptions
+        if delta.finish == FINISH_REFUSED:
+            self.refusal = delta.error
+            self._set(Outcome.REFUSED)
+            return
+        known = self._next_index - delta.first_index
+        if known < 0:
+            self.end(Outcome.LOST)
+            return
+        token_ids = delta.token_ids[known:]
+        self._next_index += len(token_ids)
+        # An attempt that is still open was not cancelled by this router: the replica is stopping and cancelled it.
+        cancelled = delta.finish == FINISH_CANCELLED
+        finish = FINISH_NONE if cancelled else delta.finish
+        try:
+            if token_ids or finish != FINISH_NONE:
+                self._on_tokens(token_ids, delta.logprobs[known:], finish, delta.error)
+        except Exception as error:
+            self.error = error
+            self.end(Outcome.FAILED)
+            return
+        if cancelled:
+            self.end(Outcome.LOST)
+        elif finish != FINISH_NONE and self.open:
+            self._set(Outcome.FINISHED)
+
+    def end(self, outcome: Outcome) -> None:
+        """Ends it for a reason outside of its deltas, and cancels it at the replica. No-op when it has ended."""
+        if self.open:
+            self._on_cancel(self.id)
+            self._set(outcome)
+
+    def move(self) -> None:
+        """It continues on another replica: later deltas are dropped. This replica keeps its blocks until `release`."""
+        if self.open:
+            self._kept = True
+            self._set(Outcome.MOVED)
+
+    def release(self) -> None:
+        """After `move`: the replica may free its blocks. Idempotent."""
+        if self._kept:
+            self._kept = False
+            self._on_cancel(self.id)
+
+    def cancel(self) -> None:
+        """The client disconnected: everything at the replica is freed. No-op when it has ended."""
+        self.end(Outcome.CANCELLED)
+
+    def _set(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._on_end(self)

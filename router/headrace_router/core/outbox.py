@@ -1,0 +1,47 @@
+"""Messages that wait to be sent to a replica: pure; `on_put` is called after a message was added."""
+
+from collections.abc import Callable
+
+from headrace_proto.replica_pb2 import Cancel, RouterFrame, Submit
+
+MAX_FRAME_TOKENS = 256 << 10  # prompt tokens in one RouterFrame: about 1 MiB
+
+
+class Outbox:
+    """Submits and cancels of one replica until its stream sends them; within a frame, cancels come first."""
+
+    def __init__(self, on_put: Callable[[], None]) -> None:
+        self._submits: list[Submit] = []
+        self._cancels: list[bytes] = []
+        self._on_put = on_put
+
+    def submit(self, submit: Submit) -> None:
+        self._submits.append(submit)
+        self._on_put()
+
+    def cancel(self, attempt_id: bytes) -> None:
+        """Cancels an attempt; a submit that is still queued is dropped."""
+        kept = [submit for submit in self._submits if submit.attempt_id != attempt_id]
+        if len(kept) == len(self._submits):
+            self._cancels.append(attempt_id)
+            self._on_put()
+        self._submits = kept
+
+    def clear(self) -> None:
+        """Drops everything: the stream has ended."""
+        self._submits.clear()
+        self._cancels.clear()
+
+    def take(self) -> RouterFrame | None:
+        """The queued messages as one frame, up to about 1 MiB of prompts; None when there are none."""
+        if not (self._submits or self._cancels):
+            return None
+        tokens = count = 0
+        for submit in self._submits:
+            tokens += len(submit.prompt_token_ids) + len(submit.output_token_ids)
+            count += 1
+            if tokens >= MAX_FRAME_TOKENS:
+                break
+        submits, self._submits = self._submits[:count], self._submits[count:]
+        cancels, self._cancels = self._cancels, []
+        return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])

@@ -1,0 +1,87 @@
+"""Whether a prefill replica should compute a prompt instead of the replica that decodes it: compares predicted seconds.
+
+target:  the tokens in its queue, then the prompt; and each stream that runs there is delayed by the prompt's time, up
+         to a horizon, since its steps include the prompt's chunks
+source:  the tokens in its queue, then the prompt, then what the transfer adds; no stream runs there
+
+All from the replicas' own fitted step models. A replica that has computed nothing yet has no prediction: the fastest
+known rate is used for it, or a constant guess for all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from headrace_proto.replica_pb2 import Load
+
+HORIZON_SECONDS = 1.0  # of delay to one stream
+TRANSFER_SECONDS = 0.005  # the fetch request, and the transfer of the last chunk
+TRANSFER_SHARE = 0.1  # of the prompt's time: the other bytes are sent while it is computed
+LEAST_TOKENS = 64
+GUESS_SECONDS = 0.001  # per token, until any replica has computed some
+
+Mode = Literal["auto", "always", "off"]
+
+
+class Source(Protocol):
+    """A prefill replica."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def remote_prompt_tokens(self) -> int:
+        """Tokens of prompts that were assigned to it and are not known to be computed."""
+
+
+class Target(Protocol):
+    """The replica that will answer."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def unreported(self) -> int:
+        """Attempts that were sent and that its reported load cannot include yet."""
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Tokens of these attempts that will be computed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens to compute, output of earlier attempts included."""
+
+    tokens: int
+
+
+def choose_source(prompt: Prompt, target: Target, sources: Sequence[Source], mode: Mode = "auto") -> int | None:
+    """The index of the fastest source, or None when the target should compute the prompt itself.
+
+    `always` only chooses among sources; short prompts stay at the target in this mode, too.
+    """
+    if mode == "off" or prompt.tokens < LEAST_TOKENS or not sources:
+        return None
+    known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
+    fallback = min(known, default=GUESS_SECONDS)
+    seconds = [_source_seconds(prompt, source, _rate(source.load) or fallback) for source in sources]
+    best = seconds.index(min(seconds))
+    if mode == "always":
+        return best
+    return best if seconds[best] < _target_seconds(prompt, target, _rate(target.load) or fallback) else None
+
+
+def _rate(load: Load) -> float:
+    return load.step_model.per_prefill_token_ms / 1e3
+
+
+def _target_seconds(prompt: Prompt, target: Target, rate: float) -> float:
+    delay = min(prompt.tokens * rate, HORIZON_SECONDS)
+    queue = target.load.waiting_tokens + target.unreported_tokens
+    return (queue + prompt.tokens) * rate + (target.load.running + target.unreported) * delay
+
+
+def _source_seconds(prompt: Prompt, source: Source, rate: float) -> float:
+    queue = max(source.load.waiting_tokens, source.remote_prompt_tokens)
+    return (queue + prompt.tokens * (1 + TRANSFER_SHARE)) * rate + TRANSFER_SECONDS

@@ -1,0 +1,224 @@
+"""One replica's state in this router: pure; frames, time and attempt ids are passed in."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+from headrace_proto.control_pb2 import Member
+from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_READY,
+    ROLE_PREFILL,
+    Load,
+    ModelFacts,
+    ReplicaFrame,
+    ReplicaIdentity,
+    Role,
+    Submit,
+)
+from headrace_router.core.attempt import Attempt, OnTokens, Outcome
+from headrace_router.core.outbox import Outbox
+
+STALL_SECONDS = 2.0
+STALL_STEPS = 4.0
+
+
+class Card(Protocol):
+    """Facts of the replica's model."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def revision(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Values of options that requests may omit."""
+
+
+C = TypeVar("C", bound=Card)
+
+
+class ReplicaState(Generic[C]):
+    """Its load, its heartbeat, and the attempts that run there.
+
+    Ready = connected, listed as ready by the controller, not draining, and its step counter moved within
+    max(2 s, 4 x the predicted step). A stalled replica gets no new work.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        clock: Callable[[], float],
+        new_id: Callable[[], bytes],
+        on_send: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_send` is called when the outbox has messages for the replica."""
+        self.address = member.address
+        self.identity: ReplicaIdentity = member.identity
+        self.card: C | None = None
+        self.facts: ModelFacts | None = None
+        self.load = Load()
+        self.connected = False
+        self.attempts: dict[bytes, Attempt] = {}
+        self.on_send = on_send
+        self.outbox = Outbox(lambda: self.on_send())
+        self.stalled_checks = 0  # consecutive, by the fleet
+        self._clock = clock
+        self._new_id = new_id
+        self._step = -1
+        self._heartbeat = 0.0
+        self._unreported: deque[tuple[int, int]] = deque()  # newest step when it was sent, tokens to compute there
+        self._remote_prompts: dict[bytes, int] = {}
+        self.retired = False
+        self._listed_ready = False
+        self._listed_role: Role = member.identity.role
+        self.set_listing(member)
+
+    # What policies read
+
+    @property
+    def replica_id(self) -> str:
+        return self.identity.replica_id or self.address
+
+    @property
+    def role(self) -> Role:
+        """As the controller lists it; without a controller, as the replica reports it."""
+        return self._listed_role or self.identity.role
+
+    @property
+    def unreported(self) -> int:
+        """Attempts that were sent and that its reported load cannot include yet."""
+        return len(self._unreported)
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Tokens of these attempts that will be computed there."""
+        return sum(tokens for _, tokens in self._unreported)
+
+    @property
+    def remote_prompt_tokens(self) -> int:
+        """Tokens of this router's prompts that other replicas fetch from this one, not known to be computed."""
+        return sum(self._remote_prompts.values())
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since its step counter moved."""
+        return self._clock() - self._heartbeat
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the step loop has not moved for longer than a long step would explain."""
+        return self.seconds_since_step > self.stall_limit(STALL_SECONDS)
+
+    def stall_limit(self, seconds: float) -> float:
+        """At least `seconds`, and at least the predicted time of a few steps."""
+        return max(seconds, STALL_STEPS * self.load.predicted_step_ms / 1e3)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes new requests."""
+        return self._usable and self.role != ROLE_PREFILL
+
+    @property
+    def ready_source(self) -> bool:
+        """Whether it computes prompts for other replicas."""
+        return self._usable and self.role == ROLE_PREFILL
+
+    @property
+    def _usable(self) -> bool:
+        listed = self._listed_ready and not self.retired
+        return self.connected and listed and not self.load.draining and not self.stalled
+
+    @property
+    def retired_and_idle(self) -> bool:
+        return self.retired and not self.attempts
+
+    # The member list of the controller
+
+    def set_listing(self, member: Member) -> None:
+        """Applies the newest entry of the member list."""
+        self._listed_ready = member.state == REPLICA_STATE_READY
+        self._listed_role = member.identity.role
+        self.retired = False
+
+    def retire(self) -> None:
+        """No longer a member: it gets no new attempts; running ones may finish."""
+        self.retired = True
+
+    # Attempts
+
+    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
+        """Starts an attempt under a new id (RELIABILITY R12). The submit is sent with the next frame."""
+
+        def ended(attempt: Attempt) -> None:
+            self.attempts.pop(attempt.id, None)
+            on_end(attempt)
+
+        submit.attempt_id = self._new_id()
+        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, ended, self.outbox.cancel)
+        self.attempts[attempt.id] = attempt
+        if not self.connected:
+            attempt.end(Outcome.LOST)
+            return attempt
+        remote = submit.HasField("source")
+        tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids)
+        self._unreported.append((self._step, tokens))
+        self.outbox.submit(submit)
+        return attempt
+
+    def add_remote_prompt(self, attempt_id: bytes, tokens: int) -> None:
+        """Another replica will fetch a prompt of `tokens` tokens from this one."""
+        self._remote_prompts[attempt_id] = tokens
+
+    def remove_remote_prompt(self, attempt_id: bytes) -> None:
+        """That prompt is computed, or not needed any more. No-op when it is unknown."""
+        self._remote_prompts.pop(attempt_id, None)
+
+    def newest_started(self) -> Attempt | None:
+        """The newest attempt that has produced tokens: it has the least KV to transfer."""
+        return next((entry for entry in reversed(self.attempts.values()) if entry.open and entry.started), None)
+
+    def end_attempts(self) -> None:
+        """Ends all attempts as lost, so that they continue on other replicas; their later deltas are dropped."""
+        for attempt in list(self.attempts.values()):
+            attempt.end(Outcome.LOST)
+
+    # The stream
+
+    def describe(self, facts: ModelFacts, card: C) -> None:
+        """Applies what the replica reports of itself when it is connected."""
+        if facts.identity.boot_id != self.identity.boot_id:
+            self.load = Load()  # an earlier process's report is invalid
+        self.identity, self.facts, self.card = facts.identity, facts, card
+
+    def receive(self, frame: ReplicaFrame) -> bool:
+        """Processes one frame of the replica. Returns whether its step counter moved."""
+        if frame.HasField("hello"):
+            self.identity = frame.hello
+            self._step, self._heartbeat = -1, self._clock()
+            self.connected = True
+        if frame.HasField("load"):
+            self.load = frame.load
+        for delta in frame.deltas:
+            attempt = self.attempts.get(delta.attempt_id)
+            if attempt is not None:
+                attempt.receive(delta)
+        if frame.step <= self._step:
+            return False
+        self._step, self._heartbeat = frame.step, self._clock()
+        # Two steps after it was sent, a submit is included in the load that the replica reports.
+        while self._unreported and frame.step >= self._unreported[0][0] + 2:
+            self._unreported.popleft()
+        return True
+
+    def disconnect(self) -> None:
+        """The stream has ended, and with it every attempt on it."""
+        self.connected = False
+        self._unreported.clear()
+        self.end_attempts()
+        self.outbox.clear()

@@ -1,0 +1,1 @@
+"""From a valid request to its updates: admission, preparation, choices, metrics."""

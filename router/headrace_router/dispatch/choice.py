@@ -1,0 +1,137 @@
+"""One answer during generation: token ids in, text and logprobs out, until it is complete."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace_proto.replica_pb2 import (
+    FINISH_CANCELLED,
+    FINISH_DEADLINE,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    TokenLogprobs,
+)
+from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError
+from headrace_router.dispatch.request import ChoicePlan, GenerationRequest
+from headrace_router.text.stop_strings import StopMatcher
+
+STOP = "stop"
+LENGTH = "length"
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """What became visible of one choice since the last update."""
+
+    index: int
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as text-bearing token ids, when asked for
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.pieces[0] if len(self.pieces) == 1 else "".join(self.pieces)
+
+    def extend(self, later: "ChoiceUpdate") -> None:
+        """Merges the next update of the same choice: a slow client's unread updates stay one object."""
+        self.pieces += later.pieces
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+
+
+class Choice:
+    """State of one choice across its attempts; a migration continues from its tokens so far."""
+
+    def __init__(self, plan: ChoicePlan, request: GenerationRequest) -> None:
+        self.plan = plan
+        self.output_token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.failure: ApiError | None = None
+        self._text = request.card.tokens.stream(plan.prompt.token_ids)
+        self._stops = StopMatcher(request.stop)
+        self._has_stops = bool(request.stop)
+        self._min_tokens = plan.sampling.min_tokens
+        self._pending: list[tuple[int, TokenLogprobs | None, int]] = []  # token, logprobs, where its text begins
+        self._raw_length = 0  # characters detokenized
+        self._shown_length = 0  # characters in updates
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def consume(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> ChoiceUpdate | None:
+        """Adds the next tokens. Returns what became visible, or None. After a stop string, `done` is set early."""
+        update = ChoiceUpdate(self.plan.index)
+        # The token that ended the answer is counted, but has no text.
+        ending = finish == FINISH_STOP and len(token_ids) > 0
+        shown_ids = token_ids[:-1] if ending else token_ids
+        if self._has_stops:
+            self._consume_one_by_one(update, shown_ids, logprobs)
+        else:
+            self.output_token_ids.extend(shown_ids)
+            self._show(update, self._text.push(shown_ids) if shown_ids else "")
+            update.token_ids.extend(shown_ids)
+            update.logprobs.extend(logprobs[: len(shown_ids)])
+        if not self.done:
+            self._finish(update, finish, error)
+            if ending and not self.failure:
+                self.output_token_ids.append(token_ids[-1])
+                update.token_ids.append(token_ids[-1])
+        seen = update.pieces or update.token_ids or update.finish_reason
+        return update if seen else None
+
+    def _consume_one_by_one(
+        self, update: ChoiceUpdate, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """Exact to the token: usage ends with the one that completed the stop string."""
+        for position, token_id in enumerate(token_ids):
+            self.output_token_ids.append(token_id)
+            self._pending.append((token_id, logprobs[position] if logprobs else None, self._raw_length))
+            piece = self._text.push((token_id,))
+            self._raw_length += len(piece)
+            if len(self.output_token_ids) < self._min_tokens:
+                shown = self._stops.flush() + piece
+            else:
+                shown = self._stops.push(piece)
+            self._show(update, shown)
+            if self._stops.matched:
+                self._release(update, everything=False)
+                self._pending.clear()
+                self.finish_reason = update.finish_reason = STOP
+                return
+            self._release(update, everything=not self._stops.holding)
+
+    def _finish(self, update: ChoiceUpdate, finish: int, error: str) -> None:
+        if finish == FINISH_NONE:
+            return
+        if finish in (FINISH_STOP, FINISH_LENGTH):
+            self._show(update, self._stops.flush())
+            self._release(update, everything=True)
+            self.finish_reason = update.finish_reason = STOP if finish == FINISH_STOP else LENGTH
+        elif finish == FINISH_DEADLINE:
+            self.failure = DeadlineError("The request's deadline passed before the answer was complete.")
+        elif finish in (FINISH_ERROR, FINISH_CANCELLED):
+            self.failure = GenerationFailedError(
+                f"The replica could not finish this answer: {error or 'no reason given'}"
+            )
+
+    def _show(self, update: ChoiceUpdate, text: str) -> None:
+        if text:
+            update.pieces.append(text)
+            self._shown_length += len(text)
+
+    def _release(self, update: ChoiceUpdate, *, everything: bool) -> None:
+        """Adds the tokens whose text has become visible, at least in part, to the update."""
+        count = len(self._pending)
+        if not everything:
+            count = sum(start < self._shown_length for _, _, start in self._pending)
+        for token_id, entry, _ in self._pending[:count]:
+            update.token_ids.append(token_id)
+            if entry is not None:
+                update.logprobs.append(entry)
+        del self._pending[:count]

@@ -1,0 +1,200 @@
+"""A request in progress: its choices run on replicas, and their updates are collected in one place."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import structlog
+
+from headrace_proto.replica_pb2 import TokenLogprobs
+from headrace_router.config import RouterConfig
+from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.choice_run import ChoiceRun, RunRequest
+from headrace_router.core.errors import ApiError, InternalError
+from headrace_router.core.fleet import CardPlacement, Fleet
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.core.retry import RetryState
+from headrace_router.dispatch.choice import Choice, ChoiceUpdate
+from headrace_router.dispatch.request import ChoicePlan, GenerationRequest
+from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.text.model_card import ModelCard
+
+log = structlog.get_logger("headrace.router.generation")
+
+
+class Generation:
+    """Runs a request. Entered with `async with`; every exit cancels what still runs.
+
+    `take` returns the updates since the last call. For a slow reader updates are merged, never queued.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
+    ) -> None:
+        self.request = request
+        self.choices = [Choice(plan, request) for plan in request.choices]
+        self.cached_tokens = 0
+        self._updates: dict[int, ChoiceUpdate] = {}
+        self._updated = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._failure: ApiError | None = None
+        self._running = 0
+        placement = CardPlacement(fleet, request.card)
+        self._runs = [self._run(choice, placement, metrics, config) for choice in self.choices]
+
+    def _run(
+        self, choice: Choice, placement: CardPlacement[ModelCard], metrics: RouterMetrics, config: RouterConfig
+    ) -> ChoiceRun[ReplicaState[ModelCard]]:
+        request, model = self.request, self.request.card.model
+        retry: RetryState[ReplicaState[ModelCard]] = RetryState(
+            model, config.max_attempts, config.migration_limit, config.migration_patience_seconds
+        )
+        return ChoiceRun(
+            RunRequest(
+                label=request.label,
+                model=model,
+                revision=request.card.revision,
+                tenant_salt=request.tenant.salt,
+                prompt_token_ids=choice.plan.prompt.token_ids,
+                sampling=choice.plan.sampling,
+                deadline_seconds=request.deadline_seconds,
+            ),
+            choice,
+            placement,
+            retry,
+            LoopTimers(),
+            _ChoiceListener(self, choice, metrics),
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice is finished and every update was read."""
+        return self._running == 0 and not self._updates
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.output_token_ids) for choice in self.choices)
+
+    async def __aenter__(self) -> "Generation":
+        self._running = len(self._runs)
+        for run in self._runs:
+            run.begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.cancel()
+
+    async def take(self, seconds: float | None = None) -> list[ChoiceUpdate]:
+        """Waits for updates; an empty list after `seconds` without one. Raises the first ApiError of any choice."""
+        if not self._updated.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._updated.wait()
+            except TimeoutError:
+                return []
+        self._updated.clear()
+        if self._failure is not None:
+            raise self._failure
+        updates = list(self._updates.values())
+        self._updates.clear()
+        return updates
+
+    async def finish(self) -> list[ChoiceUpdate]:
+        """Waits for the end; one update per choice, in order. Raises the first ApiError of any choice."""
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+        return [self._updates.pop(index) for index in sorted(self._updates)]
+
+    def add_update(self, update: ChoiceUpdate) -> None:
+        """Adds what became visible of a choice."""
+        waiting = self._updates.get(update.index)
+        if waiting is None:
+            self._updates[update.index] = update
+        else:
+            waiting.extend(update)
+        self._updated.set()
+
+    def add_cached_tokens(self, plan: ChoicePlan, cached: int) -> None:
+        """Counts each prompt once in usage: only its first choice's cached tokens are added."""
+        first = next(other for other in self.request.choices if other.prompt is plan.prompt)
+        if first is plan:
+            self.cached_tokens += cached
+
+    def choice_ended(self, failure: Exception | None) -> None:
+        """One choice is complete, or failed."""
+        if failure is not None:
+            self.fail(failure)
+        self._running -= 1
+        if not self._running:  # while other choices run, the last update has woken the reader already
+            self._updated.set()
+            self._ended.set()
+
+    def fail(self, failure: Exception) -> None:
+        """Ends the request with an error; later errors are ignored."""
+        if not isinstance(failure, ApiError):
+            log.error("generation failed", request=self.request.label, exc_info=failure)
+            failure = InternalError("The server failed on this request; its log has the details.")
+        if self._failure is None:
+            self._failure = failure
+        self._updated.set()
+        self._ended.set()
+
+
+class _ChoiceListener:
+    """Turns what a run reports into updates, metrics and log events."""
+
+    def __init__(self, generation: Generation, choice: Choice, metrics: RouterMetrics) -> None:
+        self._generation = generation
+        self._choice = choice
+        self._metrics = metrics
+        self._model = generation.request.card.model
+        self._observer = metrics.choice_observer(self._model, time.monotonic())
+
+    def placed(self, replica_id: str) -> None:
+        self._observer.set_replica(replica_id)
+
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> None:
+        if attempt.first is not None and not self._choice.output_token_ids:
+            self._generation.add_cached_tokens(self._choice.plan, attempt.first.cached_tokens)
+        self._observer.add_tokens(len(token_ids))
+        update = self._choice.consume(token_ids, logprobs, finish, error)
+        if update is not None:
+            self._generation.add_update(update)
+
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        if outcome is Outcome.MOVED:
+            self._metrics.rebalanced(self._model)
+        elif begun and outcome is Outcome.LOST:
+            self._metrics.migrated(self._model)
+            label, index = self._generation.request.label, self._choice.plan.index
+            log.info("stream moves", request=label, choice=index, lost=replica_id)
+        else:
+            self._metrics.retried(self._model, outcome.value)
+
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        if failure is None and attempt is not None:
+            self._observer.finished(self._choice, attempt)
+        self._generation.choice_ended(failure)
+
+
+class LoopTimers:
+    """Timers of the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def soon(self, call: Callable[[], None]) -> asyncio.Handle:
+        return self._loop.call_soon(call)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> asyncio.Handle:
+        return self._loop.call_later(seconds, call)

@@ -1,0 +1,267 @@
+"""From a checked body to a `GenerationRequest`: limits, defaults, tokenizing. One validator for every API (R5)."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace_proto.quantities import counted
+from headrace_proto.replica_pb2 import Sampling
+from headrace_router.access.auth import Tenant
+from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from headrace_router.core.fleet import Fleet
+from headrace_router.core.limits import Limits
+from headrace_router.dispatch.request import ChoicePlan, GenerationRequest, Prompt
+from headrace_router.text.model_card import ModelCard
+from headrace_router.text.tokenizer_pool import TokenizerPool
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
+UINT64 = 1 << 64
+
+
+class Preparer:
+    """Makes requests from checked bodies; one per router."""
+
+    def __init__(self, fleet: Fleet[ModelCard], limits: Limits, pool: TokenizerPool) -> None:
+        self._fleet = fleet
+        self._limits = limits
+        self._pool = pool
+
+    async def chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
+        """Raises ApiError; nothing was sent to a replica yet."""
+        limits = self._limits
+        messages = [_as_template_sees(message.model_dump(exclude_none=True)) for message in body.messages]
+        self._check_chars(
+            sum(len(message["content"]) + len(message.get("name", "")) for message in messages), "messages"
+        )
+        for message in messages:
+            _check_text(message["content"], "messages")
+            _check_text(message.get("name", ""), "messages")
+        _at_most(len(body.metadata or {}), limits.metadata_entries, "metadata", "entries")
+        self._check_labels(body.metadata or {})
+        self._check_labels({"user": body.user, "safety_identifier": body.safety_identifier})
+        self._check_labels({"prompt_cache_key": body.prompt_cache_key})
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+            raise InvalidRequestError(
+                "'max_tokens' and 'max_completion_tokens' differ: send one of them.", param="max_completion_tokens"
+            )
+        self._check_stream(body)
+        card = self._fleet.card(body.model)
+        sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
+        token_ids = await self._pool.run(lambda: card.encode_chat(messages))
+        asked = body.max_completion_tokens or body.max_tokens
+        return self._request(body, card, [Prompt(token_ids)], sampling, asked, None, tenant, label)
+
+    async def completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
+        """Raises ApiError; nothing was sent to a replica yet."""
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise UnsupportedError("'best_of' is supported only when it equals 'n'.", param="best_of")
+        if body.echo and body.logprobs is not None:
+            raise UnsupportedError("'echo' together with 'logprobs' is not supported by this server.", param="echo")
+        texts, ids = _prompts(body.prompt)
+        _at_most(len(texts) + len(ids), self._limits.prompts, "prompt", "prompts")
+        self._check_chars(sum(map(len, texts)), "prompt")
+        for text in texts:
+            _check_text(text, "prompt")
+        self._check_labels({"user": body.user})
+        self._check_stream(body)
+        card = self._fleet.card(body.model)
+        sampling = self._sampling(body, card, body.logprobs)
+        if texts:
+            encoded = await self._pool.run(lambda: [card.encoder.encode_prompt(text) for text in texts])
+            prompts = [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+        else:
+            _check_ids([token_id for one in ids for token_id in one], card, "prompt")
+            prompts = [Prompt(one) for one in ids]
+            if body.echo:
+                for prompt in prompts:
+                    prompt.text = await self._pool.run(lambda ids=prompt.token_ids: card.decode(ids))  # type: ignore[misc]
+        return self._request(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
+
+    def _request(
+        self,
+        body: ChatBody | CompletionBody,
+        card: ModelCard,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        asked: int | None,
+        api_default: int | None,
+        tenant: Tenant,
+        label: str,
+    ) -> GenerationRequest:
+        limits = self._limits
+        count = (body.n or 1) * len(prompts)
+        _at_most(count, limits.choices, "n", "choices (n x prompts)")
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if not all(prompt.token_ids for prompt in prompts):
+            raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
+        self._check_length(longest, asked, card, "messages" if isinstance(body, ChatBody) else "prompt")
+        available = card.max_model_len - longest
+        default = int(card.defaults.get("max_tokens", api_default or available))
+        max_tokens = asked or min(available, default)
+        if max_tokens * count > limits.output_tokens:
+            if asked is not None:
+                raise InvalidRequestError(
+                    f"{counted(count, 'choice')} x {counted(asked, 'token')} exceed the limit of "
+                    f"{counted(limits.output_tokens, 'output token')}.",
+                    param="max_tokens",
+                )
+            max_tokens = max(1, limits.output_tokens // count)
+        if sampling.min_tokens > max_tokens:
+            hint = "" if asked is not None or max_tokens < default else "; send 'max_tokens' to allow more"
+            raise InvalidRequestError(
+                f"'min_tokens' ({sampling.min_tokens}) exceeds the most tokens this request can have "
+                f"({max_tokens}){hint}.",
+                param="min_tokens",
+            )
+        sampling.max_tokens = max_tokens
+        choices: list[ChoicePlan] = []
+        for prompt in prompts:
+            # Each prompt gets its own seed: otherwise equal prompts would get equal answers.
+            seed = secrets.randbits(64) if body.seed is None else body.seed % UINT64
+            for copy in range(body.n or 1):
+                own = Sampling()
+                own.CopyFrom(sampling)
+                own.seed, own.choice_index = seed, copy
+                choices.append(ChoicePlan(len(choices), prompt, own))
+        return GenerationRequest(
+            card=card,
+            tenant=tenant,
+            label=label,
+            prompts=prompts,
+            choices=choices,
+            stop=_stops(body.stop),
+            deadline_seconds=limits.request_seconds,
+        )
+
+    def _sampling(self, body: ChatBody | CompletionBody, card: ModelCard, logprobs: int | None) -> Sampling:
+        """Options; an option that the client omitted has the model's default, else the API's."""
+        limits = self._limits
+
+        def chosen(name: str, default: float) -> float:
+            given = getattr(body, name)
+            return float(given if given is not None else card.defaults.get(name, default))
+
+        self._check_stops(body.stop)
+        _at_most(len(body.stop_token_ids or ()), limits.stop_token_ids, "stop_token_ids", "token ids")
+        _check_ids(body.stop_token_ids or (), card, "stop_token_ids")
+        _at_most(len(body.logit_bias or ()), limits.logit_bias_entries, "logit_bias", "entries")
+        if logprobs is not None:
+            _at_most(logprobs, limits.top_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs", "")
+        return Sampling(
+            temperature=chosen("temperature", 1.0),
+            top_p=chosen("top_p", 1.0),
+            top_k=int(chosen("top_k", 0)),
+            min_p=chosen("min_p", 0.0),
+            repetition_penalty=chosen("repetition_penalty", 1.0),
+            presence_penalty=chosen("presence_penalty", 0.0),
+            frequency_penalty=chosen("frequency_penalty", 0.0),
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=body.stop_token_ids or (),
+            ignore_eos=bool(body.ignore_eos),
+            logit_bias=_biases(body.logit_bias or {}, card),
+            logprobs=logprobs,
+        )
+
+    def _check_length(self, prompt_tokens: int, asked: int | None, card: ModelCard, param: str) -> None:
+        limit = card.max_model_len
+        if self._limits.prompt_tokens is not None and prompt_tokens > self._limits.prompt_tokens:
+            raise ContextLengthError(
+                f"The prompt has {counted(prompt_tokens, 'token')}; this server accepts {self._limits.prompt_tokens}.",
+                param=param,
+            )
+        if prompt_tokens >= limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens, and the answer needs at least one of them; "
+                f"the prompt has {counted(prompt_tokens, 'token')}. Shorten it.",
+                param=param,
+            )
+        if asked is not None and prompt_tokens + asked > limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; the request asks for {prompt_tokens + asked} "
+                f"({prompt_tokens} in the prompt, {asked} for the answer). Shorten the prompt or ask for less.",
+                param="max_tokens",
+            )
+
+    def _check_chars(self, count: int, param: str) -> None:
+        if count > self._limits.prompt_chars:
+            raise ContextLengthError(
+                f"The prompt has {count} characters; this server accepts {self._limits.prompt_chars}. Shorten it.",
+                param=param,
+            )
+
+    def _check_stops(self, stop: str | list[str] | None) -> None:
+        stops = _stops(stop)
+        _at_most(len(stops), self._limits.stop_strings, "stop", "strings")
+        for text in stops:
+            _check_text(text, "stop")
+            if not text:
+                raise InvalidRequestError("A stop string must not be empty.", param="stop")
+            _at_most(len(text.encode()), self._limits.stop_bytes, "stop", "bytes in a string")
+
+    def _check_labels(self, labels: Mapping[str, str | None]) -> None:
+        for name, text in labels.items():
+            _check_text(name, "metadata")
+            _check_text(text or "", "metadata")
+            _at_most(len((text or "").encode()), self._limits.label_bytes, name[:64], "bytes")
+
+    def _check_stream(self, body: ChatBody | CompletionBody) -> None:
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+
+
+def _at_most(count: int, limit: int, param: str, what: str) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"'{param}' has {count} {what}".rstrip() + f"; the limit is {limit}.", param=param)
+
+
+def _check_text(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"'{param}' holds half a surrogate pair, which is no text.", param=param) from None
+
+
+def _check_ids(ids: Sequence[int], card: ModelCard, param: str) -> None:
+    if ids and max(ids) >= card.vocab_size:
+        raise InvalidRequestError(
+            f"'{param}' holds the token id {max(ids)}; this model's ids are below {card.vocab_size}.", param=param
+        )
+
+
+def _biases(given: Mapping[str, float], card: ModelCard) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequestError("The keys of 'logit_bias' must be token ids.", param="logit_bias")
+        biases[int(key)] = bias
+    _check_ids(list(biases), card, "logit_bias")
+    return biases
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """The four forms of a completion prompt, as texts or as lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt], []
+    if not prompt:
+        raise InvalidRequestError("'prompt' is an empty list.", param="prompt")
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    ids = [entry for entry in prompt if isinstance(entry, int)]
+    lists = [entry for entry in prompt if isinstance(entry, list)]
+    return texts, lists + ([ids] if ids else [])
+
+
+def _as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
+    """Content as one string: text parts are joined by newlines."""
+    content = message["content"]
+    if not isinstance(content, str):
+        message["content"] = "\n".join(part["text"] for part in content)
+    return message

@@ -1,1 +1,0 @@
-"""The HTTP side of the router: OpenAI's API over FastAPI."""

@@ -1,0 +1,1 @@
+"""Links to replicas, and the member list that defines the replicas."""

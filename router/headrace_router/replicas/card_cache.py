@@ -1,0 +1,64 @@
+"""Model cards and tokenizers, shared by the replicas of one model."""
+
+import asyncio
+import hashlib
+
+from blake3 import blake3
+
+from headrace_proto.replica_pb2 import ModelFacts
+from headrace_router.text.model_card import LoadedTokenizer, ModelCard, ModelFactsError
+
+MAX_TOKENIZERS = 8
+
+
+class CardCache:
+    """Tokenizers by digest, cards by facts. Parsing happens in a thread; used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.newest_digest = b""
+        self._tokenizers: dict[bytes, LoadedTokenizer] = {}
+        self._cards: dict[bytes, ModelCard] = {}
+        self._lock = asyncio.Lock()
+
+    async def card(self, facts: ModelFacts, tokenizer_json: bytes) -> ModelCard:
+        """The card for these facts. `tokenizer_json` is empty when the router stated its digest in the request.
+
+        Raises ModelFactsError when tokenizer and digest do not match.
+        """
+        key = hashlib.blake2b(_shared_part(facts), digest_size=16).digest()
+        async with self._lock:
+            if key not in self._cards:
+                loaded = self._tokenizers.get(facts.tokenizer_digest)
+                if loaded is None:
+                    if not tokenizer_json:
+                        self.newest_digest = b""
+                        raise ModelFactsError("the replica sent no tokenizer")
+                    loaded = await asyncio.to_thread(_load, tokenizer_json, facts.tokenizer_digest)
+                    self._keep(facts.tokenizer_digest, loaded)
+                if len(self._cards) >= MAX_TOKENIZERS:
+                    self._cards.pop(next(iter(self._cards)))
+                self._cards[key] = await asyncio.to_thread(ModelCard, facts, loaded)
+            return self._cards[key]
+
+    def _keep(self, digest: bytes, loaded: LoadedTokenizer) -> None:
+        if len(self._tokenizers) >= MAX_TOKENIZERS:
+            self._tokenizers.pop(next(iter(self._tokenizers)))
+        self._tokenizers[digest] = loaded
+        self.newest_digest = digest
+
+
+def _shared_part(facts: ModelFacts) -> bytes:
+    """Facts without the fields that differ between replicas of one model."""
+    shared = ModelFacts()
+    shared.CopyFrom(facts)
+    model, revision = facts.identity.model, facts.identity.revision
+    shared.ClearField("identity")
+    shared.ClearField("kv_blocks")
+    shared.identity.model, shared.identity.revision = model, revision
+    return shared.SerializeToString(deterministic=True)
+
+
+def _load(tokenizer_json: bytes, digest: bytes) -> LoadedTokenizer:
+    if digest and blake3(tokenizer_json).digest() != digest:
+        raise ModelFactsError("the replica's tokenizer does not have the digest that it states")
+    return LoadedTokenizer(tokenizer_json)

@@ -1,0 +1,60 @@
+"""Watches the controller's member list, which also registers this router there."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+
+from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
+from headrace_proto.control_pb2_grpc import ControlStub
+from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
+from headrace_proto.secret import secret_metadata
+from headrace_router.config import StaticMember
+from headrace_router.core.fleet import Fleet
+from headrace_router.text.model_card import ModelCard
+
+FIRST_BACKOFF = 0.1
+LAST_BACKOFF = 2.0
+
+log = structlog.get_logger("headrace.router.membership")
+
+
+def static_list(members: tuple[StaticMember, ...]) -> MemberList:
+    """The list of a router without controller: every member is listed as ready; its stream decides."""
+    return MemberList(
+        members=[
+            Member(
+                identity=ReplicaIdentity(replica_id=member.replica_id),
+                address=member.address,
+                state=REPLICA_STATE_READY,
+            )
+            for member in members
+        ]
+    )
+
+
+async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet: Fleet[ModelCard]) -> None:
+    """Watches until cancelled. While the controller is unreachable the last list stays in use."""
+    backoff = FIRST_BACKOFF
+    warned = False
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    while True:
+        try:
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                stub: Any = ControlStub(channel)
+                async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
+                    fleet.update(members)
+                    backoff, warned = FIRST_BACKOFF, False
+            reason = "the controller ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details() or ''}"[:200]
+        except Exception:
+            # A bug of ours must not end the updates of this router's list.
+            log.exception("a member list could not be applied")
+            reason = "internal error"
+        if not warned:
+            log.warning("controller is unreachable; the last member list stays in use", address=address, reason=reason)
+            warned = True
+        await asyncio.sleep(backoff)
+        backoff = min(2 * backoff, LAST_BACKOFF)

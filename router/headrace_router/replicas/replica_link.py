@@ -1,0 +1,154 @@
+"""The streams to the replicas: one gRPC connection updates each ReplicaState."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from headrace_proto import CONTRACT_VERSION
+from headrace_proto.duplex import run_duplex
+from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
+from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_proto.secret import secret_metadata
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.replicas.card_cache import CardCache
+from headrace_router.text.model_card import ModelCard, ModelFactsError
+
+MAX_MESSAGE_BYTES = 64 << 20
+CONNECT_SECONDS = 5.0
+DESCRIBE_SECONDS = 60.0
+FIRST_BACKOFF = 0.05
+LAST_BACKOFF = 1.0
+
+log = structlog.get_logger("headrace.router.replica")
+
+
+class ReplicaLinks:
+    """Opens a link for each replica; `drain` waits for the links that are closing."""
+
+    def __init__(self, *, router_id: str, secret: bytes, cards: CardCache, stall_seconds: float) -> None:
+        """stall_seconds: without a heartbeat until a connected replica counts as lost."""
+        self.router_id = router_id
+        self.metadata = secret_metadata(secret)
+        self.cards = cards
+        self.stall_seconds = stall_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, replica: ReplicaState[ModelCard]) -> "ReplicaLink":
+        """Starts to connect, and reconnects until the link is closed."""
+        link = ReplicaLink(self, replica)
+        self._tasks.add(link.task)
+        link.task.add_done_callback(self._tasks.discard)
+        return link
+
+    async def drain(self) -> None:
+        """Returns when every closed link has ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class ReplicaLink:
+    """Keeps a Serve stream open to one replica."""
+
+    def __init__(
+        self,
+        links: ReplicaLinks,
+        replica: ReplicaState[ModelCard],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = links
+        self._replica = replica
+        self._clock = clock
+        self._wake = asyncio.Event()
+        replica.on_send = self._wake.set
+        self.task = asyncio.create_task(self._run(), name=f"replica {replica.address}")
+
+    def close(self) -> None:
+        """Ends the stream, which ends every attempt on it."""
+        self.task.cancel()
+
+    async def _run(self) -> None:
+        replica, backoff = self._replica, FIRST_BACKOFF
+        try:
+            while True:
+                began = self._clock()
+                try:
+                    await self._serve()
+                    reason = "the replica ended the stream"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details() or ''}"[:200]
+                except (ModelFactsError, TimeoutError, ConnectionError) as error:
+                    reason = str(error) or type(error).__name__
+                except Exception:
+                    # A bug of ours must not end the link permanently.
+                    log.exception("replica link failed", replica=replica.replica_id)
+                    reason = "internal error"
+                replica.disconnect()
+                if replica.retired:
+                    return
+                log.warning("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
+                backoff = FIRST_BACKOFF if self._clock() - began > 5 else min(2 * backoff, LAST_BACKOFF)
+                await asyncio.sleep(backoff)
+        finally:
+            replica.disconnect()
+
+    async def _serve(self) -> None:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.insecure_channel(self._replica.address, options=options) as channel:
+            # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await channel.channel_ready()
+            stub: Any = ReplicaStub(channel)
+            async with asyncio.timeout(DESCRIBE_SECONDS):
+                await self._describe(stub)
+            call = stub.Serve(metadata=self._links.metadata)
+            hello = RouterHello(router_id=self._links.router_id, contract_version=CONTRACT_VERSION)
+            await call.write(RouterFrame(hello=hello))
+            try:
+                await run_duplex(self._read(call), self._write(call))
+            finally:
+                call.cancel()
+
+    async def _describe(self, stub: Any) -> None:
+        cards = self._links.cards
+        facts: ModelFacts | None = None
+        tokenizer_json = bytearray()
+        request = DescribeRequest(known_digest=cards.newest_digest)
+        async for chunk in stub.Describe(request, metadata=self._links.metadata):
+            if chunk.HasField("facts"):
+                facts = chunk.facts
+            else:
+                tokenizer_json += chunk.tokenizer_json
+        if facts is None:
+            raise ModelFactsError("the replica described no model")
+        card = await cards.card(facts, bytes(tokenizer_json))
+        self._replica.describe(facts, card)
+
+    async def _read(self, call: Any) -> None:
+        replica = self._replica
+        while True:
+            async with asyncio.timeout(replica.stall_limit(self._links.stall_seconds)):
+                frame: ReplicaFrame | Any = await call.read()
+            if frame is grpc.aio.EOF:
+                return
+            stepped = replica.receive(frame)
+            if not stepped and replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
+                raise ConnectionError("the replica sends frames, but its step loop does not advance")
+            if frame.HasField("hello"):
+                log.info("replica connected", replica=replica.replica_id, address=replica.address)
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            frame = self._replica.outbox.take()
+            if frame is None:
+                self._wake.clear()
+                await self._wake.wait()
+            else:
+                await call.write(frame)

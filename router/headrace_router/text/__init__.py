@@ -1,0 +1,1 @@
+"""Chat templates, tokenizing, detokenizing, stop strings, and the model card that combines them."""

@@ -1,0 +1,94 @@
+"""Token ids to text as they arrive; incomplete characters are held back."""
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+CONTEXT_TOKENS = 8  # of the prompt: they determine whether the first word keeps its leading space
+
+
+class Detokenizer(Protocol):
+    """State of one choice."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; bytes of an incomplete character are kept for the next call."""
+
+
+class TokenTable:
+    """The bytes of each token. One per tokenizer, shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer, byte_level: bool) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = byte_level
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._text_bytes: dict[int, bytes] = {}
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token inside a text; empty for special tokens. Exact for byte-level tokenizers only."""
+        known = self._text_bytes.get(token_id)
+        if known is None:
+            known = b"" if token_id in self._special else self.token_bytes(token_id)
+            self._text_bytes[token_id] = known
+        return known
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token by itself, special ones included: what logprobs list."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            mapping = _byte_of_char()
+            try:
+                return bytes(mapping[char] for char in piece)
+            except KeyError:
+                return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("▁", " ").encode()
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for the tokens that follow a prompt."""
+        if self._byte_level:
+            return _ByteLevel(self)
+        return _General(self._tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
+
+
+class _ByteLevel:
+    """Tokens are byte strings, so the incremental UTF-8 decoder determines when a character is complete."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text_bytes = self._table.text_bytes
+        if len(token_ids) == 1:
+            return self._decoder.decode(text_bytes(token_ids[0]))
+        return self._decoder.decode(b"".join(map(text_bytes, token_ids)))
+
+
+class _General:
+    """Any other decoder pipeline, through the tokenizer's own stream."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = (self._stream.step(self._tokenizer, token_id) for token_id in token_ids)
+        return "".join(piece for piece in pieces if piece)
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The characters that represent the 256 bytes in byte-level vocabularies.
+
+    Printable Latin-1 bytes map to themselves; the others, in order, map to characters from U+0100 on (GPT-2's scheme).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

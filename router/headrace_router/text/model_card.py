@@ -1,0 +1,70 @@
+"""A router's data on a model: facts, tokenizer and chat template, as a replica describes them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from headrace_proto.errors import HeadraceError
+from headrace_proto.replica_pb2 import ModelFacts
+from headrace_router.text.chat_template import ChatTemplate
+from headrace_router.text.detokenize import TokenTable
+from headrace_router.text.text_encoder import TextEncoder
+
+
+class ModelFactsError(HeadraceError):
+    """A replica's description of its model is not usable."""
+
+
+class LoadedTokenizer:
+    """A tokenizer and what is derived from it; cached by digest, since replicas of a model share it."""
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        try:
+            spec = json.loads(tokenizer_json)
+            self.tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ModelFactsError("the replica's tokenizer.json is not valid") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        decoder = spec.get("decoder")
+        self.tokens = TokenTable(self.tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel")
+
+
+class ModelCard:
+    """One revision of one model. Immutable; safe to use from the tokenizer threads."""
+
+    def __init__(self, facts: ModelFacts, loaded: LoadedTokenizer) -> None:
+        self.model = facts.identity.model
+        self.revision = facts.identity.revision
+        self.max_model_len = facts.max_model_len
+        self.vocab_size = facts.vocab_size
+        self.eos_token_ids = frozenset(facts.eos_token_ids)
+        self.defaults: dict[str, float] = {field.name: value for field, value in facts.defaults.ListFields()}
+        self.tokens = loaded.tokens
+        self._tokenizer = loaded.tokenizer
+        self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self.encoder = TextEncoder(
+            loaded.tokenizer,
+            facts.chat_template,
+            facts.bos_token_id if facts.HasField("bos_token_id") else None,
+            facts.add_bos,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop."""
+        marked, markers = self.encoder.mark(self.with_known_roles(messages))
+        return self.encoder.encode_chat(self.template.render(marked), markers)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids without special tokens. Slow for long lists: call off the event loop."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Replaces the role developer by system, its predecessor, for templates that do not know developer."""
+        keeps = "developer" in self.template.source
+        return [
+            {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
+            for message in messages
+        ]

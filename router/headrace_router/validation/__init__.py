@@ -1,0 +1,1 @@
+"""Validation of request bodies: one validator for HTTP and gRPC."""

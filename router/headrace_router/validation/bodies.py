@@ -1,0 +1,106 @@
+"""The JSON bodies of the API, as pydantic models: types and ranges here, limits and meaning in `prepare`.
+
+The same models check the gRPC API's requests (RELIABILITY R5) and define /openapi.json and the honoured fields of
+docs/api.md. A field that is null counts as absent; `fields` handles fields that are not listed here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
+
+from headrace_router.core.sampling_options import Number, SamplingOptions, TokenCount
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+UINT32_MAX = 2**32 - 1
+
+TokenId = Annotated[StrictInt, Field(ge=0, le=UINT32_MAX)]
+
+
+def _prompt(value: Any) -> Any:
+    """One pass over up to a million ids; pydantic would try each form in turn."""
+    if isinstance(value, str) or (isinstance(value, list) and all(type(entry) is str for entry in value)):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
+    lists = value if all(type(entry) is list for entry in value) else [value]
+    if not all(type(token) is int and 0 <= token <= UINT32_MAX for entry in lists for token in entry):
+        raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
+    return value
+
+
+_ID_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _ID_LIST,
+        {"type": "array", "items": _ID_LIST},
+    ]
+}
+PromptInput = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+class StreamOptions(_Body):
+    include_usage: StrictBool | None = None
+
+
+class _Options(_Body, SamplingOptions):
+    """Fields of both chats and completions. A sampling option that is omitted has the model's default."""
+
+    model: StrictStr = Field(min_length=1, max_length=512)
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] | None = None
+    seed: Annotated[StrictInt, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    ignore_eos: StrictBool | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="with stream only")
+    return_token_ids: StrictBool | None = Field(default=None, description="adds token_ids to every choice")
+    user: StrictStr | None = Field(default=None, description="a label")
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class ChatMessage(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: StrictStr | None = Field(default=None, max_length=256)
+
+
+class ChatBody(_Options):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: TokenCount | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="with logprobs only")] | None = None
+    metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
+    safety_identifier: StrictStr | None = Field(default=None, description="a label")
+    prompt_cache_key: StrictStr | None = Field(default=None, description="a label")
+
+
+class CompletionBody(_Options):
+    """POST /v1/completions."""
+
+    prompt: PromptInput
+    echo: StrictBool | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX)] | None = None
+    best_of: Annotated[StrictInt, Field(ge=1, le=2**31 - 1, description="only n is supported")] | None = None

@@ -1,0 +1,104 @@
+"""Bodies to models: unsupported fields are refused by name, and each error is one sentence."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from headrace_router.core.errors import InvalidRequestError, UnsupportedError
+from headrace_router.core.limits import Limits
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.fields.filter_fields import filter_fields
+from headrace_router.validation.fields.ignored_fields import IgnoredFields
+from headrace_router.validation.fields.scope import Scope
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+UNSUPPORTED_ROLES = ("tool", "function")
+MAX_ENTRIES = 65536
+PART_KINDS = ("image_url", "input_audio", "file", "video_url", "refusal")
+
+
+def parse_body(kind: type[Body], value: Any, limits: Limits, ignored: IgnoredFields | None = None) -> Body:
+    """Checks a decoded JSON value. Raises InvalidRequestError or UnsupportedError with `param` set.
+
+    ignored: collects the names of unknown fields; None = they are refused.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    _check_sizes(value)
+    if kind is ChatBody and isinstance(messages := value.get("messages"), list):
+        _check_counts(messages, limits)
+        for index, message in enumerate(messages):
+            _check_message(message, index)
+    given = filter_fields(value, Scope.CHAT if kind is ChatBody else Scope.COMPLETIONS, ignored)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _as_api_error(error, kind) from None
+
+
+def _check_sizes(value: dict[str, Any]) -> None:
+    """Bounds the number of errors that the check can find. `filter_fields` counts the fields themselves."""
+    for name, entry in value.items():
+        if isinstance(entry, dict) and len(entry) > MAX_ENTRIES:
+            raise InvalidRequestError(
+                f"'{name[:100]}' has {len(entry)} entries; the limit is {MAX_ENTRIES}.", param=name
+            )
+
+
+def _check_counts(messages: list[Any], limits: Limits) -> None:
+    """Bounds the work on messages before the first is checked."""
+    if len(messages) > limits.messages:
+        raise InvalidRequestError(
+            f"'messages' has {len(messages)} messages; the limit is {limits.messages}.", param="messages"
+        )
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > limits.content_parts:
+        raise InvalidRequestError(
+            f"'messages' has {parts} content parts; the limit is {limits.content_parts}.", param="messages"
+        )
+
+
+def _check_message(message: Any, index: int) -> None:
+    """Refuses messages of tools, and content that is not text."""
+    if not isinstance(message, dict):
+        return
+    role, content = message.get("role"), message.get("content")
+    if isinstance(role, str) and role in UNSUPPORTED_ROLES:
+        raise UnsupportedError(
+            f"Messages of role '{role}' are not supported by this server.", param=f"messages[{index}].role"
+        )
+    for part_index, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PART_KINDS:
+            raise UnsupportedError(
+                f"Content parts of type '{part['type']}' are not supported by this server: it reads text only.",
+                param=f"messages[{index}].content[{part_index}].type",
+            )
+
+
+def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> InvalidRequestError:
+    """The first error, preferring one that all forms of a field have in common; never the client's own text."""
+    errors = error.errors(include_input=False, include_url=False, include_context=False)
+    first = errors[0]
+    same_field = [entry for entry in errors if entry["loc"][:1] == first["loc"][:1]]
+    # Of a field with several forms, the error with the longest path is that of the form that the client intended.
+    first = max(same_field, key=lambda entry: len(_path(entry["loc"])))
+    param = _path(first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequestError(f"'{param}' is required.", param=param, code="missing_required_parameter")
+    text = first["msg"][:300]
+    return InvalidRequestError(
+        f"'{param[:100]}' is not valid: {text[:1].lower()}{text[1:]}.", param=param, code="invalid_value"
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """A location as clients write it, without the names that pydantic gives to a union's forms."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not ("[" in step or "(" in step or step in ("str", "int", "constrained-int", "strict-str", "float")):
+            path += f".{step}" if path else step
+    return path

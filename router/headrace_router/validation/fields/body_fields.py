@@ -1,0 +1,190 @@
+"""The fields of a body that are not implemented. Data only; `senders` lists the clients that send them."""
+
+from headrace_router.validation.fields.json_kind import JsonKind
+from headrace_router.validation.fields.restricted_field import RestrictedField, accepted, accepted_at, refused
+
+_BOOLEAN, _INTEGER, _NUMBER = JsonKind.BOOLEAN, JsonKind.INTEGER, JsonKind.NUMBER
+_STRING, _LIST, _OBJECT = JsonKind.STRING, JsonKind.LIST, JsonKind.OBJECT
+_LABEL = "A label; it changes nothing in the answer."
+_METHOD_OFF = "A parameter of a method that is off."
+_ROUTER_PLACES = "The router places requests itself."
+
+BOTH: tuple[RestrictedField, ...] = (
+    # Constraints on the output.
+    refused("structured_outputs", _OBJECT),
+    *(refused(f"guided_{what}", _STRING | _LIST | _OBJECT) for what in ("json", "regex", "choice", "grammar")),
+    refused("guided_decoding_backend", _STRING),
+    refused("guided_whitespace_pattern", _STRING),
+    refused("regex", _STRING),
+    refused("ebnf", _STRING),
+    accepted_at("grammar", _STRING, ""),
+    refused("json_schema", _OBJECT | _STRING),
+    refused("allowed_token_ids", _LIST),
+    accepted_at("bad_words", _LIST, []),
+    accepted_at("logits_processors", _LIST, []),
+    refused("custom_logit_processor", _STRING | _LIST),
+    accepted_at("custom_params", _OBJECT, {}),
+    accepted_at("vllm_xargs", _OBJECT, {}),
+    refused("repetition_detection", _OBJECT),
+    accepted_at("watermarking", _BOOLEAN, False),
+    accepted_at("watermark", _BOOLEAN, False),
+    accepted_at("response_format", _OBJECT, {"type": "text"}),
+    # Searches and samplers.
+    accepted_at("use_beam_search", _BOOLEAN, False),
+    accepted_at("length_penalty", _NUMBER, 1.0),
+    accepted_at("early_stopping", _BOOLEAN, False),
+    accepted_at("typical_p", _NUMBER, 1.0),
+    accepted_at("tfs_z", _NUMBER, 1.0),
+    accepted_at("dynatemp_range", _NUMBER, 0.0),
+    accepted("dynatemp_exponent", _NUMBER, _METHOD_OFF),
+    accepted_at("dry_multiplier", _NUMBER, 0.0),
+    accepted("dry_base", _NUMBER, _METHOD_OFF),
+    accepted("dry_allowed_length", _INTEGER, _METHOD_OFF),
+    accepted("dry_penalty_last_n", _INTEGER, _METHOD_OFF),
+    accepted("dry_sequence_breakers", _LIST, _METHOD_OFF),
+    accepted_at("xtc_probability", _NUMBER, 0.0),
+    accepted("xtc_threshold", _NUMBER, _METHOD_OFF),
+    accepted_at("mirostat", _INTEGER, 0),
+    accepted("mirostat_tau", _NUMBER, _METHOD_OFF),
+    accepted("mirostat_eta", _NUMBER, _METHOD_OFF),
+    accepted_at("min_keep", _INTEGER, 0),
+    refused("repeat_penalty", _NUMBER, "Send 'repetition_penalty'."),
+    accepted_at("repeat_last_n", _INTEGER, -1, note="Penalties apply to all tokens."),
+    refused("samplers", _LIST),
+    refused("sampling_seed", _INTEGER, "Send 'seed'."),
+    refused("do_sample", _BOOLEAN, "Send 'temperature', which is 0 for greedy decoding."),
+    # The length and the end of the answer.
+    refused("max_new_tokens", _INTEGER, "Send 'max_tokens'."),
+    refused("num_predict", _INTEGER, "Send 'max_tokens'."),
+    refused("n_predict", _INTEGER, "Send 'max_tokens'."),
+    accepted_at("n_cmpl", _INTEGER, 1, note="Send 'n'."),
+    accepted_at("t_max_predict_ms", _INTEGER, 0),
+    accepted_at("n_indent", _INTEGER, 0),
+    accepted_at("stop_regex", _STRING | _LIST, []),
+    refused("stop_sequences", _LIST, "Send 'stop'."),
+    accepted_at("include_stop_str_in_output", _BOOLEAN, False),
+    accepted_at("no_stop_trim", _BOOLEAN, False),
+    # Text and tokens.
+    accepted_at("skip_special_tokens", _BOOLEAN, True),
+    accepted("spaces_between_special_tokens", _BOOLEAN, "Special tokens are not part of the text."),
+    refused("truncate_prompt_tokens", _INTEGER),
+    accepted_at("truncation_side", _STRING, "left", "right", note="Prompts are not truncated."),
+    accepted_at("n_keep", _INTEGER, 0),
+    accepted_at("n_discard", _INTEGER, 0),
+    refused("num_ctx", _INTEGER, "The context is fixed when the server starts (--max-model-len)."),
+    # Output besides the text.
+    refused("prompt_logprobs", _INTEGER),
+    refused("logprob_token_ids", _LIST),
+    accepted_at("n_probs", _INTEGER, 0, note="Send 'logprobs'."),
+    accepted_at("post_sampling_probs", _BOOLEAN, False),
+    accepted_at("return_tokens", _BOOLEAN, False, note="Send 'return_token_ids'."),
+    accepted_at("return_tokens_as_token_ids", _BOOLEAN, False),
+    accepted_at("return_token_offsets", _BOOLEAN, False),
+    accepted("return_mm_kwargs", _BOOLEAN, "Only text is read."),
+    accepted_at("return_hidden_states", _BOOLEAN | _STRING, False),
+    accepted_at("return_routed_experts", _BOOLEAN, False),
+    accepted_at("routed_experts_start_len", _INTEGER, 0),
+    accepted_at("routed_experts_prompt_start", _INTEGER, 0),
+    accepted_at("return_cached_tokens_details", _BOOLEAN, False),
+    accepted_at("return_full_text", _BOOLEAN, False),
+    accepted_at("details", _BOOLEAN, False),
+    accepted_at("timings_per_token", _BOOLEAN, False),
+    accepted_at("return_progress", _BOOLEAN, False),
+    accepted_at("response_fields", _LIST, []),
+    accepted_at("stream_interval", _INTEGER, 1),
+    refused("sse_ping_interval", _INTEGER, "The server's 'keep_alive_seconds' sets it."),
+    # Reasoning.
+    accepted_at("thinking_token_budget", _INTEGER, -1),
+    # Adapters, images, sessions.
+    refused("lora_path", _STRING | _LIST),
+    accepted_at("lora", _LIST, []),
+    refused("adapter_id", _STRING),
+    accepted_at("images_config", _OBJECT, {}),
+    accepted_at("session_params", _OBJECT, {}),
+    accepted("session_id", _STRING, _LABEL),
+    refused("request_id", _STRING, "Send the header 'X-Request-Id'."),
+    refused("rid", _STRING | _LIST, "Send the header 'X-Request-Id'."),
+    # Scheduling, placement and caches.
+    accepted_at("priority", _INTEGER, 0),
+    accepted_at("cache_prompt", _BOOLEAN, True, note="Prefixes are always cached."),
+    accepted_at("n_cache_reuse", _INTEGER, 0),
+    refused("cache_salt", _STRING | _LIST, "Prefixes are shared per API key."),
+    refused("extra_key", _STRING | _LIST),
+    accepted("routing_id", _STRING, "A hint for a gateway."),
+    accepted_at("id_slot", _INTEGER, -1, note=_ROUTER_PLACES),
+    refused("ngram_corpus_id", _STRING | _LIST),
+    *(
+        refused(name, _INTEGER | _STRING | _LIST, _ROUTER_PLACES)
+        for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    ),
+    *(
+        refused(name, _INTEGER, _ROUTER_PLACES)
+        for name in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
+    ),
+    refused("kv_transfer_params", _OBJECT, _ROUTER_PLACES),
+    refused("ec_transfer_params", _OBJECT, _ROUTER_PLACES),
+    accepted("keep_alive", _STRING | _NUMBER, "The model stays loaded."),
+    accepted_at("options", _OBJECT, {}, note="Send its members as fields of the body."),
+    accepted_at("extra_body", _OBJECT, {}, note="Send its members as fields of the body."),
+)
+
+CHAT: tuple[RestrictedField, ...] = (
+    # Tools.
+    accepted_at("tools", _LIST, []),
+    accepted_at("tool_choice", _STRING | _OBJECT, "none", "auto"),
+    accepted("parallel_tool_calls", _BOOLEAN, "There are no tool calls."),
+    accepted_at("functions", _LIST, []),
+    accepted_at("function_call", _STRING | _OBJECT, "none", "auto"),
+    accepted("tool_prompt", _STRING, "There are no tool calls."),
+    refused("web_search_options", _OBJECT),
+    # Kinds of answers.
+    accepted_at("modalities", _LIST, ["text"]),
+    refused("audio", _OBJECT),
+    refused("prediction", _OBJECT),
+    refused("moderation", _OBJECT),
+    accepted_at("verbosity", _STRING, "medium"),
+    accepted_at("store", _BOOLEAN, False),
+    accepted_at("service_tier", _STRING, "auto", "default"),
+    accepted_at("prompt_cache_retention", _STRING, "in_memory"),
+    accepted_at("prompt_cache_options", _OBJECT, {}, {"mode": "implicit"}),
+    # Reasoning.
+    refused("reasoning_effort", _STRING | _NUMBER),
+    refused("reasoning", _OBJECT),
+    refused("thinking", _OBJECT),
+    refused("enable_thinking", _BOOLEAN),
+    refused("think", _BOOLEAN | _STRING),
+    accepted_at("include_reasoning", _BOOLEAN, True),
+    accepted("separate_reasoning", _BOOLEAN, "Reasoning that a model writes is part of the content."),
+    accepted_at("stream_reasoning", _BOOLEAN, True),
+    accepted_at("reasoning_format", _STRING, "auto", "none"),
+    # Templates.
+    refused("chat_template", _STRING, "The model's own template is used."),
+    accepted_at("chat_template_kwargs", _OBJECT, {}),
+    accepted_at("documents", _LIST, []),
+    accepted_at("add_generation_prompt", _BOOLEAN, True),
+    accepted_at("continue_final_message", _BOOLEAN, False),
+    accepted_at("add_special_tokens", _BOOLEAN, False),
+    accepted_at("echo", _BOOLEAN, False),
+    accepted_at("safe_prompt", _BOOLEAN, False),
+    refused("guideline", _STRING),
+    refused("task", _STRING),
+    refused("input_ids", _LIST),
+    accepted_at("return_prompt_text", _BOOLEAN, False),
+    accepted_at("return_prompt_token_ids", _BOOLEAN, False),
+    accepted_at("return_meta_info", _BOOLEAN, False),
+    accepted_at("best_of", _INTEGER, 1),
+    # Images, audio, video.
+    accepted_at("mm_processor_kwargs", _OBJECT, {}),
+    accepted_at("media_io_kwargs", _OBJECT, {}),
+    refused("max_dynamic_patch", _INTEGER),
+    refused("min_dynamic_patch", _INTEGER),
+    accepted_at("use_audio_in_video", _BOOLEAN, False),
+)
+
+COMPLETIONS: tuple[RestrictedField, ...] = (
+    accepted_at("custom_labels", _OBJECT, {}),
+    accepted_at("suffix", _STRING, ""),
+    refused("prompt_embeds", _STRING | _LIST),
+    accepted_at("add_special_tokens", _BOOLEAN, True),
+    refused("max_completion_tokens", _INTEGER, "Send 'max_tokens'."),
+)

@@ -1,0 +1,73 @@
+"""The child-process guard kills processes with its mark, and no others."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_cluster.local import child_guard
+
+_SLEEP = "import time; print(flush=True); time.sleep(60)"
+
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str = _SLEEP, **options: object) -> "subprocess.Popen[bytes]":
+        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, **options)  # type: ignore[call-overload]
+        children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def _start_guard(mark: child_guard.ProcessMark) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-I", "-S", child_guard.__file__, mark.variable, mark.folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> child_guard.ProcessMark:
+    (tmp_path / "ray").mkdir()
+    return child_guard.ProcessMark(f"HEADRACE_SERVE_ID={os.urandom(8).hex()}", str(tmp_path / "ray"))
+
+
+def test_marked_processes_are_killed(spawn: Spawn, mark: child_guard.ProcessMark, tmp_path: Path) -> None:
+    name, _, value = mark.variable.partition("=")
+    by_environment = spawn(env=os.environ | {name: value})
+    other_value = spawn(env=os.environ | {name: value + "0"})
+    by_file = spawn(f"log = open({str(tmp_path / 'ray' / 'log')!r}, 'w'); {_SLEEP}")
+    other_folder = spawn(f"log = open({str(tmp_path / 'ray-log')!r}, 'w'); {_SLEEP}")
+    (tmp_path / "key").write_text("x")
+    process = _start_guard(mark)
+    assert process.stdin is not None
+    process.stdin.write(f"remove {tmp_path / 'key'}\n".encode())
+    process.stdin.flush()
+    time.sleep(0.2)
+    assert by_environment.poll() is None  # no effect while the other end of the pipe is open
+    process.stdin.close()
+    assert process.wait(10) == 0
+    assert by_environment.wait(1) == by_file.wait(1) == -9
+    assert other_value.poll() is None and other_folder.poll() is None
+    assert not (tmp_path / "ray").exists() and not (tmp_path / "key").exists()
+
+
+def test_an_orderly_end_stops_the_guard(spawn: Spawn, mark: child_guard.ProcessMark) -> None:
+    name, _, value = mark.variable.partition("=")
+    child = spawn(env=os.environ | {name: value})
+    process = _start_guard(mark)
+    process.communicate(b"remove /nowhere\ndone\n", timeout=5)
+    assert child.poll() is None
+    assert Path(mark.folder).exists()

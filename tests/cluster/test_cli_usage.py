@@ -1,0 +1,116 @@
+"""Wrong usage of the command line: one sentence with the most similar flag or command."""
+
+import sys
+
+import pytest
+import typer
+
+from headrace_cluster.cli import main
+from headrace_cluster.cli.app import app
+from headrace_cluster.cli.foreign_flags import FLAGS, check_flags
+from headrace_cluster.cli.usage import FOREIGN_COMMANDS, UsageError, usage_sentence
+from headrace_cluster.errors import SpecError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "m", "--tensor-parallel-size", "2"), "no such option --tensor-parallel-size; here it is --tp"),
+        (("serve", "--tensor_parallel_size=2"), "no such option --tensor_parallel_size; here it is --tp"),
+        (("serve", "-tp", "2"), "no such option -tp; here it is --tp"),
+        (("serve", "--dp", "2"), "here it is --replicas"),
+        (("serve", "--gpu-memory-utilization", "0.9"), "--kv-cache-memory 20GiB"),
+        (("serve", "--model-path", "m"), "headrace serve MODEL"),
+        (("controller", "--ctx-size", "4096"), "here it is --max-model-len"),
+        (("config", "show", "--context-length", "4096"), "here it is --max-model-len"),
+        (("serve", "-ngl", "99"), "--device cuda"),
+        (("serve", "m", "--tokenizer", "t"), "it comes with the model"),
+        (("serve", "m", "--quantization=awq"), "GGUF"),
+        (("serve", "m", "--enforce-eager"), "here it is --cuda-graphs off"),
+    ],
+)
+def test_flags_of_other_servers_suggest_ours(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        check_flags(arguments)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("serve --replica 2", "no such option --replica; did you mean --replicas? (headrace serve --help lists all)"),
+        ("serve -x", "no such option -x (headrace serve --help lists all)"),
+        ("serve --replicas", "option '--replicas' requires an argument"),
+        ("serve --replicas many", "--replicas: it must be a valid integer"),
+        ("serve --verbose=3", "option '--verbose' does not take a value"),
+        ("serve a b", "unexpected argument b (headrace serve --help explains it)"),
+        ("role m-0", "missing argument prefill|decode|both (headrace role --help explains it)"),
+        ("drain m-0 --seconds -1", "--seconds: it must be greater than or equal to 0"),
+        ("router", "name the controller: --controller HOST:PORT"),
+        ("statu", "no such command statu; did you mean status? (headrace --help lists all)"),
+        ("config frob", "no such command frob (headrace config --help lists all)"),
+        ("run m", "no such command run; here it is serve, then chat (headrace --help lists all)"),
+        ("ps", "no such command ps; here it is status (headrace --help lists all)"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_COMMAND", "headrace")
+    with pytest.raises(UsageError) as raised:
+        app(args=arguments.split(), prog_name="headrace", standalone_mode=False)
+    assert usage_sentence(raised.value) == sentence
+
+
+def test_foreign_commands_are_not_commands_here() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert not FOREIGN_COMMANDS.keys() & commands.keys()
+
+
+def _main(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["headrace", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_exit_statuses_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main("serve --replica 2", monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("headrace: no such option --replica; did you mean --replicas?")
+    assert _main("", monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("Usage: headrace")
+    assert _main("serve --help", monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("Usage: headrace serve")
+    assert _main("version", monkeypatch) == 0
+    version = capsys.readouterr().out
+    assert _main("--version", monkeypatch) == 0
+    assert capsys.readouterr().out == version
+
+
+def test_help_of_the_test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[tuple[list[str], bool]] = []
+
+    def run_tests(rest: list[str], *, ci: bool, slow: bool) -> int:
+        ran.append((rest, slow))
+        return 3
+
+    monkeypatch.setattr("headrace_cluster.cli.test.run_tests", run_tests)
+    for arguments in ("test --help", "test -h", "test --slow -h"):
+        assert _main(arguments, monkeypatch) == 0
+        shown = capsys.readouterr().out
+        assert "ruff, mypy" in shown and "--slow" in shown and "-- --help" in shown and len(shown.splitlines()) < 20
+    assert ran == []
+    assert _main("test -- --help", monkeypatch) == 3
+    assert _main("test --slow tests/x.py -rfh -k hello", monkeypatch) == 3
+    assert ran == [(["--help"], False), (["tests/x.py", "-rfh", "-k", "hello"], True)]
+
+
+def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:
+    """A flag of ours in that table would be rejected; a suggested flag must exist."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = {name: {flag for p in command.params for flag in p.opts} for name, command in commands.items()}
+    assert not FLAGS.keys() & options["serve"], "ours"
+    for here in FLAGS.values():
+        assert not here.startswith("--") or here.split()[0].rstrip(",") in options["serve"], here
+    check_flags(("serve", "Qwen/Qwen3-0.6B", "--tp", "2", "--served-model-name", "m"))
+    check_flags(("chat", "--model", "m"))
+    check_flags(("test", "-m", "slow"))

@@ -1,0 +1,44 @@
+"""Joining a Ray: what can be said before Ray is asked."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from headrace_cluster.errors import RayStartError
+from headrace_cluster.ray.local_ray import await_gcs
+
+
+def test_an_address_at_which_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        await_gcs(f"127.0.0.1:{port}", 0.1)
+    with pytest.raises(RayStartError, match=rf"no Ray answers at 127.0.0.1:{port} \(Connection refused\)"):
+        await_gcs(f"127.0.0.1:{port}", 0.1)
+    await_gcs("auto")
+
+
+@pytest.mark.parametrize("address", ["a..b:6379", "no-such-host.invalid:6379"])
+def test_a_name_that_is_none_is_refused_at_once(address: str) -> None:
+    with pytest.raises(RayStartError, match="no Ray answers at"):
+        await_gcs(address)
+
+
+def test_a_ray_that_starts_meanwhile() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        address = reserved.getsockname()
+
+    def listen() -> None:
+        time.sleep(0.7)
+        servers.append(socket.create_server(address))
+
+    servers: list[socket.socket] = []
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        await_gcs(f"{address[0]}:{address[1]}")
+    finally:
+        thread.join()
+        for server in servers:
+            server.close()

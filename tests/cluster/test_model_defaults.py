@@ -1,0 +1,93 @@
+"""Defaults of a model's requests: from a flag, a variable or the file to each replica, and into the banner."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import fingerprint
+from headrace_cluster.errors import SpecError
+from headrace_cluster.launch.banner import defaults_rows
+from headrace_cluster.ray.driver import RayDriver
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_cluster.spec.pools import Role
+from headrace_cluster.spec.settings import build_spec
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+
+
+def _config(spec: ClusterSpec, place: int = 0) -> ReplicaConfig:
+    """The config of a rank, after encoding and decoding."""
+    model = spec.models[place]
+    driver = RayDriver(spec, b"secret", "127.0.0.1")
+    sent = driver._config(ReplicaName(f"{model.name}-0", 1), model, Role.BOTH, threads=1)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=ReplicaConfig)
+    assert fingerprint(received) == fingerprint(sent)
+    return received
+
+
+def test_each_model_has_its_own_defaults() -> None:
+    first = {"source": "a/one", "defaults": {"max_tokens": 300, "temperature": 1, "top_k": -1}}
+    spec = parse_spec({"models": [first, {"source": "/b/two.gguf"}]})
+    assert _config(spec).defaults == {"max_tokens": 300, "temperature": 1.0, "top_k": 0}
+    assert _config(spec, 1).defaults == {}
+    assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_replica_with_other_defaults_is_not_adopted() -> None:
+    plain, warm = parse_spec({}), parse_spec({"models": [{"defaults": {"temperature": 0.5}}]})
+    assert fingerprint(_config(plain)) != fingerprint(_config(warm))
+    assert fingerprint(_config(warm)) == fingerprint(_config(parse_spec(warm.model_dump())))
+
+
+def test_the_flag_has_precedence_over_the_variable_and_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("models: [{defaults: {max_tokens: 1, temperature: 0.5}}]\n")
+    environ = {"HEADRACE_DEFAULTS": '{"max_tokens": 2}'}
+    assert build_spec({}, path, {}).models[0].defaults.max_tokens == 1
+    assert build_spec({}, path, environ).models[0].defaults.max_tokens == 2
+    assert build_spec({"defaults": '{"max_tokens": 3}'}, path, environ).models[0].defaults.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"max_token": 5}, "unknown key 'models[0].defaults.max_token'"),
+        ({"max_tokens": 0}, "models[0].defaults.max_tokens: input should be greater than or equal to 1, not 0"),
+        ({"max_tokens": 2.5}, "models[0].defaults.max_tokens"),
+        ({"temperature": 2.5}, "models[0].defaults.temperature: input should be less than or equal to 2, not 2.5"),
+        ({"temperature": float("nan")}, "models[0].defaults.temperature"),
+        ({"top_p": 0}, "models[0].defaults.top_p"),
+        ({"top_k": -2}, "models[0].defaults.top_k"),
+        ({"min_p": 1.5}, "models[0].defaults.min_p"),
+        ({"repetition_penalty": 0}, "models[0].defaults.repetition_penalty"),
+        ({"presence_penalty": 3}, "models[0].defaults.presence_penalty"),
+        ({"frequency_penalty": "0.5"}, "models[0].defaults.frequency_penalty"),
+        ("max_tokens=5", 'models[0].defaults: write it as a JSON object, such as {"max_tokens": 512'),
+        ("[5]", "models[0].defaults: write it as a JSON object"),
+        (5, "models[0].defaults"),
+    ],
+)
+def test_wrong_defaults_are_rejected_with_their_field(defaults: Any, words: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec({"models": [{"defaults": defaults}]})
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def _started(model: str, defaults: dict[str, int | float]) -> ReplicaStarted:
+    names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
+    numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
+    texts = {"boot_id": b"", "device": "cpu", "dtype": "float32", "revision": "", "load_seconds": 0.0, "notes": []}
+    return ReplicaStarted(model=model, address="127.0.0.1:1", defaults=defaults, **numbers, **texts)
+
+
+def test_the_banner_shows_defaults_once_per_model() -> None:
+    defaults: dict[str, int | float] = {"max_tokens": 2147483647, "temperature": 0.0, "top_p": 0.9}
+    some, a, b = (_started(model, defaults) for model in ("tiny", "x/m", "y/m"))
+    none = _started("c", {})
+    words = "max_tokens 2147483647, temperature 0, top_p 0.9  (a request's own values win)"
+    assert defaults_rows({"tiny-0": some, "tiny-1": some}) == [("defaults", words)]
+    rows = [("defaults", f"x/m: {words}"), ("", f"y/m: {words}")]
+    assert defaults_rows({"m-0": a, "m-1": b, "c-0": none}) == rows
+    assert defaults_rows({"tiny-0": none}) == []

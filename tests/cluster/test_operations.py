@@ -1,0 +1,89 @@
+"""Operations on replicas in the admin API: bodies, rejections, responses."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_driver import FakeDriver
+
+from headrace_cluster.controller.admin import admin_app
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.spec.cluster_spec import parse_spec
+
+Eventually = Callable[..., Awaitable[Any]]
+
+KEY = {"Authorization": "Bearer the-key"}
+
+
+async def _stop() -> None:
+    raise AssertionError("no stop was requested")
+
+
+def test_operations_are_executed(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        health = {"interval_seconds": 0.05, "drain_seconds": 2}
+        spec = parse_spec({"models": [{"replicas": 2}], "health": health})
+        supervisor = Supervisor(spec, driver, Membership(), secret)
+        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
+        transport = httpx.ASGITransport(app)
+        supervisor.start()
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8002", headers=KEY) as client:
+
+            async def post(path: str, **body: Any) -> Any:
+                answer = await client.post(path, json=body)
+                return answer.status_code, answer.json()
+
+            await eventually(lambda: supervisor.reconciler.ready)
+            code, document = await post("/role", replica="smollm2-1", role="prefill")
+            assert code == 200 and document.pop("seconds") < 1
+            assert document == {"id": "smollm2-1", "generation": 1, "role": "prefill", "before": "both"}
+            code, document = await post("/role", replica="smollm2-0", role="prefill")
+            assert code == 409 and "only ready replica" in document["error"]["message"]
+            code, document = await post("/drain", replica="smollm2-0")
+            assert code == 409 and "--force" in document["error"]["message"]
+            assert await post("/drain", replica="smollm2-1") == (
+                200,
+                {"id": "smollm2-1", "generation": 1, "seconds": 2.0},
+            )
+            await eventually(lambda: supervisor.status()["replicas"][1]["state"] == "drained")
+            assert await post("/undrain", replica="smollm2-1") == (200, {"id": "smollm2-1", "generation": 1})
+            await eventually(lambda: supervisor.reconciler.ready)
+            code, document = await post("/drain", replica="smollm2-0", seconds=0, force=True)
+            assert (code, document["seconds"]) == (200, 0)
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/role", "{}", "replica"),
+        ("/role", '{"replica": "a"}', "role"),
+        ("/role", '{"replica": "a", "role": "both", "model": "x"}', "model"),
+        ("/role", '{"replica": 7, "role": "both"}', "replica"),
+        ("/drain", "{}", "replica"),
+        ("/drain", '{"replica": "a", "seconds": -1}', "seconds"),
+        ("/drain", '{"replica": "a", "seconds": NaN}', "seconds"),
+        ("/drain", '{"replica": "a", "seconds": 1e400}', "seconds"),
+        ("/drain", '{"replica": "a", "force": "perhaps"}', "force"),
+        ("/undrain", "[]", "body"),
+    ],
+)
+def test_bad_bodies_change_nothing(driver: FakeDriver, secret: bytes, path: str, body: str, word: str) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), secret)
+        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
+        before = supervisor.status()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:
+            answer = await client.post(path, content=body, headers=KEY)
+            assert answer.status_code == 400 and word in answer.json()["error"]["message"]
+            assert (await client.post(path, content=body)).status_code == 401
+            assert (await client.get(path, headers=KEY)).status_code == 405
+        assert supervisor.status() == before
+
+    asyncio.run(scenario())

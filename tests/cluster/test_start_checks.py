@@ -1,0 +1,341 @@
+"""Checks that end a start before Ray: each case in this process, with its sentence, and without torch."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+from headrace_cluster.launch import preflight, start_checks
+from headrace_cluster.launch.preflight import Preflight
+from headrace_cluster.launch.start_checks import StartChecks
+from headrace_cluster.local import state
+from headrace_cluster.local.machine import Machine
+from headrace_cluster.local.ports import free_port
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.state import ServeState
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_proto.address import port_of
+from headrace_proto.errors import HeadraceError
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.model.footprint import Footprint
+
+PLAIN = Machine(cores=2, memory=16 << 30, gpus=0)
+FOOTPRINT = Footprint(CacheLayout(16, (CacheGroupSpec(0, (0, 1), 2, 16),), 4), 1000, 64)
+
+
+class FakePreflight:
+    """Replaces the child process; records the configs."""
+
+    checked: list[ReplicaConfig]
+
+    def __init__(self, builds: Any = ()) -> None:
+        self.builds = builds
+        FakePreflight.checked = [config for config, _ in builds]
+
+    def finish(self) -> list[Footprint | None]:
+        return [FOOTPRINT for _ in self.builds]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder, created without torch; only its headers are valid."""
+    made = tmp_path / "tiny"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (made / "tokenizer.json").write_text("{}")
+    save_file({"a": np.zeros((1024, 256), np.float32)}, made / "model.safetensors")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "Preflight", FakePreflight)
+    monkeypatch.setattr(start_checks, "this_machine", lambda: PLAIN)
+
+
+def spec(*models: dict[str, Any], **fields: Any) -> ClusterSpec:
+    ports = {"routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}}
+    return parse_spec(ports | {"models": list(models)} | fields)
+
+
+def run(cluster_spec: ClusterSpec) -> list[str]:
+    """Runs the checks and returns the warnings."""
+    warnings: list[str] = []
+    StartChecks(cluster_spec, with_router=True).run(lambda stage: None, warnings.append)
+    return warnings
+
+
+def rejection(cluster_spec: ClusterSpec) -> str:
+    with pytest.raises(HeadraceError) as caught:
+        run(cluster_spec)
+    return str(caught.value)
+
+
+def test_the_embedded_model_needs_the_child_only_if_it_is_split() -> None:
+    assert run(spec({})) == [] and FakePreflight.checked == []
+    run(spec({"tp": 3}))
+    assert [(config.tp, config.device) for config in FakePreflight.checked] == [(3, "cpu")]
+    run(spec({"prefill": {"tp": 3}, "decode": {"replicas": 2}}))
+    assert [config.tp for config in FakePreflight.checked] == [3]
+
+
+def test_every_other_model_needs_the_child(folder: Path) -> None:
+    run(spec({"source": str(folder)}))
+    assert [config.source for config in FakePreflight.checked] == [str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_cache_memory": "500GiB"}, ("500.75 GiB", "16.00 GiB are free", "--kv-cache-memory 15")),
+        ({"kv_cache_memory": "1MiB"}, ("8192 tokens", "larger --kv-cache-memory")),
+        ({"max_model_len": 8193}, ("--max-model-len 8193", "8192 positions")),
+        ({"replicas": 40}, ("40 replicas", "30.04 GiB", "--replicas 21 or less")),
+        ({"replicas": 41}, ("41 ranks", "2.05 CPUs", "--cpu-share")),
+        ({"device": "cuda"}, ("1 GPU is needed", "this machine has none", "--device cpu")),
+        ({"dtype": "bfloat16", "deterministic": True}, ("--deterministic", "bfloat16")),
+    ],
+)
+def test_rejected_options_of_the_embedded_model(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    sentence = rejection(spec(fields))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_the_error_names_a_damaged_file_and_with_several_models_the_model(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert rejection(spec({"source": str(folder)})).startswith("model.safetensors is not a complete")
+    both = rejection(spec({"name": "good"}, {"source": str(folder), "name": "bad"}))
+    assert both.startswith("bad: model.safetensors")
+
+
+def test_an_invalid_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 200)
+    assert "model.gguf has GGUF version" in rejection(spec({"source": str(path)}))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0) + bytes(200))
+    assert "damaged" in rejection(spec({"source": str(path)}))
+
+
+def test_weights_count_in_the_dtype_of_the_computation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MiB of float32 on disk is a MiB in memory, or half of it."""
+    tight = Machine(cores=2, memory=(256 << 20) + (1 << 20) - 1, gpus=0)
+    monkeypatch.setattr(start_checks, "this_machine", lambda: tight)
+    assert "the ranks need" in rejection(spec({"source": str(folder), "dtype": "float32"}))
+    run(spec({"source": str(folder), "dtype": "bfloat16"}))
+
+
+def test_a_request_must_fit_into_the_cache_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = FOOTPRINT.layout.block_bytes
+    needed = 5 * block  # four for 64 tokens, and the null block
+    for spare, fits in ((needed / 0.3 + 100, True), (needed / 0.3 - 100, False)):
+        memory = int(2 * spare) + 2 * (256 << 20) + (1 << 20)
+        monkeypatch.setattr(start_checks, "this_machine", lambda memory=memory: Machine(2, memory, 0))
+        cluster_spec = spec({"source": str(folder), "tp": 2, "dtype": "float32"})
+        if fits:
+            run(cluster_spec)
+        else:
+            assert "One request of 64 tokens needs" in rejection(cluster_spec)
+
+
+def test_on_gpus_the_hosts_memory_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 1 << 20, 4, 80 << 30))
+    assert run(spec({"source": str(folder), "tp": 2, "replicas": 2})) == []
+    assert FakePreflight.checked[0].device == "cuda"
+    assert "5 GPUs are needed" in rejection(spec({"source": str(folder), "replicas": 5}))
+    assert "80.00 GiB are free" in rejection(spec({"source": str(folder), "kv_cache_memory": "81GiB"}))
+
+
+def test_resources_of_a_joined_ray_are_not_checked_here(folder: Path) -> None:
+    far = {"ray": {"address": "192.0.2.55:6379"}}
+    assert run(spec({"source": str(folder), "replicas": 100, "device": "cuda"}, **far)) == []
+    assert run(spec({"source": str(folder), "kv_cache_memory": "500GiB"}, **far)) == []
+    assert "8192 positions" in rejection(spec({"max_model_len": 8193}, **far))
+
+
+def test_gpus_that_cannot_be_counted_are_checked_by_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 16 << 30, None))
+    assert run(spec({"source": str(folder), "device": "cuda"})) == []
+
+
+def test_more_ranks_than_cores_is_a_warning(folder: Path) -> None:
+    assert run(spec({"source": str(folder), "replicas": 3})) == [
+        "3 ranks share 2 cores: together they answer no faster than 2 would"
+    ]
+
+
+def test_more_threads_than_cores_are_reported(folder: Path) -> None:
+    assert run(spec({"source": str(folder), "cpu_threads": 2})) == []
+    assert run(spec({"source": str(folder), "cpu_threads": 999})) == [
+        "tiny: 999 threads of a rank share 2 cores, which is slower than 2 threads; lower --cpu-threads"
+    ]
+
+
+def test_keys_that_every_user_can_read_are_reported(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a-key-of-some-length\n")
+    cluster_spec = spec({}, auth={"keys_file": str(file)})
+    file.chmod(0o644)
+    assert run(cluster_spec) == [
+        f"every user of this machine can read the keys in {file}; restrict it: chmod 600 {file}"
+    ]
+    file.chmod(0o600)
+    assert run(cluster_spec) == []
+
+
+def test_an_error_of_the_model_comes_before_a_port_in_use(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        admin = {"port": taken.getsockname()[1]}
+        assert "no model at '/nowhere'" in rejection(spec({"source": "/nowhere"}, admin=admin))
+        assert "1 GPU is needed" in rejection(spec({"device": "cuda"}, admin=admin))
+        assert "--admin-port" in rejection(spec({"source": str(folder)}, admin=admin))
+
+
+@pytest.fixture
+def running_server() -> Iterator[ServeState]:
+    """A server of this user with three ports in use, HTTP, gRPC and admin; its process is this one's parent."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for each in taken:
+            each.bind(("127.0.0.1", 0))
+            each.listen()
+        http, grpc, admin = (each.getsockname()[1] for each in taken)
+        process = ProcessId.of(os.getppid())
+        assert process is not None
+        server = ServeState(
+            process.pid,
+            process.started,
+            "blue",
+            f"http://127.0.0.1:{admin}",
+            "the-key",
+            admin,
+            f"http://127.0.0.1:{http}",
+            f"127.0.0.1:{grpc}",
+            ("tiny",),
+        )
+        state.save(server)
+        yield server
+
+
+def test_all_ports_in_use_are_in_one_sentence_with_free_ones(running_server: ServeState) -> None:
+    http = free_port("127.0.0.1")
+    grpc, admin = port_of(running_server.grpc_address), running_server.admin_port
+    cluster_spec = spec({}, routers={"port": http, "grpc_port": grpc}, admin={"port": admin})
+    sentence = rejection(cluster_spec)
+    assert f"ports {grpc} and {admin} on 127.0.0.1 are in use by blue (tiny, HTTP " in sentence
+    assert "; choose others with --grpc-port and --admin-port: add --grpc-port " in sentence
+    found = re.search(r"add --grpc-port (\d+) --admin-port (\d+)$", sentence)
+    assert found is not None
+    first, second = map(int, found.groups())
+    assert len({http, grpc, admin, first, second}) == 5
+    run(spec({}, routers={"port": http, "grpc_port": first}, admin={"port": second}))
+
+
+def test_metrics_ports_move_with_the_admin_port(running_server: ServeState) -> None:
+    cluster_spec = spec({}, routers={"port": 0, "grpc_port": 0, "count": 2}, admin={"port": running_server.admin_port})
+    sentence = rejection(cluster_spec)
+    found = re.search(r"--admin-port (\d+) --metrics-port (\d+)$", sentence)
+    assert found is not None
+    admin, metrics = map(int, found.groups())
+    run(spec({}, routers={"port": 0, "grpc_port": 0, "count": 2, "metrics_port": metrics}, admin={"port": admin}))
+
+
+def test_checks_of_headers_take_a_second_and_no_torch(folder: Path) -> None:
+    code = f"""
+import sys
+from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.launch.start_checks import StartChecks
+from headrace_proto.errors import HeadraceError
+ports = {{"routers": {{"port": 0, "grpc_port": 0}}, "admin": {{"port": 0}}}}
+for model in ({{}}, {{"source": {str(folder)!r}, "max_model_len": 65}}, {{"replicas": 41}}):
+    checks = StartChecks(parse_spec(ports | {{"models": [model]}}), with_router=True)
+    try:
+        checks.run(lambda stage: None, print)
+        print("passed")
+    except HeadraceError as error:
+        print(error)
+    checks.close()
+print(sorted({{"torch", "transformers", "ray"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "passed" and "64 positions" in lines[1] and lines[-1] == "[]"
+
+
+# -- the child --------------------------------------------------------------------------------------------------
+
+
+def config(source: str, **fields: Any) -> ReplicaConfig:
+    return ReplicaConfig(replica_id="", model="m", source=source, device="cpu", secret=b"", **fields)
+
+
+def test_a_footprint_is_stored_for_the_next_start(private_home: Path) -> None:
+    builds = [(config("smollm2", tp=3), "revision"), (config("smollm2", pp=2), "revision")]
+    first = Preflight(builds)
+    answers = first.finish()
+    assert all(answer is not None and answer.max_positions == 8192 for answer in answers)
+    assert len(list((private_home / "footprints").iterdir())) == 2
+    again = Preflight(builds)
+    assert again._process is None and again.finish() == answers
+    for changed in ((config("smollm2", tp=3), "other"), (config("smollm2", tp=3, trust_remote_code=True), "revision")):
+        other = Preflight([changed])
+        assert other._process is not None
+        other.close()
+
+
+def test_a_failure_names_its_model_and_is_not_stored(private_home: Path) -> None:
+    check = Preflight([(config("smollm2", tp=3), "r"), (config("smollm2", tp=4), "r")])
+    with pytest.raises(
+        HeadraceError,
+        match=r"m: tp 4 does not fit .* use --tp 1, 2, 3 or 9",
+    ):
+        check.finish()
+    assert len(list((private_home / "footprints").iterdir())) == 1
+
+
+def test_if_the_child_dies_the_ranks_make_the_checks() -> None:
+    check = Preflight([(config("smollm2", tp=3), "r")])
+    assert check._process is not None
+    os.kill(check._process.pid, signal.SIGKILL)
+    assert check.finish() == [None]
+
+
+def test_close_ends_the_child_at_once() -> None:
+    check = Preflight([(config("smollm2", tp=3), "r")])
+    assert check._process is not None
+    began = time.monotonic()
+    check.close()
+    check.close()
+    assert time.monotonic() - began < 2 and not psutil.pid_exists(check._process.pid)
+
+
+def test_only_the_newest_footprints_are_kept(private_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_MAX_FILES", 3)
+    for number in range(6):
+        file = preflight._file(config("x", tp=number + 1), "r")
+        assert file is not None
+        preflight._store(file, FOOTPRINT)
+        os.utime(file, (number, number))
+    assert len(list((private_home / "footprints").iterdir())) == 3
+    assert preflight._read(preflight._file(config("x", tp=6), "r")) == FOOTPRINT
+    assert preflight._read(preflight._file(config("x", tp=1), "r")) is None

@@ -1,0 +1,165 @@
+"""The controller is killed and restarted while requests are served. Each test ends with two ready replicas."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from headrace_process import SMALL, Serve
+from metrics_page import Metrics
+from plain_model import same_but_for_ties
+from streams import Outcome, run_streams
+
+FIRST, SECOND = "smollm2-0", "smollm2-1"
+TOKENS = 120
+PROMPTS = [[504, 3575, 282, 4649, 314], [504, 808, 314], [1780, 357, 253, 655], [378, 2038, 506]]
+BODIES = [
+    {
+        "model": "smollm2",
+        "prompt": [*PROMPTS[index % 4], 100 + index],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+    }
+    for index in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Two replicas, one router."""
+    flags = (*SMALL, "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
+    made = Serve(tmp_path_factory.mktemp("restart") / "home", *flags)
+    try:
+        yield made.await_ready()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(serve: Serve) -> list[list[int]]:
+    """The tokens of the requests without a kill."""
+    outcomes = run_streams(serve.url, BODIES)
+    assert all(outcome.complete for outcome in outcomes)
+    return [outcome.token_ids for outcome in outcomes]
+
+
+def _status(serve: Serve) -> Any:
+    """As `headrace status --json`; None while there is no controller."""
+    (path,) = serve.home.glob("serve-*.json")
+    state = json.loads(path.read_text())
+    headers = {"Authorization": f"Bearer {state['admin_key']}"}
+    try:
+        return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
+    except httpx.TransportError:
+        return None
+
+
+def _controller(serve: Serve) -> int:
+    status = _status(serve)
+    return int(status["controller"]["pid"]) if status is not None else 0
+
+
+def _replicas(serve: Serve) -> dict[str, tuple[str, int, int]]:
+    """State, generation and process of each; nothing while there is no controller."""
+    status = _status(serve)
+    return {
+        replica["id"]: (replica["state"], replica["generation"], replica["ranks"][0]["pid"] if replica["ranks"] else 0)
+        for replica in (status["replicas"] if status is not None else [])
+    }
+
+
+def _ready(serve: Serve, replica_id: str, generation: int) -> bool:
+    return _replicas(serve).get(replica_id, ())[:2] == ("ready", generation)
+
+
+def _running(serve: Serve, count: int) -> Callable[[], bool]:
+    return lambda: Metrics(serve.url)["headrace_attempts_in_flight"] == count
+
+
+def _streaming(serve: Serve) -> tuple[threading.Thread, list[Outcome]]:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(run_streams(serve.url, BODIES)))
+    thread.start()
+    return thread, outcomes
+
+
+def test_streams_and_replicas_are_not_affected(
+    serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
+) -> None:
+    before, router = _replicas(serve), _status(serve)["routers"]
+    controller = _controller(serve)
+    running, outcomes = _streaming(serve)
+    eventually(_running(serve, len(BODIES)), 20, "that all are running")
+    os.kill(controller, signal.SIGKILL)
+    killed = time.monotonic()
+    late = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
+    assert late.status_code == 200, "a request without a controller"
+    running.join(120)
+    assert [outcome.complete for outcome in outcomes] == [True] * len(BODIES)
+    same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
+    eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller runs")
+    print(f"another controller replied {time.monotonic() - killed:.1f} s after the kill")
+    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
+    eventually(lambda: _status(serve)["routers"] == router, 10, "that the same router is connected")
+    done = serve.run("status", "--json", "--admin-port", str(serve.admin_port))
+    assert done.returncode == 0 and json.loads(done.stdout)["replicas"][0]["state"] == "ready"
+    assert httpx.get(f"{serve.url}/health/ready").status_code == 200
+    assert "the controller's process ended; starting another one now, serving goes on" in serve.stderr_text
+    assert "a new controller runs" in serve.stderr_text
+
+
+def test_adopted_replicas_are_watched(
+    serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
+) -> None:
+    running, outcomes = _streaming(serve)
+    eventually(_running(serve, len(BODIES)), 20, "that all are running")
+    os.kill(_replicas(serve)[FIRST][2], signal.SIGKILL)
+    eventually(lambda: not _ready(serve, FIRST, 1), 2, "that the loss is detected")
+    eventually(lambda: _ready(serve, FIRST, 2), 120, "that it is rebuilt")
+    running.join(120)
+    assert all(outcome.complete for outcome in outcomes)
+    same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
+    assert _ready(serve, SECOND, 1)
+
+
+def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., None]) -> None:
+    controller, (_, _, other) = _controller(serve), _replicas(serve)[FIRST]
+    victim = _replicas(serve)[SECOND][2]
+    os.kill(victim, signal.SIGKILL)
+    os.kill(controller, signal.SIGKILL)
+    answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
+    assert answer.status_code == 200, "the router itself detects the lost replica"
+    eventually(lambda: _ready(serve, SECOND, 2), 120, "that the replica is rebuilt")
+    assert _controller(serve) not in (0, controller)
+    assert _replicas(serve)[FIRST] == ("ready", 2, other)
+    eventually(lambda: httpx.get(f"{serve.url}/health/ready").status_code == 200, 10)
+
+
+def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: Callable[..., None]) -> None:
+    admin = ("--admin-port", str(serve.admin_port))
+    done = serve.run("drain", SECOND, *admin)
+    assert done.returncode == 0, done.stderr
+    assert serve.run("role", FIRST, "decode", *admin).returncode == 0
+    pid = _replicas(serve)[FIRST][2]
+    controller = _controller(serve)  # at once: the role is newer than the last view of `serve`
+    os.kill(controller, signal.SIGKILL)
+    eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller runs")
+    time.sleep(1)
+    found = {replica["id"]: (replica["state"], replica["role"]) for replica in _status(serve)["replicas"]}
+    assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
+    assert serve.run("undrain", SECOND, *admin).returncode == 0
+    eventually(lambda: _ready(serve, SECOND, 3), 120, "that it is built again")
+    assert _replicas(serve)[FIRST] == ("ready", 2, pid)
+
+
+def test_stop_after_all_that(serve: Serve, eventually: Callable[..., None]) -> None:
+    serve.record_processes()
+    assert serve.run("stop", "--admin-port", str(serve.admin_port)).returncode == 0
+    eventually(lambda: not serve.remaining(), 5, "that nothing of it runs")
+    assert "Traceback" not in serve.stderr_text and serve.stderr_text.rstrip().endswith(" stopped")

@@ -1,0 +1,314 @@
+"""The run of a choice, call by call: replicas that refuse, fail or stop during an answer; clients that disconnect."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from headrace_proto.replica_pb2 import (
+    FINISH_CANCELLED,
+    FINISH_LENGTH,
+    FINISH_REFUSED,
+    Delta,
+    Sampling,
+    Submit,
+    TokenLogprobs,
+)
+from headrace_router.core.attempt import Attempt, OnTokens, Outcome
+from headrace_router.core.choice_run import RETRY_SECONDS, ChoiceRun, RunRequest
+from headrace_router.core.errors import ApiError, DeadlineError, NoReplicaError, OverloadedError, ReplicaLostError
+from headrace_router.core.policy import Work
+from headrace_router.core.retry import RetryState
+
+ANSWER = [7, 8, 9, 10]
+
+
+@dataclass
+class Timer:
+    at: float
+    call: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """Virtual time."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.timers: list[Timer] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def soon(self, call: Callable[[], None]) -> Timer:
+        return self.after(0.0, call)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(self.time + seconds, call)
+        self.timers.append(timer)
+        return timer
+
+    def run(self, seconds: float = 0.0) -> None:
+        """Advances the time by `seconds` and runs the timers that are due."""
+        end = self.time + seconds
+        while due := [timer for timer in self.pending if timer.at <= end]:
+            timer = min(due, key=lambda entry: entry.at)
+            self.timers.remove(timer)
+            self.time = max(self.time, timer.at)
+            timer.call()
+        self.time = end
+
+    @property
+    def pending(self) -> list[Timer]:
+        return [timer for timer in self.timers if not timer.cancelled]
+
+
+@dataclass
+class FakeReplica:
+    replica_id: str
+    address: str = "nowhere"
+    connected: bool = True
+    submits: list[Submit] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    cancelled: list[bytes] = field(default_factory=list)
+    remote: dict[bytes, int] = field(default_factory=dict)
+
+    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
+        submit.attempt_id = f"{self.replica_id}{len(self.submits)}".encode()
+        self.submits.append(submit)
+        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, on_end, self.cancelled.append)
+        self.attempts.append(attempt)
+        if not self.connected:
+            attempt.end(Outcome.LOST)
+        return attempt
+
+    def answer(self, first: int, count: int, finish: int = 0) -> None:
+        self.attempts[-1].receive(Delta(first_index=first, token_ids=ANSWER[first : first + count], finish=finish))
+
+    def add_remote_prompt(self, attempt_id: bytes, tokens: int) -> None:
+        self.remote[attempt_id] = tokens
+
+    def remove_remote_prompt(self, attempt_id: bytes) -> None:
+        self.remote.pop(attempt_id, None)
+
+
+class Output:
+    """Token ids only. `stops_at`: the number of tokens after which the answer is complete, as after a stop string."""
+
+    def __init__(self, stops_at: int | None) -> None:
+        self.output_token_ids: list[int] = []
+        self.failure: Exception | None = None
+        self.done = False
+        self._stops_at = stops_at
+
+    def add(self, token_ids: Sequence[int], finish: int) -> None:
+        self.output_token_ids += token_ids
+        self.done = finish == FINISH_LENGTH or len(self.output_token_ids) == self._stops_at
+
+
+class Scenario:
+    """One run over named replicas, chosen in their order, and the events that it reports."""
+
+    def __init__(self, *names: str, deadline: float | None = None, stops_at: int | None = None) -> None:
+        self.clock = Clock()
+        self.replicas = {name: FakeReplica(name) for name in names}
+        self.prefill: FakeReplica | None = None
+        self.events: list[str] = []
+        self.results: list[Exception | None] = []
+        self.broken: Exception | None = None
+        self.output = Output(stops_at)
+        request = RunRequest("label", "m", "r", b"salt", [1, 2, 3], Sampling(max_tokens=4), 0, deadline)
+        retry: RetryState[FakeReplica] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+        self.run = ChoiceRun(request, self.output, self, retry, self.clock, self)
+        self.run.begin()
+
+    def __getitem__(self, name: str) -> FakeReplica:
+        return self.replicas[name]
+
+    # Placement
+    def place(self, work: Work, excluded: Sequence[FakeReplica]) -> FakeReplica | None:
+        return next((entry for entry in self.replicas.values() if entry not in excluded and entry.connected), None)
+
+    def prefill_source(self, target: FakeReplica, work: Work) -> FakeReplica | None:
+        return self.prefill
+
+    def sweep(self) -> None:
+        pass
+
+    # RunListener
+    def placed(self, replica_id: str) -> None:
+        self.events.append(f"at {replica_id}")
+
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> None:
+        if self.broken is not None:
+            raise self.broken
+        self.output.add(token_ids, finish)
+
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        self.events.append(f"{outcome.value} {replica_id}")
+
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        self.results.append(failure)
+
+    def nothing_left(self) -> bool:
+        """Whether there is no timer, no open attempt, and no remote prompt."""
+        attempts = [attempt for replica in self.replicas.values() for attempt in replica.attempts]
+        remote = [replica.remote for replica in self.replicas.values() if replica.remote]
+        return not self.clock.pending and not any(attempt.open for attempt in attempts) and not remote
+
+
+def test_a_complete_answer() -> None:
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 2)
+    scenario["a"].answer(2, 2, FINISH_LENGTH)
+    assert not scenario.results  # not inside the reading of a frame
+    scenario.clock.run()
+    assert scenario.results == [None] and scenario.output.output_token_ids == ANSWER and scenario.nothing_left()
+    assert scenario["a"].cancelled == []  # the replica ended it itself
+
+
+def test_a_stop_string_ends_the_attempt_at_the_replica() -> None:
+    scenario = Scenario("a", stops_at=3)
+    scenario["a"].answer(0, 3)
+    scenario.clock.run()
+    assert scenario.results == [None] and scenario["a"].cancelled == [b"a0"]
+
+
+def test_a_refused_attempt_tries_the_next_replica_and_the_third_refusal_is_final() -> None:
+    scenario = Scenario("a", "b", "c", "d")
+    for name in "abc":
+        scenario[name].attempts[-1].receive(Delta(finish=FINISH_REFUSED))
+        scenario.clock.run()
+    assert scenario.events == ["at a", "refused a", "at b", "refused b", "at c"]
+    assert isinstance(scenario.results[0], OverloadedError) and scenario.nothing_left()
+
+
+def test_no_replica_before_the_first_token_is_an_error_at_once() -> None:
+    assert isinstance(Scenario().results[0], NoReplicaError)
+
+
+def test_a_lost_stream_continues_on_another_replica_and_fetches_its_blocks() -> None:
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 2)
+    scenario["a"].attempts[-1].receive(Delta(first_index=2, finish=FINISH_CANCELLED))
+    scenario.clock.run()
+    submit = scenario["b"].submits[0]
+    assert list(submit.output_token_ids) == ANSWER[:2]
+    assert submit.source.replica_id == "a" and submit.source.cached_only
+    scenario["b"].answer(2, 2, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.results == [None] and scenario.output.output_token_ids == ANSWER
+    assert scenario.events == ["at a", "lost a", "at b"]
+
+
+def test_skipped_tokens_end_the_attempt_as_lost() -> None:
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 1)
+    scenario["a"].answer(2, 1)
+    scenario.clock.run()
+    assert scenario["a"].cancelled == [b"a0"] and list(scenario["b"].submits[0].output_token_ids) == ANSWER[:1]
+
+
+def test_a_stream_waits_a_bounded_time_for_a_replica() -> None:
+    scenario = Scenario("a")
+    scenario["a"].answer(0, 1)
+    scenario["a"].connected = False
+    scenario["a"].attempts[-1].end(Outcome.LOST)
+    scenario.clock.run(4.9)
+    assert not scenario.results
+    scenario.clock.run(0.2 + RETRY_SECONDS)
+    assert isinstance(scenario.results[0], ReplicaLostError) and scenario.nothing_left()
+
+
+def test_a_replica_that_comes_back_in_time_gets_the_stream() -> None:
+    scenario = Scenario("a")
+    scenario["a"].answer(0, 1)
+    scenario["a"].connected = False
+    scenario["a"].attempts[-1].end(Outcome.LOST)
+    scenario.clock.run(3.0)
+    scenario["a"].connected = True
+    scenario.clock.run(RETRY_SECONDS)
+    scenario["a"].answer(1, 3, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.results == [None] and scenario.output.output_token_ids == ANSWER
+
+
+def test_a_moved_stream_keeps_its_blocks_until_the_next_attempt_has_tokens() -> None:
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 2)
+    scenario["a"].attempts[-1].move()
+    scenario.clock.run()
+    assert scenario["a"].cancelled == [] and scenario["b"].submits[0].source.replica_id == "a"
+    scenario["a"].answer(2, 1)  # sampled there meanwhile: dropped
+    scenario["b"].answer(2, 1)
+    assert scenario["a"].cancelled == [b"a0"]
+    scenario["b"].answer(3, 1, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.output.output_token_ids == ANSWER and scenario.events[1] == "moved a"
+
+
+@pytest.mark.parametrize("moment", ["placed", "tokens", "moving", "moved", "waiting", "ended"])
+def test_everything_is_released_when_the_client_disconnects(moment: str) -> None:
+    scenario = Scenario("a", "b", deadline=100.0)
+    if moment != "placed":
+        scenario["a"].answer(0, 1)
+    if moment in ("moving", "moved"):
+        scenario["a"].attempts[-1].move()
+    if moment == "moved":
+        scenario.clock.run()
+    if moment == "waiting":
+        scenario["b"].connected = scenario["a"].connected = False
+        scenario["a"].attempts[-1].end(Outcome.LOST)
+        scenario.clock.run(1.0)
+    if moment == "ended":
+        scenario["a"].answer(1, 3, FINISH_LENGTH)
+    scenario.run.cancel()
+    scenario.clock.run(200.0)
+    assert scenario.run.ended and scenario.nothing_left() and not scenario.results
+    ended_by_itself = moment == "ended"
+    assert scenario["a"].cancelled == ([] if ended_by_itself else [b"a0"])
+    assert scenario["b"].cancelled == ([b"b0"] if moment == "moved" else [])
+
+
+def test_the_deadline_ends_the_run_and_frees_the_replica() -> None:
+    scenario = Scenario("a", deadline=2.0)
+    assert scenario["a"].submits[0].deadline_ms == 2000
+    scenario["a"].answer(0, 1)
+    scenario.clock.run(2.0)
+    assert (
+        isinstance(scenario.results[0], DeadlineError)
+        and scenario["a"].cancelled == [b"a0"]
+        and scenario.nothing_left()
+    )
+
+
+def test_an_error_of_the_listener_ends_only_this_run() -> None:
+    scenario = Scenario("a")
+    scenario.broken = ValueError("ours")
+    scenario["a"].answer(0, 1)
+    scenario.clock.run()
+    assert scenario.results == [scenario.broken] and scenario["a"].cancelled == [b"a0"] and scenario.nothing_left()
+
+
+def test_a_failure_of_the_output_is_the_failure_of_the_run() -> None:
+    scenario = Scenario("a")
+    scenario.output.failure = ApiError("no")
+    scenario["a"].answer(0, 4, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.results == [scenario.output.failure]
+
+
+def test_a_prompt_that_a_prefill_replica_computes_is_counted_there_until_the_first_token() -> None:
+    scenario = Scenario("a", "b")
+    scenario.prefill = FakeReplica("p")
+    scenario["a"].attempts[-1].receive(Delta(finish=FINISH_REFUSED))
+    scenario.clock.run()
+    assert scenario["b"].submits[0].source.replica_id == "p" and not scenario["b"].submits[0].source.cached_only
+    assert scenario.prefill.remote == {b"b0": 3}
+    scenario["b"].answer(0, 1)
+    assert scenario.prefill.remote == {}

@@ -1,0 +1,79 @@
+"""The retry decisions of a choice: pure, so every case is tested."""
+
+from random import Random
+
+import pytest
+
+from headrace_router.core.attempt import Outcome
+from headrace_router.core.errors import ApiError, NoReplicaError, OverloadedError, ReplicaLostError
+from headrace_router.core.retry import RetryState
+
+
+def _state(**options: float) -> RetryState[str]:
+    fields = {"max_attempts": 3, "migration_limit": 2, "patience": 5.0} | options
+    return RetryState("m", **fields)  # type: ignore[arg-type]
+
+
+def test_before_the_first_token_each_replica_is_tried_once() -> None:
+    state = _state()
+    state.ended("a", Outcome.LOST, begun=False)
+    state.ended("b", Outcome.LOST, begun=False)
+    assert state.excluded == ["a", "b"]
+    with pytest.raises(ReplicaLostError):
+        state.ended("c", Outcome.LOST, begun=False)
+
+
+def test_the_error_names_the_cause() -> None:
+    with pytest.raises(NoReplicaError):
+        _state().not_placed(begun=False, now=0.0)
+    refused = _state()
+    refused.ended("a", Outcome.REFUSED, begun=False)
+    with pytest.raises(OverloadedError):
+        refused.not_placed(begun=False, now=0.0)
+    lost = _state()
+    lost.ended("a", Outcome.LOST, begun=False)
+    with pytest.raises(ReplicaLostError, match="before it answered"):
+        lost.not_placed(begun=False, now=0.0)
+
+
+def test_the_wait_for_a_replica_is_bounded_separately_after_each_loss() -> None:
+    state = _state()
+    state.ended("a", Outcome.LOST, begun=True)
+    for now in (10.0, 14.9):
+        state.not_placed(begun=True, now=now)
+    assert state.excluded == []
+    state.placed()
+    state.ended("a", Outcome.LOST, begun=True)
+    state.not_placed(begun=True, now=20.0)
+    with pytest.raises(ReplicaLostError, match="within 5 s"):
+        state.not_placed(begun=True, now=25.0)
+
+
+def test_a_refused_stream_tries_the_other_replicas_and_then_all_again() -> None:
+    state = _state(max_attempts=1)
+    state.ended("a", Outcome.LOST, begun=True)
+    state.ended("b", Outcome.REFUSED, begun=True)
+    state.ended("c", Outcome.REFUSED, begun=True)
+    assert state.excluded == ["a", "b", "c"] and state.migrations == 1
+    state.not_placed(begun=True, now=0.0)
+    assert state.excluded == []
+
+
+def test_retries_are_always_bounded() -> None:
+    """For every sequence of events the choice ends: after a number of losses, or after a time."""
+    for seed in range(300):
+        random = Random(seed)
+        state = _state(max_attempts=random.randrange(1, 5), migration_limit=random.randrange(4))
+        begun, now = False, 0.0
+        try:
+            for _ in range(10_000):
+                now += random.random()
+                if random.random() < 0.4:
+                    state.not_placed(begun, now)
+                else:
+                    state.placed()
+                    begun = begun or random.random() < 0.5
+                    state.ended(random.choice("abc"), random.choice((Outcome.REFUSED, Outcome.LOST)), begun)
+            assert begun and state.migrations <= state.migration_limit
+        except ApiError:
+            continue

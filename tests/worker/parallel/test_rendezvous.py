@@ -1,0 +1,232 @@
+"""Ranks connect to each other; other connections are closed, and ranks that do not join are named."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_worker.comm.errors import RankLostError, RendezvousError
+from headrace_worker.comm.failure_detection import FailureDetector
+from headrace_worker.comm.link import GREETING, connect_to_rank_0
+from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
+
+Detectors = Callable[[int], FailureDetector]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def detectors() -> Iterator[Detectors]:
+    made: list[FailureDetector] = []
+
+    def make(rank: int) -> FailureDetector:
+        made.append(FailureDetector(rank))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for detector in made:
+        detector.close()
+
+
+def gather(
+    opened: RendezvousHost,
+    size: int,
+    threads: ThreadPoolExecutor,
+    detectors: Detectors,
+    seconds: float = 20,
+) -> list[Future[RendezvousStore]]:
+    hosts = [opened, *[None] * (size - 1)]
+    return [
+        threads.submit(join_rendezvous, opened.rendezvous, rank, size, detectors(rank), host, seconds)
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def connect(port: int, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 5)
+    connection.sendall(data)
+    return connection
+
+
+def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(100) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_all_join_and_read_values_of_the_others(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    stores = [future.result(20) for future in gather(opened, 4, threads, detectors)]
+    stores[2].post("key", "rank 2")
+    assert [store.read("key") for store in stores] == ["rank 2"] * 4
+
+
+def test_a_rank_that_does_not_join_is_named_and_the_others_are_notified(
+    threads: ThreadPoolExecutor, detectors: Detectors
+) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    detector, other = detectors(0), detectors(1)
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 4, detector, opened, 0.5)
+    join_rendezvous(opened.rendezvous, 1, 4, other)
+    with pytest.raises(
+        RendezvousError, match="of 4 ranks these did not join within 0 s: 2, 3; see their logs"
+    ) as raised:
+        first.result(5)
+    detector.fail(str(raised.value))
+    assert "rank 0" in str(other.explain(OSError())) and "did not join" in str(other.failure)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", opened.rendezvous.link_port), 1)  # no rank can join any more
+
+
+def test_a_rank_lost_after_it_joined_ends_the_wait_for_the_rest(
+    threads: ThreadPoolExecutor, detectors: Detectors
+) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 3, detectors(0), opened, 20)
+    link = connect_to_rank_0("127.0.0.1", opened.rendezvous.link_port, opened.rendezvous.token, 1, 5)
+    link.close()
+    with pytest.raises(RankLostError, match=rf"rank 1 \(process {os.getpid()}\) is lost"):
+        first.result(5)
+
+
+def test_ranks_that_wait_for_the_rest_receive_heartbeats(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    """Rank 0 sends heartbeats from the first link on: an early rank detects no hang even when strict."""
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 3, detectors(0), opened, 20)
+    early = detectors(1)
+    early.enable_hang_detection()
+    join_rendezvous(opened.rendezvous, 1, 3, early)
+    time.sleep(2.5)
+    early.check()
+    join_rendezvous(opened.rendezvous, 2, 3, detectors(2))
+    first.result(5)
+
+
+GREETINGS = {
+    "a wrong token": lambda token: GREETING.pack(bytes(32), 1, 1),
+    "an invalid rank": lambda token: GREETING.pack(token, 9, 1),
+    "rank 0": lambda token: GREETING.pack(token, 0, 1),
+    "HTTP": lambda token: b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: everything there is\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=list(GREETINGS))
+def test_unauthenticated_connections_are_closed_without_an_answer(
+    greeting: Callable[[bytes], bytes], threads: ThreadPoolExecutor, detectors: Detectors
+) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
+    connection = connect(opened.rendezvous.link_port, greeting(opened.rendezvous.token))
+    assert is_closed(connection, 1)
+    assert not first.done()
+    join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
+    first.result(5)
+
+
+def test_a_second_rank_with_the_same_number_is_rejected(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 3, detectors(0), opened, 20)
+    join_rendezvous(opened.rendezvous, 1, 3, detectors(1))
+    with pytest.raises(RendezvousError, match="rank 1 cannot reach rank 0"):
+        join_rendezvous(opened.rendezvous, 1, 3, detectors(1))
+    join_rendezvous(opened.rendezvous, 2, 3, detectors(2))
+    first.result(5)
+
+
+def test_many_silent_connections_delay_no_rank(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
+    connections = [connect(opened.rendezvous.link_port, b"x" * (index % 30)) for index in range(100)]
+    started = time.monotonic()
+    join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
+    first.result(5)
+    assert time.monotonic() - started < 1.5
+    assert all(is_closed(connection) for connection in connections)
+
+
+def test_an_absent_rank_0_is_a_clear_error(detectors: Detectors) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    opened.close()
+    with pytest.raises(
+        RendezvousError, match=r"rank 1 cannot reach rank 0 at 127.0.0.1:\d+ \(ConnectionRefusedError\)"
+    ):
+        join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
+
+
+def test_an_address_of_another_machine_is_a_clear_error() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1: it is not an address of this machine"):
+        RendezvousHost("192.0.2.1")
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses on which this process listens."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                parts = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                family = socket.AF_INET if table == "tcp" else socket.AF_INET6
+                found.add((socket.inet_ntop(family, b"".join(parts)), int(port, 16)))
+    return found
+
+
+def test_a_replica_listens_on_its_interface_only(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
+) -> None:
+    """Store, links and gloo. 127.0.0.2 would be another interface."""
+    before = listening()
+    with process_replica(save_tiny("llama"), 2, 2) as replica:
+        mine = listening() - before
+        assert mine and {address.removeprefix("::ffff:") for address, _ in mine} == {"127.0.0.1"}
+        replica.run([[5, 6, 7]], 2)
+
+
+def test_garbage_on_the_stores_port_has_no_effect(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
+) -> None:
+    before = listening()
+    with process_replica(save_tiny("llama"), 2, 1) as replica:
+        connections = []
+        for _, port in listening() - before:  # the store's, and gloo's if it keeps one open
+            for data in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                bytes(1000),
+                os.urandom(4000),
+                b"\xff" * 64,
+                b"\x09" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + struct.pack("<Q", 2**62),
+            ):
+                connections.append(connect(port, data))
+        threading.Event().wait(0.2)
+        replica.run([[5, 6, 7]], 4)
+        replica.team.detector.check()
+
+
+def test_every_rendezvous_has_a_new_token() -> None:
+    one, other = RendezvousHost("127.0.0.1").rendezvous, RendezvousHost("127.0.0.1").rendezvous
+    assert len(one.token) == 32 and one.token != other.token
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=type(one)) == one

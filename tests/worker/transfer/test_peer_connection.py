@@ -1,0 +1,117 @@
+"""A peer connection over queues: chunks that arrive in order, are dropped, or are not the expected ones."""
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Report, Send
+from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_routes
+from headrace_worker.kv_transfer import peer_connection as module
+from headrace_worker.kv_transfer.peer_connection import PeerConnection
+from headrace_worker.model.attention import LayerCache
+
+SHARDS = KvShards(4, 8, "float32", (0,), (RankShard(((0, 1),), (0, 2)),))
+
+
+class QueuePairGroup:
+    """Both ends in one process."""
+
+    lane: "queue.Queue[Tensor | None]"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def send(self, piece: Tensor, to: int) -> None:
+        self.lane.put(piece.clone())
+
+    def finish(self, sending: None) -> None:
+        pass
+
+    def expect(self, piece: Tensor, source: int) -> Tensor:
+        return piece
+
+    def take(self, piece: Tensor) -> None:
+        found = self.lane.get(timeout=10)
+        assert found is not None
+        piece.copy_(found)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]]:
+    """make(sends): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
+
+    class FakePairGroup(QueuePairGroup):
+        lane: "queue.Queue[Tensor | None]" = queue.Queue()
+
+    monkeypatch.setattr(module, "PairGroup", FakePairGroup)
+
+    def end(sends: bool) -> tuple[PeerConnection, Tensor, list[Report]]:
+        pool = torch.randn(2, 8, 2, 4, 8) if sends else torch.zeros(2, 8, 2, 4, 8)
+        caches: Any = {layer: LayerCache(0, pool, 0) for layer in (0, 1)}
+        reports: list[Report] = []
+        order = OpenPair(1, Rendezvous("", 1, 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
+        connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, reports.append)
+        connection.start(None)
+        return connection, pool, reports
+
+    return end
+
+
+def _wait(reports: list[Report], count: int) -> None:
+    end = time.monotonic() + 10
+    while len(reports) < count:
+        assert time.monotonic() < end, reports
+        time.sleep(0.001)
+
+
+def test_a_chunk_arrives(make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]]) -> None:
+    source, mine, _ = make(True)
+    target, theirs, reports = make(False)
+    source.enqueue(Send(1, 7, 0, ((3, 5),)), None)
+    target.enqueue(Receive(1, 7, 0, (2,), ((6, 2),)), None)
+    _wait(reports, 1)
+    assert isinstance(reports[0], Received) and reports[0].good
+    assert torch.equal(theirs[:, [6, 2]], mine[:, [3, 5]])
+    assert not theirs[:, [0, 1, 3, 4, 5, 7]].any()
+    source.close()
+    target.close()
+
+
+def test_a_dropped_fetch_writes_nothing_and_is_reported_as_failed(
+    make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]],
+) -> None:
+    source, _, _ = make(True)
+    target, theirs, reports = make(False)
+    target.enqueue(Receive(1, 7, 0, (1,), ((6,),)), None)
+    target.drop(7)
+    target.enqueue(Receive(1, 8, 0, (1,), ((4,),)), None)
+    source.enqueue(Send(1, 7, 0, ((3,),)), None)
+    source.enqueue(Send(1, 8, 0, ((2,),)), None)
+    _wait(reports, 2)
+    assert not theirs[:, 6].any() and theirs[:, 4].any()
+    source.close()
+    target.close()
+
+
+def test_an_unexpected_chunk_ends_the_pair(
+    make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]],
+) -> None:
+    """Else every later chunk would be off by one, and all fetches of the pair would fail."""
+    source, _, _ = make(True)
+    target, _, reports = make(False)
+    source.enqueue(Send(1, 7, 1, ((3,),)), None)  # chunk 0 was never offered
+    target.enqueue(Receive(1, 7, 0, (1,), ((6,),)), None)
+    _wait(reports, 2)
+    assert isinstance(reports[0], Received) and not reports[0].good
+    assert isinstance(reports[1], PairFailed) and "another chunk" in reports[1].error
+    source.close()
+    target.close()

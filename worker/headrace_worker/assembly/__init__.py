@@ -1,0 +1,1 @@
+"""Assembly of an engine, the way its steps run, and the loop that drives it."""

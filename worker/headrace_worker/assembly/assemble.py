@@ -1,0 +1,153 @@
+"""Assembles an engine: model, KV size, runner, scheduler. No socket and no thread: also usable offline."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.assembly.step_thread import StepThread
+from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
+from headrace_worker.comm.parallel_context import SINGLE
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.engine import Engine, StepRunner
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, KvSize, request_limit, size_kv
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.device.choice import free_memory, use_device
+from headrace_worker.kv_transfer.transfer_worker import TransferWorker
+from headrace_worker.model.kv_shards import kv_shards
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.profiling.profiler import StepProfiler
+from headrace_worker.profiling.stepping import ProfiledRunner
+from headrace_worker.ranks.runner import MultiRankRunner
+from headrace_worker.ranks.stage import StageRunner
+from headrace_worker.ranks.team import Team
+from headrace_worker.runner.activations import step_bytes
+from headrace_worker.runner.graphs import MIXED_TOKENS, Recorder
+from headrace_worker.runner.pools import KVPools
+from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.warmup import GPU_BUDGET, warm_up
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A ready engine and what was chosen for it."""
+
+    engine: Engine
+    model: LoadedModel
+    runner: Runner
+    transfers: TransferWorker
+    kv: KVManager
+    size: KvSize
+    limits: SchedulerLimits
+    max_model_len: int
+    ranks: MultiRankRunner | None = None  # with several ranks: the runner of all of them
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The parts that every rank of a replica has: its part of the model and of the cache."""
+
+    model: LoadedModel
+    runner: Runner
+    transfers: TransferWorker
+    size: KvSize
+    max_model_len: int
+    max_num_seqs: int
+
+
+def assemble_part(
+    config: ReplicaConfig,
+    report: Report = lambda stage, fraction: None,
+    model: LoadedModel | None = None,
+    team: Team | None = None,
+) -> RankPart:
+    """Loads the model (unless it is given) and sizes the cache to what all ranks can hold. Raises a HeadraceError."""
+    if team is not None:
+        use_device(team.device)
+    model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
+    max_model_len = request_limit(config.max_model_len, model.facts.max_positions)
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    report("sizing the KV cache", 0.0)
+    # All ranks of a node measure its free memory after all have loaded, and each takes an equal share.
+    sharers = team.local_ranks() if team is not None and model.device.type == "cpu" else 1
+    size = size_kv(
+        model.layout,
+        device_type=model.device.type,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_cache_memory=config.kv_cache_memory,
+        activation_bytes=_step_memory(config, model, max_num_seqs) if model.device.type == "cuda" else 0,
+        free=free_memory(model.device) // sharers,
+    )
+    if team is not None:
+        size = size.reduced(min(team.gather_all(size.num_blocks)), model.layout)
+    pools = KVPools.of(model, size.num_blocks)
+    shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
+    rank = team.topology.rank if team is not None else 0
+    transfers = TransferWorker(rank, config.host, shards, pools.layers)
+    runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
+    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs)
+
+
+def assemble(
+    config: ReplicaConfig,
+    report: Report = lambda stage, fraction: None,
+    model: LoadedModel | None = None,
+    team: Team | None = None,
+    profiler: StepProfiler | None = None,
+    recorder: Recorder | None = None,
+) -> Assembly:
+    """A whole engine, or rank 0's part of one that also runs the team's other ranks. Raises a HeadraceError.
+
+    `recorder`: records steps for replay, instead of the device's own recorder.
+    """
+    part = assemble_part(config, report, model, team)
+    model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
+    ranks = None
+    if team is not None:
+        team.gather_all(0)  # the pools of all ranks are allocated
+        ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
+    stepper = ranks or runner
+    warm = warm_up(stepper, report, config.max_num_batched_tokens)
+    notes = record_steps(config, stepper, recorder or choose_recorder(config, model.device), report)
+    limits = SchedulerLimits(
+        part.max_num_seqs,
+        warm.max_num_batched_tokens,
+        config.max_waiting,
+        batches=config.pp,
+    )
+    kv = KVManager(
+        model.layout,
+        size.num_blocks,
+        BlockHasher(derive_key(config.secret)),
+        ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
+    )
+    depth, threaded = choose_depth(config, model.device)
+    steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
+    if threaded:
+        steps = StepThread(steps, lambda: torch.set_num_threads(model.threads))
+    engine = Engine(
+        Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
+    )
+    for (
+        prefill,
+        decoding,
+        kv_tokens,
+        seconds,
+    ) in warm.steps:  # so that routers have a prediction from the first request on
+        engine.latency.observe(prefill, decoding, kv_tokens, seconds)
+    notes = [*notes, loop_note(depth, config)]
+    return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, ranks, notes)
+
+
+def _step_memory(config: ReplicaConfig, model: LoadedModel, rows: int) -> int:
+    """Bytes that steps take on a GPU besides weights and cache: the largest one, and the recorded ones."""
+    sizes = {"vocab_size": model.vocab_size, "element_bytes": model.dtype.itemsize, "tp": config.tp}
+    largest = step_bytes(model.config, tokens=config.max_num_batched_tokens or GPU_BUDGET, rows=rows, **sizes)
+    return largest + step_bytes(model.config, tokens=max(rows, MIXED_TOKENS[-1]), rows=0, **sizes)

@@ -1,0 +1,85 @@
+"""How steps run: one at a time or one ahead, kernel by kernel or replayed."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+import torch
+
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.engine import RunnerBrokenError
+from headrace_worker.ranks.recording import RecordingFailedError
+from headrace_worker.runner.graphs import MIXED_TOKENS, CudaRecorder, Recorder
+
+log = structlog.get_logger(__name__)
+
+Report = Callable[[str, float], None]
+
+
+def choose_depth(config: ReplicaConfig, device: torch.device) -> tuple[int, bool]:
+    """How many steps are in flight when the next is planned, and whether steps need a `StepThread`.
+
+    Pipeline stages are in flight anyway. A GPU runs asynchronously. On a CPU host and device share the cores, and a
+    step that is planned ahead computes one token too many at the end of each answer: only on request.
+    """
+    if config.pp > 1:
+        return config.pp - 1, False
+    if config.async_scheduling == "off" or (config.async_scheduling == "auto" and device.type == "cpu"):
+        return 0, False
+    return 1, device.type == "cpu"
+
+
+def loop_note(depth: int, config: ReplicaConfig) -> str:
+    """A sentence for the start-up notes."""
+    if config.pp > 1:
+        return f"Steps: {config.pp} batches of requests in flight, one per pipeline stage."
+    if depth:
+        return "Steps: the next one is planned and launched while one runs."
+    return "Steps: one at a time (--async-scheduling on plans the next one while one runs)."
+
+
+class Recordable(Protocol):
+    """A runner of one rank, or the one that represents all ranks."""
+
+    def record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None]
+    ) -> tuple[list[int], list[int]]: ...
+
+    def clear(self, blocks: int, rows: int = 1) -> None: ...
+
+
+def choose_recorder(config: ReplicaConfig, device: torch.device) -> Recorder | None:
+    """The device's recorder of steps, the same on every rank; None if it cannot or must not record.
+
+    Ranks on GPUs communicate through NCCL, with `--deterministic` too, and NCCL can be recorded. On CPUs there is
+    nothing to record: a step is launched by running it.
+    """
+    if device.type != "cuda" or config.cuda_graphs == "off":
+        return None
+    return CudaRecorder(device)  # pragma: no cover - needs a GPU
+
+
+def record_steps(config: ReplicaConfig, runner: Recordable, recorder: Recorder | None, report: Report) -> list[str]:
+    """Records steps for replay where that is possible; returns sentences for the start-up notes.
+
+    Only recording shows whether a model's code waits for the device, as that of routed experts may. Raises
+    RunnerBrokenError when a rank was lost meanwhile.
+    """
+    if recorder is None:
+        return []
+    if config.pp > 1:  # hidden states are received and sent between the parts that could be recorded
+        return ["CUDA graphs: off, as steps are recorded only where one stage has all layers (--pp 1)."]
+    try:
+        decode, mixed = runner.record(recorder, MIXED_TOKENS[-1], lambda done: report("recording steps", done))
+        runner.clear(1)
+    except RunnerBrokenError:
+        raise
+    except RecordingFailedError as error:
+        log.warning("steps_not_recorded", error=str(error))
+        return [f"CUDA graphs: off, as {error}."]
+    except Exception as error:  # code of the model that waits for the device cannot be recorded
+        log.warning("steps_not_recorded", error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        return [f"CUDA graphs: off, as this model's code cannot be recorded ({type(error).__name__})."]
+    return [
+        f"CUDA graphs: {len(decode)} sizes of decode steps up to {decode[-1]}, mixed ones up to {mixed[-1]} tokens."
+    ]

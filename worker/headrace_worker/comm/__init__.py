@@ -1,0 +1,1 @@
+"""Communication between ranks: rendezvous, process groups, shared memory, failure detection."""

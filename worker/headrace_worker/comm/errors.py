@@ -1,0 +1,11 @@
+"""Errors between the ranks of a replica."""
+
+from headrace_proto.errors import HeadraceError
+
+
+class RankLostError(HeadraceError):
+    """Another rank exited, stopped responding or failed; the sentence names it. The replica ends and is recreated."""
+
+
+class RendezvousError(HeadraceError):
+    """The ranks of a replica could not connect to each other."""

@@ -1,0 +1,198 @@
+"""Every rank detects within two seconds that another one exited or failed, within five that it hangs, and the cause.
+
+rank 1 ──┐                         rank 0 keeps a link to each other rank. A failing rank reports its error; a
+rank 2 ──┼── rank 0                killed process's link closes; a stopped one sends no heartbeats. Rank 0 notifies
+rank 3 ──┘                         the others, and all of them detect the end of rank 0.
+"""
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.heartbeats import HeartbeatTracker
+from headrace_worker.comm.link import FrameKind, Link
+
+TICK_SECONDS = 0.1
+SILENT_TICKS = 40  # not fewer: where many processes share few cores, a live one may not be scheduled for 1–2 s
+PARTING_TICKS = 14  # between the orderly exit of another rank and that of this one
+STARTUP_TICKS = 300  # while libraries and weights are loaded, which may hold the GIL
+
+Result = TypeVar("Result")
+
+
+class FailureDetector:
+    """Monitors the links to the other ranks on its own thread."""
+
+    def __init__(self, rank: int, links: Iterable[Link] = ()) -> None:
+        self.failure: RankLostError | None = None
+        self._rank = rank
+        self._links: dict[int, Link] = {}
+        self._heartbeats = HeartbeatTracker(STARTUP_TICKS, PARTING_TICKS)
+        self._new: deque[Link] = deque()
+        self._callbacks: list[Callable[[RankLostError], None]] = []
+        self._listener: Callable[[str], None] = lambda text: None
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headrace-failure-detector", daemon=True)
+        for link in links:
+            self.add(link)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, link: Link) -> None:
+        """Monitor one more rank; if a rank is lost already, the new one is notified of the failure."""
+        with self._lock:
+            self._links = self._links | {link.rank: link}
+            self._new.append(link)
+            failure = self.failure
+        if failure is not None:
+            link.send(FrameKind.FAILED, str(failure))
+
+    def on_loss(self, callback: Callable[[RankLostError], None]) -> None:
+        """Call `callback` once when a rank is lost, at once if one is already; on the detector's thread or this one."""
+        with self._lock:
+            if self.failure is None:
+                self._callbacks.append(callback)
+                return
+        callback(self.failure)
+
+    def notify_rank_0(self, text: str) -> None:
+        """Send a short message to rank 0, outside of the steps. For ranks other than 0."""
+        for link in self._links.values():
+            link.send(FrameKind.NOTE, text)
+
+    def on_notice(self, listener: Callable[[str], None]) -> None:
+        """On rank 0: pass the other ranks' notes to `listener`, on the detector's thread."""
+        self._listener = listener
+
+    def guard(self, work: Callable[[], Result]) -> Result:
+        """Returns or raises what `work` does; raises RankLostError as soon as a rank is lost.
+
+        `work` runs on its own thread: some waits of libraries end only when the peer connects, and a lost peer never
+        does. Such a thread is abandoned.
+        """
+        over = threading.Event()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            over.set()
+
+        self.on_loss(lambda failure: over.set())
+        threading.Thread(target=run, name="headrace-guarded", daemon=True).start()
+        over.wait()
+        if results:
+            return results[0]
+        if errors:
+            raise errors[0]
+        raise RankLostError(str(self.failure))
+
+    def enable_hang_detection(self) -> None:
+        """From now on a peer without a heartbeat for more than `SILENT_TICKS` counts as hanging."""
+        self._heartbeats.limit = SILENT_TICKS
+
+    def check(self) -> None:
+        """Raises RankLostError when a rank is lost."""
+        if self.failure is not None:
+            raise RankLostError(str(self.failure))
+
+    def fail(self, sentence: str) -> None:
+        """Notify all other ranks that this rank failed."""
+        self._fail(f"rank {self._rank} (process {os.getpid()}) failed: {sentence}", notify=self._links.values())
+
+    def explain(self, error: Exception, seconds: float = 1.0) -> RankLostError:
+        """The rank that caused a broken connection: the detector learns of it at about the same time."""
+        self._failed.wait(seconds)
+        if self.failure is not None:
+            return RankLostError(str(self.failure))
+        return RankLostError(f"the connection between the ranks broke: {type(error).__name__}")
+
+    def close(self) -> None:
+        """Leave in an orderly way. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for link in self._links.values():
+            link.send(FrameKind.LEAVING)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2)
+        for link in self._links.values():
+            link.close()
+
+    def _run(self) -> None:
+        try:
+            self._monitor()
+        except Exception as error:  # without detection ranks would wait for each other forever
+            self.fail(f"{type(error).__name__} in its failure detector")
+
+    def _monitor(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            next_tick = time.monotonic()
+            while not self._closing.is_set():
+                while self._new:
+                    link = self._new.popleft()
+                    selector.register(link.socket, selectors.EVENT_READ, link)
+                    self._heartbeats.add(link.rank)
+                for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
+                    if not self._receive(key.data):
+                        selector.unregister(key.fileobj)
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK_SECONDS
+                    self._tick()
+
+    def _tick(self) -> None:
+        for link in self._links.values():
+            link.send(FrameKind.ALIVE)
+        for rank in self._heartbeats.tick():
+            how = "left before the others" if self._heartbeats.has_left(rank) else "hangs: it sent no heartbeat"
+            self._lose(self._links[rank], how)
+
+    def _receive(self, link: Link) -> bool:
+        """Handles what arrived on a link; False when nothing more will arrive."""
+        try:
+            frames = link.read()
+        except OSError:
+            self._heartbeats.remove(link.rank)
+            if not self._closing.is_set():
+                self._lose(link, "is lost: its connection closed")
+            return False
+        self._heartbeats.record_frame(link.rank)
+        for kind, text in frames:
+            if kind is FrameKind.FAILED:
+                others = [other for other in self._links.values() if other is not link]
+                self._fail(text, notify=others)
+            elif kind is FrameKind.NOTE:
+                self._listener(text)
+            elif kind is FrameKind.LEAVING:
+                self._heartbeats.record_leaving(link.rank)
+                return False
+        return True
+
+    def _lose(self, link: Link, how: str) -> None:
+        others = [other for other in self._links.values() if other is not link]
+        self._fail(f"{link.name} {how}", notify=others)
+
+    def _fail(self, sentence: str, notify: Iterable[Link]) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return  # the first cause is reported
+            self.failure = RankLostError(sentence)
+            callbacks, self._callbacks = self._callbacks, []
+        self._failed.set()
+        for link in notify:  # before this rank exits, which the others would take for the cause
+            link.send(FrameKind.FAILED, sentence)
+        for callback in callbacks:
+            with contextlib.suppress(Exception):  # a failing callback must not keep the others from being called
+                callback(self.failure)

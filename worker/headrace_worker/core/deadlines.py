@@ -1,0 +1,31 @@
+"""Requests ordered by deadline."""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from headrace_worker.core.request import Request
+
+
+class Deadlines:
+    """Requests in the order of their deadlines; requests without a deadline are not stored."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._counter = 0
+
+    @property
+    def next(self) -> float | None:
+        """The earliest deadline; it may be that of a request which has ended."""
+        return self._heap[0][0] if self._heap else None
+
+    def add(self, request: Request) -> None:
+        if request.deadline is not None:
+            self._counter += 1
+            heappush(self._heap, (request.deadline, self._counter, request))
+
+    def take_expired(self, now: float) -> Iterator[Request]:
+        """Removes and yields the requests whose deadline has passed and that have not ended."""
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].finish is not None):
+            request = heappop(self._heap)[2]
+            if request.finish is None:
+                yield request

@@ -1,0 +1,225 @@
+"""The engine: requests in, outputs out, one step at a time. No thread, no socket, no tensor of its own."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from headrace_worker.core.guide import Mask
+from headrace_worker.core.kv.blocks import CacheChange
+from headrace_worker.core.latency import StepCost, StepLatency
+from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.request import Finish, Output, Request
+from headrace_worker.core.scheduled_step import ScheduledStep
+from headrace_worker.core.scheduler import GUIDE_FAILED, Scheduler
+from headrace_worker.core.scheduler_counters import SchedulerCounters
+from headrace_worker.core.transfer.exchange import TransferExchange
+from headrace_worker.core.transfer.fetch import FetchCounters
+from headrace_worker.core.transfer.orders import Order
+
+log = structlog.get_logger(__name__)
+
+MAX_FAILED_STEPS = 8
+"""Consecutive steps that may raise, each failing or isolating a request, before the runner counts as broken."""
+
+
+class StepRunner(Protocol):
+    """Executes plans, without waiting for the device. Handles are collected in the order of launches.
+
+    For a guided plan `launch` only begins the forward pass. `draw` is called once the masks are ready, before the next
+    launch.
+    """
+
+    def launch(self, plan: StepPlan) -> Any: ...
+
+    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None:
+        """`masks` by index into the tokens that the plan samples; rows without one are unconstrained."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult: ...
+
+
+class RunnerBrokenError(Exception):
+    """Raised by a runner that cannot continue: another rank is lost, or the device is in error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """The engine's load as routers and the controller use it."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    available_blocks: int
+    missing_tokens: int
+    predicted_step: float  # seconds
+    cost: StepCost
+    counters: SchedulerCounters
+    fetches: FetchCounters
+    grants: int
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: ScheduledStep
+    handle: Any
+    at: float
+
+
+class Engine:
+    """Keeps up to `depth` launched steps uncollected when the next one is scheduled.
+
+
+    Depth 0 is the synchronous loop: a step's tokens are known before the next step is planned.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0, ranks: int = 1
+    ) -> None:
+        self.scheduler = scheduler
+        self.exchange = TransferExchange(scheduler, ranks, clock)
+        self.latency = StepLatency()
+        self._runner = runner
+        self._clock = clock
+        self._depth = depth
+        self._launched: deque[_Launched] = deque()
+        self._requests: dict[bytes, Request] = {}
+        self._failed_steps = 0
+        self._last_collect = clock()
+        self._predicted = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._launched) or self.scheduler.has_work or self.exchange.pending
+
+    def submit(self, request: Request) -> Output | None:
+        """Accepts a request; returns its refusal when the queue is full or the id is in use."""
+        full = len(self.scheduler.waiting) + len(self.exchange.fetcher) >= self.scheduler.limits.max_waiting
+        if full or request.attempt_id in self._requests:
+            reason = "the replica's queue is full" if full else "this attempt id is in use"
+            return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
+        self._requests[request.attempt_id] = request
+        if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
+            self.scheduler.add(request)
+        return None
+
+    def cancel(self, attempt_id: bytes) -> Output | None:
+        """Ends an attempt in any phase; None when the engine does not have it (any more)."""
+        request = self._requests.pop(attempt_id, None)
+        if request is not None:
+            self.exchange.fetcher.cancel(request)
+        return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
+
+    def step(self) -> list[Output]:
+        """Schedules and launches a step, and collects one that is due. Raises RunnerBrokenError."""
+        if self.exchange.busy:
+            self.exchange.tick(self.latency.cost.per_prefill_token)
+        outputs = self.scheduler.expire()
+        scheduled = self.scheduler.schedule()
+        orders: list[Order] = []
+        if self.exchange.busy:
+            orders = self.exchange.take_orders(scheduled.plan.step if scheduled is not None else 0)
+        if orders and scheduled is None:
+            scheduled = ScheduledStep(StepPlan(0, [], [], [], []), [], [])
+        if scheduled is not None:
+            scheduled.plan.orders.extend(orders)
+            start = self._clock()
+            try:
+                handle = self._runner.launch(scheduled.plan)
+            except RunnerBrokenError:
+                raise
+            except Exception as error:
+                outputs += self._step_failed(scheduled, error)
+            else:
+                self._launched.append(_Launched(scheduled, handle, start))
+                self._predicted = self.latency.cost.predict(
+                    scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
+                )
+                if scheduled.guided:
+                    outputs += self._draw(self._launched[-1])
+            if orders:
+                self.exchange.launched(orders)
+        if len(self._launched) > self._depth or (scheduled is None and self._launched):
+            outputs += self._collect(self._launched.popleft())
+        for output in outputs:
+            if output.finish is not None:
+                self._requests.pop(output.attempt_id, None)
+        return outputs
+
+    def run_empty_step(self) -> None:
+        """Runs an empty step if there is no work, for a profile that starts at a step. Raises RunnerBrokenError."""
+        if not self.has_work:
+            self._runner.collect(self._runner.launch(StepPlan(0, [], [], [], [])))
+
+    def load(self) -> LoadSnapshot:
+        """The load as of the last step."""
+        scheduler = self.scheduler
+        pool = scheduler.kv.pool
+        return LoadSnapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(self.exchange.fetcher),
+            kv_usage=pool.used / pool.total,
+            available_blocks=pool.available,
+            missing_tokens=scheduler.missing_tokens,
+            predicted_step=self._predicted,
+            cost=self.latency.cost,
+            counters=scheduler.counters,
+            fetches=self.exchange.fetcher.counters,
+            grants=self.exchange.granter.counters.granted,
+        )
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        return self.scheduler.kv.pool.take_changes()
+
+    def _draw(self, launched: _Launched) -> list[Output]:
+        """Masks are always current: built from tokens that are all read back, while this step's forward pass runs."""
+        outputs: list[Output] = []
+        guided = launched.step.guided
+        while any(request.in_flight > 1 and request.finish is None for _, request in guided):
+            outputs += self._collect(self._launched.popleft())
+        masks: dict[int, Mask] = {}
+        for index, request in guided:
+            if request.guide is None or request.finish is not None:
+                continue  # it ended with a token that was just read back
+            try:
+                masks[index] = request.guide.mask()
+            except Exception as error:
+                log.error("guide_failed", error=type(error).__name__)
+                outputs.append(self.scheduler.end(request, Finish.ERROR, GUIDE_FAILED))
+        try:
+            self._runner.draw(launched.handle, masks)
+        except RunnerBrokenError:
+            raise
+        except Exception as error:
+            self._launched.pop()
+            outputs += self._step_failed(launched.step, error)
+        return outputs
+
+    def _collect(self, launched: _Launched) -> list[Output]:
+        try:
+            result = self._runner.collect(launched.handle)
+        except RunnerBrokenError:
+            raise
+        except Exception as error:
+            return self._step_failed(launched.step, error)
+        self._failed_steps = 0
+        now = self._clock()
+        # With steps in flight the device time of this one starts where the last one ended.
+        seconds = now - max(launched.at, self._last_collect)
+        self._last_collect = now
+        step = launched.step
+        if step.plan.work:
+            self.latency.observe(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
+        outputs = self.scheduler.process(step, result)
+        if self.exchange.busy:
+            self.exchange.processed(step.plan.step)
+        return outputs
+
+    def _step_failed(self, step: ScheduledStep, error: Exception) -> list[Output]:
+        self._failed_steps += 1
+        log.error("step_failed", step=step.plan.step, requests=len(step.requests), error=type(error).__name__)
+        if self._failed_steps > MAX_FAILED_STEPS:
+            raise RunnerBrokenError(f"{self._failed_steps} steps in a row failed") from error
+        return self.scheduler.fail(step, "the model failed on this request; the replica continues to serve others")

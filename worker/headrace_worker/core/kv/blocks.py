@@ -1,0 +1,188 @@
+"""The pool of KV blocks: reference counts, and the index of cached contents."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+NULL_BLOCK = 0
+"""Never allocated: replaces a block in a block table when a window has moved past it."""
+
+
+class Content(NamedTuple):
+    """The content of a hashed block. The tokens are kept to compare on a hit (RELIABILITY R11)."""
+
+    group: int
+    digest: bytes
+    tokens: bytes  # little-endian u32
+
+
+class CacheChange(NamedTuple):
+    """A block's content was added to the index (stored) or removed from it."""
+
+    group: int
+    digest: bytes
+    stored: bool
+
+
+class BlockPool:
+    """Reference-counted blocks 1..num_blocks-1 in four states.
+
+    * free: has no content;
+    * used: referenced by at least one request, shared when its content is hashed;
+    * cached: not referenced, content hashed, evicted least recently used first;
+    * quarantined: not referenced, but a posted receive may still write it (RELIABILITY R13).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError("a pool needs the null block and at least one more")
+        self.total = num_blocks - 1
+        self.peak_used = 0
+        self._references = [0] * num_blocks
+        self._contents: list[Content | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._quarantined: set[int] = set()
+        self._by_digest: dict[bytes, int] = {}
+        self._changes: list[CacheChange] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated now: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.available - len(self._quarantined)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocates `count` blocks with unknown contents; evicts cached ones when no free ones are left.
+
+        The caller checks `available` first: more is a bug.
+        """
+        if count > self.available:
+            raise RuntimeError(f"{count} blocks requested from a pool with {self.available} available")
+        blocks: list[int] = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._remove_content(block)
+            self._references[block] = 1
+            blocks.append(block)
+        self.peak_used = max(self.peak_used, self.used)
+        return blocks
+
+    def find(self, digest: bytes, tokens: bytes) -> int | None:
+        """The block with this content, or None. The tokens are compared, not the hash alone."""
+        block = self._by_digest.get(digest)
+        if block is None:
+            return None
+        content = self._contents[block]
+        return block if content is not None and content.tokens == tokens else None
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the block is not referenced and counts as available."""
+        return block in self._cached
+
+    def acquire(self, block: int) -> None:
+        """Adds a reference to a block that `find` returned."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+        self.peak_used = max(self.peak_used, self.used)
+
+    def publish(self, block: int, content: Content) -> None:
+        """Indexes the content of a referenced, completely computed block.
+
+        When another block already has the same content, that one stays the shared one.
+        """
+        if self._contents[block] is None and content.digest not in self._by_digest:
+            self._contents[block] = content
+            self._by_digest[content.digest] = block
+            self._changes.append(CacheChange(content.group, content.digest, True))
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Removes one reference from each block. The last one is evicted first: prefixes stay longer than tails."""
+        for block in reversed(list(blocks)):
+            if block == NULL_BLOCK:
+                continue
+            count = self._references[block] - 1
+            if count < 0:
+                raise RuntimeError(f"block {block} released more often than held")
+            self._references[block] = count
+            if count == 0:
+                if self._contents[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Removes the only reference to each block without freeing it: a receive may still write it."""
+        for block in blocks:
+            if self._references[block] != 1 or self._contents[block] is not None:
+                raise RuntimeError(f"block {block} is shared or published and cannot be quarantined")
+            self._references[block] = 0
+            self._quarantined.add(block)
+
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
+        """The receive completed or its communicator was aborted: the blocks are free again."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def clear_cache(self) -> int:
+        """Removes all contents; blocks in use stay referenced, unshared from now on. Returns the number removed."""
+        digests = list(self._by_digest.values())
+        for block in digests:
+            self._remove_content(block)
+        self._free.extend(self._cached)
+        self._cached.clear()
+        return len(digests)
+
+    def contents(self) -> Iterator[Content]:
+        """Every indexed content."""
+        for block in self._by_digest.values():
+            content = self._contents[block]
+            if content is not None:
+                yield content
+
+    def take_changes(self) -> list[CacheChange]:
+        """Changes since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def check(self) -> None:
+        """Raises RuntimeError unless every block is in exactly one state and the indexes agree."""
+        used = sum(1 for count in self._references if count > 0)
+        states = len(self._free) + used + len(self._cached) + len(self._quarantined)
+        if states != self.total:
+            raise RuntimeError(
+                f"free {len(self._free)} + used {used} + cached {len(self._cached)} + quarantined "
+                f"{len(self._quarantined)} = {states}, but the pool has {self.total}"
+            )
+        idle = set(self._free) | set(self._cached) | self._quarantined
+        if len(idle) != states - used or NULL_BLOCK in idle or any(self._references[block] for block in idle):
+            raise RuntimeError("a block is in two states")
+        for digest, block in self._by_digest.items():
+            content = self._contents[block]
+            if content is None or content.digest != digest:
+                raise RuntimeError(f"block {block} is indexed under a hash that it does not have")
+        if sum(content is not None for content in self._contents) != len(self._by_digest):
+            raise RuntimeError("a block has a hash that is not indexed")
+
+    def _remove_content(self, block: int) -> None:
+        content = self._contents[block]
+        if content is not None:
+            self._contents[block] = None
+            del self._by_digest[content.digest]
+            self._changes.append(CacheChange(content.group, content.digest, False))

@@ -1,0 +1,86 @@
+"""Memory of the KV cache, and the maximum length of a request. The free memory is passed in."""
+
+from dataclasses import dataclass
+
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
+from headrace_proto.quantities import counted, size_text
+from headrace_worker.core.layout import CacheLayout
+
+DEFAULT_MAX_NUM_SEQS = 256
+_CPU_SHARE = 0.3  # of what is free: other replicas' weights, the object store and the page cache need the rest
+_CUDA_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """Blocks of the pool, the null block included, and a sentence that explains how they were chosen."""
+
+    num_blocks: int
+    num_bytes: int
+    note: str
+
+    def reduced(self, num_blocks: int, layout: CacheLayout) -> "KvSize":
+        """At most `num_blocks`, because another rank has memory for no more."""
+        if num_blocks >= self.num_blocks:
+            return self
+        tokens = (num_blocks - 1) // len(layout.groups) * layout.block_size
+        size = num_blocks * layout.block_bytes
+        note = f"KV cache: {size_text(size)} for {tokens:,} tokens, as much as fits on the rank with the least memory."
+        return KvSize(num_blocks, size, note)
+
+
+def size_kv(
+    layout: CacheLayout,
+    *,
+    device_type: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    kv_cache_memory: int | None = None,
+    activation_bytes: int = 0,
+    free: int,
+) -> KvSize:
+    """Choose the number of KV blocks from the memory, `free` bytes, that is free once the weights are loaded.
+
+    Without `kv_cache_memory` (bytes) the cache gets a share of what is free less `activation_bytes`, and at most what
+    `max_num_seqs` requests of `max_model_len` tokens can fill. Raises MemoryTooSmallError when one request of
+    `max_model_len` does not fit.
+    """
+    available = max(0, free - activation_bytes)
+    per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
+    smallest = (per_request + 1) * layout.block_bytes
+    most = (per_request * max_num_seqs + 1) * layout.block_bytes
+    if kv_cache_memory is not None:
+        if kv_cache_memory > available:
+            raise MemoryTooSmallError(
+                f"--kv-cache-memory is {size_text(kv_cache_memory)}, but {size_text(available)} are free: "
+                "give a smaller --kv-cache-memory."
+            )
+        budget, reason = kv_cache_memory, "from --kv-cache-memory"
+    else:
+        share = _CUDA_SHARE if device_type == "cuda" else _CPU_SHARE
+        budget, reason = int(available * share), f"{share:.0%} of the {size_text(available)} that are free"
+        if most < budget:
+            budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
+    if budget < smallest:
+        tokens = max(0, budget // layout.block_bytes - 1) // len(layout.groups) * layout.block_size
+        advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
+        raise MemoryTooSmallError(
+            f"One request of {max_model_len} tokens needs a KV cache of {size_text(smallest)}, but it gets "
+            f"{size_text(budget)} ({reason}): use {advice}, or a larger --kv-cache-memory."
+        )
+    blocks = budget // layout.block_bytes
+    tokens = (blocks - 1) // len(layout.groups) * layout.block_size
+    return KvSize(
+        num_blocks=blocks,
+        num_bytes=blocks * layout.block_bytes,
+        note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
+    )
+
+
+def request_limit(wanted: int | None, positions: int) -> int:
+    """Tokens of the longest request. Raises ModelUnsupportedError when `wanted` exceeds the model's positions."""
+    if wanted is not None and wanted > positions:
+        raise ModelUnsupportedError(
+            f"--max-model-len {wanted} is beyond the {positions} positions of the model: give at most that"
+        )
+    return wanted or positions

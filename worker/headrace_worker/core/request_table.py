@@ -1,0 +1,83 @@
+"""Waiting and running requests; a running one holds a row and blocks."""
+
+from collections.abc import Sequence
+
+from headrace_worker.core.kv.manager import KVManager, PrefixHit
+from headrace_worker.core.plan import RowInit
+from headrace_worker.core.queue import WaitingQueue
+from headrace_worker.core.request import Request
+from headrace_worker.core.row_pool import RowPool
+
+
+class RequestTable:
+    """Moves requests between queue and rows. The scheduler decides which, and when."""
+
+    def __init__(self, max_num_seqs: int, kv: KVManager) -> None:
+        self.kv = kv
+        self.rows = RowPool(max_num_seqs)
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.suspects = 0  # requests that may have caused a failed step
+        self.guided = 0  # running requests that have a guide
+
+    def admit(self, request: Request, hit: PrefixHit) -> RowInit:
+        """Moves a request from the queue to a row, with the blocks of its prefix; a row must be free."""
+        self.waiting.remove(request)
+        request.table = self.kv.new_table(hit)
+        request.computed = hit.tokens
+        request.row, generation = self.rows.allocate()
+        self.guided += request.guide is not None
+        self.running.append(request)
+        return RowInit(request.row, generation, list(request.tokens), request.prompt_len, request.sampling)
+
+    def preempt(self, request: Request) -> None:
+        """Moves a request back to the queue: its blocks are released, and positions no longer cached are recomputed."""
+        self._release_row(request)
+        request.computed = 0
+        request.preemptions += 1
+        self.waiting.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request in any phase: its row and blocks are free at once."""
+        self.waiting.remove(request)
+        self._release_row(request)
+        self.clear_suspect(request)
+
+    def _release_row(self, request: Request) -> None:
+        if request.row >= 0:
+            self.running.remove(request)
+            self.rows.release(request.row)
+            request.row = -1
+            self.guided -= request.guide is not None
+        if request.table is not None:
+            self.kv.release(request.table)
+            request.table = None
+
+    def mark_suspect(self, request: Request) -> None:
+        """A step with this request failed: it is a suspect until it succeeds in a step alone."""
+        if not request.suspect:
+            request.suspect = True
+            self.suspects += 1
+
+    def clear_suspect(self, request: Request) -> None:
+        if request.suspect:
+            request.suspect = False
+            self.suspects -= 1
+
+    def check(self, others: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held outside of this table."""
+        self.kv.pool.check()
+        held: dict[int, int] = dict.fromkeys(others, 1)
+        for request in self.running:
+            if request.table is None or request.row < 0:
+                raise RuntimeError("a running request holds no row")
+            if request.table.capacity < request.computed:
+                raise RuntimeError("a request computed more than it holds")
+            for block in request.table.held():
+                held[block] = held.get(block, 0) + 1
+        for request in self.waiting:
+            if request.table is not None or request.row >= 0:
+                raise RuntimeError("a waiting request holds a row")
+        if len(held) != self.kv.pool.used:
+            raise RuntimeError(f"requests hold {len(held)} blocks, the pool counts {self.kv.pool.used} used")
+        self.rows.check([request.row for request in self.running])

@@ -1,0 +1,302 @@
+"""The scheduler: which positions of which rows are computed in the next step.
+
+There is one rule. The computed positions of every request must reach its tokens (plus the one being sampled), and a
+step has a budget of tokens. A prompt longer than the budget is computed in chunks, a prefix hit or a preemption only
+changes how many positions are missing, and a decoding request is one that misses a single position.
+
+A plan may be made while earlier steps still run: sampled tokens that are not read back yet count as tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace_worker.core.deadlines import Deadlines
+from headrace_worker.core.kv.manager import BlockTable, KVManager
+from headrace_worker.core.plan import StepResult, TableUpdate
+from headrace_worker.core.request import Finish, Output, Request
+from headrace_worker.core.request_table import RequestTable
+from headrace_worker.core.scheduled_step import ScheduledStep, StepDraft
+from headrace_worker.core.scheduler_counters import SchedulerCounters
+
+GUIDE_FAILED = (
+    "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests.
+
+
+    With `batches` > 1 that many steps are in different pipeline stages at a time. A request is then in only one of
+    them, as its next position needs the token sampled at the end, and each step gets an equal share of the requests.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int = 4096
+    watermark: float = 0.01  # share of the pool that an admission leaves free while other requests run
+    batches: int = 1
+
+
+class Scheduler:
+    """Continuous batching over one pool of blocks. Not thread-safe: the step loop owns it."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVManager, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.counters = SchedulerCounters()
+        self._clock = clock
+        self._request_table = RequestTable(limits.max_num_seqs, kv)
+        self.waiting = self._request_table.waiting
+        self.running = self._request_table.running
+        self._deadlines = Deadlines()
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    @property
+    def missing_tokens(self) -> int:
+        """Positions to compute until no request misses any."""
+        running = self.running
+        return self.waiting.tokens + sum([len(entry.tokens) + entry.in_flight - entry.computed for entry in running])
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.waiting) >= self.limits.max_waiting
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next
+
+    def add(self, request: Request) -> None:
+        """Queues a request. The caller has checked its lengths and `is_full`."""
+        self.waiting.push(request)
+        self._deadlines.add(request)
+
+    def end(self, request: Request, finish: Finish, error: str = "") -> Output:
+        """Ends a request in any phase: its row and blocks are free at once."""
+        self._request_table.remove(request)
+        request.finish = finish
+        return Output(
+            request.attempt_id,
+            request.emitted - request.prompt_len,
+            [],
+            finish=finish,
+            error=error,
+            preemptions=request.preemptions,
+        )
+
+    def detach(self, request: Request) -> BlockTable | None:
+        """Ends a running request but passes its block table to the caller, which must release it."""
+        table, request.table = request.table, None
+        self._request_table.remove(request)
+        request.finish = Finish.STOP
+        return table
+
+    def expire(self) -> list[Output]:
+        """Ends the requests whose deadline has passed."""
+        passed = self._deadlines.take_expired(self._clock())
+        return [self.end(request, Finish.DEADLINE, "the request's deadline has passed") for request in passed]
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can be computed now."""
+        draft = StepDraft(self.limits.max_num_batched_tokens, self._request_table.rows.freed)
+        if self._request_table.suspects:
+            self._schedule_suspect(draft)
+        else:
+            self._schedule_running(draft)
+            if not draft.preempted:
+                self._admit(draft)
+        if not draft.work:
+            return None
+        self._request_table.rows.clear_freed()
+        self._step += 1
+        return draft.finish(self._step, may_be_guided=self._request_table.guided > 0)
+
+    def process(self, step: ScheduledStep, result: StepResult) -> list[Output]:
+        """Processes the samples of a step. Tokens of requests that ended meanwhile are dropped, never counted."""
+        outputs: list[Output] = []
+        tokens, failed = result.tokens, result.failed
+        index = 0
+        for work, request, table in zip(step.plan.work, step.requests, step.block_tables, strict=True):
+            if not work.sample:
+                if request.table is table:
+                    self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
+                continue
+            position, index = index, index + 1
+            request.in_flight -= 1
+            if request.finish is not None or step.plan.step <= request.discard_until_step:
+                continue
+            if position in failed:
+                outputs.append(self.end(request, Finish.ERROR, failed[position]))
+                continue
+            if request.suspect:
+                self._request_table.clear_suspect(request)
+            if request.guide is not None and not request.advance_guide(tokens[position]):
+                outputs.append(self.end(request, Finish.ERROR, GUIDE_FAILED))
+                continue
+            request.tokens.append(tokens[position])
+            if request.table is table and work.start + work.count >= table.unpublished_end:
+                self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
+            outputs.append(self._emit(request, position, result))
+        return outputs
+
+    def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
+        """A step raised. A single request in it is the cause; several are each retried alone (RELIABILITY R9).
+
+        Steps launched after it used its KV and tokens: their results for its requests are discarded.
+        """
+        for work, request in zip(step.plan.work, step.requests, strict=True):
+            if work.sample:
+                request.in_flight -= 1
+        number = step.plan.step
+        alive = [request for request in step.requests if request.finish is None and number > request.discard_until_step]
+        if len(step.requests) == len(alive) == 1:
+            return [self.end(alive[0], Finish.ERROR, sentence)]
+        for request in alive:
+            request.discard_until_step = self._step
+            self._request_table.mark_suspect(request)
+            if request.row >= 0:
+                self._preempt(request)
+        return []
+
+    def check(self, others: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held outside of the scheduler."""
+        self._request_table.check(others)
+
+    def _schedule_running(self, draft: StepDraft) -> None:
+        """Requests that miss one position first, so that a long prompt never delays a stream.
+
+        A share of the budget is reserved for waiting prompts, and requests that are left out come first in the next
+        step: with more requests than budget, no request starves.
+        """
+        single: list[Request] = []
+        chunks: list[Request] = []
+        one_batch = self.limits.batches == 1
+        for request in self.running:
+            if request.in_flight and not one_batch:
+                continue
+            known = len(request.tokens) + request.in_flight
+            missing = known - request.computed
+            if missing > 1 or (missing and request.prefill_only):
+                chunks.append(request)
+            elif missing == 1 and known < request.max_len:
+                single.append(request)
+        prompts_wait = bool(chunks) or (len(self.waiting) > 0 and bool(self._request_table.rows))
+        reserve = min(self.kv.block_size, draft.budget // 8) if prompts_wait else 0
+        slots = min(draft.budget - reserve, -(-len(self.running) // self.limits.batches))
+        if len(single) > slots:
+            served = set(map(id, single[:slots]))
+            self.running.sort(key=lambda request: id(request) in served)
+            del single[slots:]
+        for request in single:
+            if request.row >= 0:
+                table = request.table
+                if table is not None and request.computed < table.capacity:
+                    draft.add_last(request, table)
+                else:
+                    self._add_work(draft, request, 1)
+        for request in chunks:
+            if request.row >= 0 and draft.budget > 0:
+                self._add_work(draft, request, min(request.missing, draft.budget))
+
+    def _add_work(self, draft: StepDraft, request: Request, count: int) -> None:
+        """Adds work for a running request; if blocks are short, preempts the latest arrivals, at last itself."""
+        table = request.table
+        if table is None:
+            return
+        end = request.computed + count
+        if end > table.capacity:
+            updates = self.kv.grow(table, request.row, request.computed, end)
+            while updates is None:
+                victim = self._victim(draft) or request
+                draft.preempted = True
+                self._preempt(victim)
+                if victim is request:
+                    return
+                updates = self.kv.grow(table, request.row, request.computed, end)
+            draft.tables.extend(updates)
+        draft.add(request, table, count)
+
+    def _victim(self, draft: StepDraft) -> Request | None:
+        """The running request of lowest priority, latest arrival first, that this step does not compute."""
+        planned = {id(request) for request in draft.requests}
+        candidates = [request for request in self.running if id(request) not in planned]
+        return max(candidates, key=lambda request: (request.priority, request.arrival), default=None)
+
+    def _admit(self, draft: StepDraft) -> None:
+        while draft.budget > 0 and self._request_table.rows:
+            request = self.waiting.peek()
+            if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
+                return
+
+    def _admit_one(self, draft: StepDraft, request: Request) -> bool:
+        tokens = request.tokens
+        self.kv.extend_chain(request.chain, tokens, len(tokens) // self.kv.block_size)
+        hit = self.kv.lookup(request.chain, len(tokens) - 1)
+        chunk_end = hit.tokens + min(len(tokens) - hit.tokens, draft.budget)
+        spare = int(self.kv.pool.total * self.limits.watermark) if self.running else 0
+        if self.kv.cost_of(hit, chunk_end) + spare > self.kv.pool.available:
+            return False
+        draft.inits.append(self._request_table.admit(request, hit))
+        if request.started is None:  # later hits include blocks that it computed itself
+            request.started = self._clock()
+            request.cached_tokens = min(request.fetched.cached_hit(hit.tokens), request.prompt_len)
+            self.counters.count_lookup(len(tokens), request.fetched.local_hit(hit.tokens))
+        draft.tables.extend(
+            TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(hit.tables) if blocks
+        )
+        self._add_work(draft, request, chunk_end - hit.tokens)
+        return True
+
+    def _schedule_suspect(self, draft: StepDraft) -> None:
+        """One suspect alone: the running one, or else the next waiting one; others are preempted if necessary."""
+        for request in self.running:
+            if request.suspect:
+                if request.missing > 0 and request.in_flight == 0:
+                    self._add_work(draft, request, min(request.missing, draft.budget))
+                return
+        request = next(request for request in self.waiting if request.suspect)
+        if request.in_flight > 0:
+            return
+        while not (self._request_table.rows and self._admit_one(draft, request)):
+            victim = self._victim(draft)
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    def _emit(self, request: Request, position: int, result: StepResult) -> Output:
+        """Delivers the request's newest token, and its end when this token ends it."""
+        token = request.tokens[-1]
+        count = request.emitted = len(request.tokens)
+        finish = None
+        if token in request.stop_ids or request.complete:
+            finish = Finish.STOP
+        elif count >= request.max_len:
+            finish = Finish.LENGTH
+        logprobs = [result.logprobs[position]] if position in result.logprobs else []
+        output = Output(
+            request.attempt_id,
+            count - 1 - request.prompt_len,
+            [token],
+            logprobs,
+            finish,
+            preemptions=request.preemptions,
+        )
+        if not request.has_output:
+            request.has_output = True
+            if request.counts_prompt:  # counted once it is computed: a refused prompt never counts
+                self.counters.prompt_tokens += request.prompt_len
+            output.cached_tokens = request.cached_tokens
+            output.queue_seconds = (request.started or request.arrival) - request.arrival
+        self.counters.generation_tokens += 1
+        if finish is not None:
+            self._request_table.remove(request)
+            request.finish = finish
+        return output
+
+    def _preempt(self, request: Request) -> None:
+        self._request_table.preempt(request)
+        self.counters.preemptions += 1

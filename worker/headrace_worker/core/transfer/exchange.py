@@ -1,0 +1,119 @@
+"""Both sides of KV transfers in one replica's engine: the blocks it fetches, and those it grants to others. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from headrace_worker.core.request import Request
+from headrace_worker.core.scheduler import Scheduler
+from headrace_worker.core.transfer.fetch import FetchLimits
+from headrace_worker.core.transfer.fetching import Fetcher
+from headrace_worker.core.transfer.granting import Granter, GrantLimits
+from headrace_worker.core.transfer.messages import FromSource, ToSource
+from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, Report
+
+
+class Outbound(Struct):
+    """Messages to send to other replicas, in order."""
+
+    to_sources: list[tuple[str, ToSource]] = []
+    to_targets: list[tuple[str, FromSource]] = []
+    disconnect: list[str] = []  # sources and targets to disconnect
+
+    def __bool__(self) -> bool:
+        return bool(self.to_sources or self.to_targets or self.disconnect)
+
+
+class TransferExchange:
+    """The transfers of one engine. Not thread-safe: the step loop owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ranks: int,
+        clock: Callable[[], float],
+        fetch_limits: FetchLimits | None = None,
+        grant_limits: GrantLimits | None = None,
+    ) -> None:
+        self.fetcher = Fetcher(scheduler.kv, ranks, fetch_limits)
+        self.granter = Granter(scheduler, grant_limits)
+        self._scheduler = scheduler
+        self._clock = clock
+
+    @property
+    def busy(self) -> bool:
+        """Whether `tick` must be called."""
+        return bool(len(self.fetcher) or len(self.granter) or self.pending)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a plan must be launched, even one without work."""
+        return bool(self.fetcher.orders or self.granter.orders or self.fetcher.has_ready)
+
+    def compute_for_others(self, enabled: bool) -> None:
+        """Whether prompts of other replicas are computed here from now on; those already granted are."""
+        self.granter.computes_for_others = enabled
+
+    def tick(self, seconds_per_token: float = 0.0) -> None:
+        """Called at the beginning of a step: queues the requests whose fetch has ended.
+
+        `seconds_per_token`: predicted time to compute a token here.
+        """
+        self.granter.seconds_per_token = seconds_per_token
+        now = self._clock()
+        for request in self.fetcher.tick(now):
+            self._scheduler.add(request)
+        self.granter.tick(now)
+
+    def begin(self, request: Request, seconds_per_token: float) -> bool:
+        """Starts a fetch if the request has a source. False: the caller must queue the request."""
+        if not request.source:
+            return False
+        queued = self._scheduler.missing_tokens
+        compute = not request.cached_only
+        return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued, compute=compute)
+
+    def take_orders(self, step: int) -> list[Order]:
+        """The orders of a plan, after step `step` was planned (0: nothing to compute)."""
+        self.granter.planned(step)
+        # A dropped grant's blocks are free, and a fetch may have reserved them since: the Drop comes first.
+        orders = self.granter.orders + self.fetcher.orders
+        self.fetcher.orders, self.granter.orders = [], []
+        return orders
+
+    def launched(self, orders: Sequence[Order]) -> None:
+        """The orders' plan was launched."""
+        self.fetcher.launched(orders)
+
+    def processed(self, step: int) -> None:
+        """A step's results were processed."""
+        self.granter.processed(step)
+
+    def receive_from_source(self, source: str, message: FromSource) -> None:
+        self.fetcher.receive(source, message, self._clock())
+
+    def source_lost(self, source: str) -> None:
+        self.fetcher.peer_lost(source, self._clock())
+
+    def receive_from_target(self, target: str, message: ToSource) -> None:
+        self.granter.receive(target, message, self._clock())
+
+    def open_target(self, target: str, order: OpenPair) -> None:
+        self.granter.open_pair(target, order, self._clock())
+
+    def handle_report(self, report: Report) -> None:
+        """Handles a report of any rank's transfer worker."""
+        self.fetcher.handle_report(report, self._clock())
+        if isinstance(report, PairFailed):
+            self.granter.pair_failed(report.pair)
+
+    def take_outbound(self) -> Outbound:
+        """Messages since the last call."""
+        fetcher, granter = self.fetcher, self.granter
+        found = Outbound(fetcher.messages, granter.messages, fetcher.close_peers + granter.close_peers)
+        fetcher.messages, granter.messages, fetcher.close_peers, granter.close_peers = [], [], [], []
+        return found
+
+    def held(self) -> list[int]:
+        """Blocks held besides those of the scheduler's requests."""
+        return self.fetcher.held() + self.granter.held()

@@ -1,0 +1,86 @@
+"""One fetch of a prompt's blocks: its chunks, and how many of them are usable."""
+
+from dataclasses import dataclass, field
+
+from headrace_worker.core.kv.manager import BlockTable
+from headrace_worker.core.request import Request
+from headrace_worker.core.transfer.shards import Span
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Times in seconds, on this replica's clock."""
+
+    min_blocks: int = 2  # fewer are computed locally
+    silence: float = 2.0  # without a message about a fetch until it is cancelled
+    min_seconds: float = 2.0  # lower bound of a fetch's time limit
+    max_seconds: float = 600.0  # upper bound of a fetch's time limit
+    slowdown: float = 2.0  # the time limit, as a multiple of the local time for the blocks, queue included
+    deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
+    renew: float = 0.5  # between two renewals to a source
+    avoid: float = 1.0  # during which a lost source is not used
+    watermark: float = 0.05  # share of the pool that reservations leave to running requests
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Monotonic."""
+
+    started: int = 0
+    done: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # of completed fetches
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Blocks that a source offers, from `first` to before `stop`."""
+
+    first: int
+    stop: int
+    missing: set[int]  # ranks that have not received it
+    cached: int = 0  # leading blocks that the source had in its prefix cache
+    committed: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return self.committed and not self.missing
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A fetch, from its Ask until its request is queued."""
+
+    number: int
+    peer: str
+    request: Request
+    blocks: int
+    have: int  # leading blocks that this replica has already
+    held: BlockTable
+    wanted: list[Span]  # per cache group
+    deadline: float
+    started: float
+    last_received: float
+    reserved: list[list[int]] | None = None  # per cache group: one block for each wanted index
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def offered(self) -> int:
+        return self.chunks[-1].stop if self.chunks else self.have
+
+    @property
+    def usable(self) -> int:
+        """Number of leading blocks that can be used."""
+        stop = self.have
+        for chunk in self.chunks:
+            if not chunk.usable:
+                break
+            stop = chunk.stop
+        return stop
+
+    @property
+    def cached(self) -> int:
+        """Blocks among the usable ones that the source had in its prefix cache."""
+        usable = self.usable
+        return sum(chunk.cached for chunk in self.chunks if chunk.stop <= usable)

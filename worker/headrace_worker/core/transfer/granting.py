@@ -1,0 +1,291 @@
+"""The source's side: prompts computed for other replicas, and blocks pushed to them. Pure.
+
+    ask ─▶ granted: a request without sampling is queued ── steps ─▶ chunks: Send in the step's plan, Offer at once,
+             │                                                        Commit when the step is known to have computed it
+             └─▶ held until Done; dropped on Cancel, preemption, the target's loss or silence
+
+The answer to an Ask never waits for memory that other requests hold: there are enough blocks now, or it is refused.
+Blocks are held until every rank of the target has them. A grant that ends earlier puts a `Drop` into the next plan,
+ahead of anything that could use its blocks again.
+"""
+
+from dataclasses import dataclass, field
+
+from headrace_worker.core.kv.manager import BlockTable, KVManager
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish, Request
+from headrace_worker.core.scheduler import Scheduler
+from headrace_worker.core.transfer.messages import (
+    Ask,
+    Cancel,
+    Commit,
+    Done,
+    Failed,
+    FromSource,
+    Granted,
+    Offer,
+    Refused,
+    ToSource,
+)
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Send
+from headrace_worker.core.transfer.shards import Span, wanted_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLimits:
+    """Times in seconds, on this replica's clock."""
+
+    max_grants: int = 64  # at a time
+    lease: float = 5.0  # without a message of the target until its grants end
+    renew: float = 0.5  # between two renewals to a target
+    watermark: float = 0.05  # share of the pool that grants leave to running requests
+
+
+@dataclass(slots=True)
+class GrantCounters:
+    """Monotonic."""
+
+    granted: int = 0
+    refused: int = 0
+    dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Grant:
+    peer: str
+    fetch: int
+    blocks: int
+    wanted: list[Span]  # per cache group
+    request: Request | None  # until all is computed
+    table: BlockTable | None = None  # from then on; before, the request's table that chunks were sent from
+    sent: int = 0  # leading blocks that the target has, or that were sent
+    chunks: int = 0
+    uncommitted: list[tuple[int, int]] = field(default_factory=list)  # (step, chunk)
+
+
+@dataclass(slots=True)
+class _Peer:
+    pair: int
+    last_received: float
+    renewed: float
+
+
+class Granter:
+    """All grants of one replica. Not thread-safe: the step loop owns it."""
+
+    def __init__(self, scheduler: Scheduler, limits: GrantLimits | None = None) -> None:
+        self.limits = limits or GrantLimits()
+        self.counters = GrantCounters()
+        self.computes_for_others = True  # depends on the replica's role
+        self.seconds_per_token = 0.0  # as predicted now; 0 = not known yet
+        self.orders: list[Order] = []
+        self.messages: list[tuple[str, FromSource]] = []
+        self.close_peers: list[str] = []  # to disconnect
+        self._scheduler = scheduler
+        self._kv: KVManager = scheduler.kv
+        self._grants: dict[tuple[str, int], _Grant] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def open_pair(self, peer: str, order: OpenPair, now: float) -> None:
+        """A target has connected: the ranks of both replicas are to connect."""
+        self._peers[peer] = _Peer(order.pair, now, now)
+        self.orders.append(order)
+
+    def peer_lost(self, peer: str) -> None:
+        """A target is lost: drops its grants."""
+        known = self._peers.pop(peer, None)
+        for grant in [grant for grant in self._grants.values() if grant.peer == peer]:
+            self._drop(grant, known)
+        if known is not None:
+            self.orders.append(ClosePair(known.pair))
+
+    def pair_failed(self, pair: int) -> None:
+        """A transfer worker of this replica lost its connections to a target."""
+        for peer in [peer for peer, known in self._peers.items() if known.pair == pair]:
+            self.close_peers.append(peer)
+            self.peer_lost(peer)
+
+    def receive(self, peer: str, message: ToSource, now: float) -> None:
+        """Handles a message of a target."""
+        known = self._peers.get(peer)
+        if known is None:
+            return
+        known.last_received = now
+        match message:
+            case Ask():
+                self._handle_ask(peer, message, now)
+            case Cancel(fetch):
+                grant = self._grants.get((peer, fetch))
+                if grant is not None:
+                    self._drop(grant, known)
+            case Done(fetch):
+                grant = self._grants.pop((peer, fetch), None)
+                if grant is not None:
+                    self._release(grant)
+
+    def tick(self, now: float) -> None:
+        """Handles expired leases and renewals."""
+        for peer, known in list(self._peers.items()):
+            mine = [grant for grant in self._grants.values() if grant.peer == peer]
+            if not mine:
+                continue
+            if now - known.last_received > self.limits.lease:
+                for grant in mine:
+                    self._drop(grant, known)
+            elif now - known.renewed >= self.limits.renew:
+                known.renewed = now
+                self.messages += [(peer, Granted(grant.fetch, grant.blocks)) for grant in mine]
+
+    def planned(self, step: int) -> None:
+        """A step is planned, and not launched: blocks that are complete after it are sent with it.
+
+        Step 0 is a plan without work.
+        """
+        for grant in list(self._grants.values()):
+            known = self._peers[grant.peer]
+            request = grant.request
+            if request is None:
+                continue
+            released = grant.chunks > 0 and request.table is not grant.table
+            if released or request.finish is not None:
+                self._fail(grant, known, "the source had to release the blocks")  # preempted, or its step failed
+                continue
+            if request.table is not None:
+                grant.table = request.table
+                self._push(grant, known, min(request.computed // self._kv.block_size, grant.blocks), step)
+
+    def processed(self, step: int) -> None:
+        """A step's work is done: commits its chunks."""
+        for grant in list(self._grants.values()):
+            while grant.uncommitted and grant.uncommitted[0][0] <= step:
+                _, chunk = grant.uncommitted.pop(0)
+                self.messages.append((grant.peer, Commit(grant.fetch, chunk)))
+            request = grant.request
+            complete = grant.sent == grant.blocks and not grant.uncommitted
+            if request is not None and complete and request.table is grant.table:
+                grant.table, grant.request = self._scheduler.detach(request), None
+
+    def held(self) -> list[int]:
+        """Blocks held by grants whose request has ended."""
+        return [
+            block
+            for grant in self._grants.values()
+            if grant.request is None and grant.table is not None
+            for block in grant.table.held()
+        ]
+
+    # -- internal ---------------------------------------------------------------------------------------------
+
+    def _handle_ask(self, peer: str, ask: Ask, now: float) -> None:
+        reason = self._refusal(peer, ask)
+        if reason:
+            self.counters.refused += 1
+            self.messages.append((peer, Refused(ask.fetch, reason)))
+            return
+        kv = self._kv
+        blocks = len(ask.token_ids) // kv.block_size
+        chain = kv.start_chain(ask.tenant_salt, ask.adapter)
+        kv.extend_chain(chain, ask.token_ids, blocks)
+        hit = kv.lookup(chain, len(ask.token_ids))
+        if not ask.compute and hit.tokens // kv.block_size > ask.have:
+            blocks = hit.tokens // kv.block_size
+        wanted = wanted_blocks(kv.windows, kv.block_size, ask.have, blocks)
+        grant = _Grant(peer, ask.fetch, blocks, wanted, None, sent=ask.have)
+        if hit.tokens == blocks * kv.block_size:
+            grant.table = kv.new_table(hit)
+            if ask.compute:  # else the blocks belong to a stream that was migrated
+                self._scheduler.counters.count_lookup(len(ask.token_ids), hit.tokens)
+        else:
+            reserved = sum(
+                kv.blocks_for(len(other.request.tokens))
+                for other in self._grants.values()
+                if other.request is not None and other.request.table is None
+            )
+            spare = int(kv.pool.total * self.limits.watermark)
+            if not ask.compute or kv.cost_of(hit, len(ask.token_ids)) + reserved + spare > kv.pool.available:
+                self.counters.refused += 1
+                reason = "the source has too few free blocks" if ask.compute else "the source has not cached it"
+                self.messages.append((peer, Refused(ask.fetch, reason)))
+                return
+            self._number += 1
+            grant.request = Request(
+                attempt_id=b"grant" + self._number.to_bytes(11, "big"),
+                tokens=list(ask.token_ids),
+                prompt_len=len(ask.token_ids),
+                max_len=len(ask.token_ids) + 1,
+                sampling=RowSampling(),
+                stop_ids=frozenset(),
+                chain=chain,
+                arrival=now,
+                priority=ask.priority,
+                tenant_salt=ask.tenant_salt,
+                adapter=ask.adapter,
+                prefill_only=True,
+            )
+            self._scheduler.add(grant.request)
+        self.counters.granted += 1
+        self._grants[peer, ask.fetch] = grant
+        self.messages.append((peer, Granted(ask.fetch, blocks)))
+        if grant.request is None:
+            self._push(grant, self._peers[peer], blocks, 0)
+
+    def _refusal(self, peer: str, ask: Ask) -> str:
+        if not self.computes_for_others and ask.compute:
+            return "this replica computes no prompts for others"
+        if len(self._grants) >= self.limits.max_grants or self._scheduler.is_full:
+            return "the source is full"
+        if (peer, ask.fetch) in self._grants:
+            return "this fetch was requested already"
+        size = self._kv.block_size
+        if not ask.token_ids or len(ask.token_ids) % size or not 0 <= ask.have < len(ask.token_ids) // size:
+            return "an ask is for whole blocks, at least one"
+        ahead = self._scheduler.missing_tokens + len(ask.token_ids) - ask.have * size
+        if ask.compute and ask.max_seconds and ahead * self.seconds_per_token > ask.max_seconds:
+            return "the source's queue is too long"
+        return ""
+
+    def _push(self, grant: _Grant, known: _Peer, ready: int, step: int) -> None:
+        """Sends the blocks up to `ready` that were not sent yet."""
+        first = grant.sent
+        if ready <= first or grant.table is None:
+            return
+        spans = [(max(start, first), min(stop, ready)) for start, stop in grant.wanted]
+        blocks = tuple(
+            tuple(table[start:stop]) if stop > start else ()
+            for table, (start, stop) in zip(grant.table.tables, spans, strict=True)
+        )
+        counts = tuple(len(row) for row in blocks)
+        if not any(counts):
+            return  # no query of the target attends to these: they are sent with the next ones
+        self.orders.append(Send(known.pair, grant.fetch, grant.chunks, blocks))
+        found = grant.blocks if grant.request is None else grant.request.cached_tokens // self._kv.block_size
+        cached = min(max(found - first, 0), ready - first)
+        self.messages.append((grant.peer, Offer(grant.fetch, grant.chunks, first, ready, counts, cached)))
+        grant.uncommitted.append((step, grant.chunks))
+        grant.chunks += 1
+        grant.sent = ready
+        if not step:
+            self.processed(0)
+
+    def _fail(self, grant: _Grant, known: _Peer, reason: str) -> None:
+        self.messages.append((grant.peer, Failed(grant.fetch, reason)))
+        self._drop(grant, known)
+
+    def _drop(self, grant: _Grant, known: _Peer | None) -> None:
+        """Ends a grant before the target has all blocks."""
+        self.counters.dropped += 1
+        del self._grants[grant.peer, grant.fetch]
+        if known is not None and grant.chunks:
+            self.orders.append(Drop(known.pair, grant.fetch))
+        self._release(grant)
+
+    def _release(self, grant: _Grant) -> None:
+        if grant.request is not None:
+            if grant.request.finish is None:
+                self._scheduler.end(grant.request, Finish.CANCELLED)
+        elif grant.table is not None:
+            self._kv.release(grant.table)

@@ -1,0 +1,1 @@
+"""Device, dtype, memory of this machine, and copies between host and device."""

@@ -1,0 +1,65 @@
+"""How the tensors of a GGUF file are stored, and whether all of them can be read. Imports no torch."""
+
+from dataclasses import dataclass
+from math import prod
+
+import gguf
+import numpy as np
+
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model.gguf_file import GgufFile, GgufTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Quantization blocks along the rows of a tensor."""
+
+    kind: gguf.GGMLQuantizationType
+    block: int  # elements
+    block_bytes: int
+
+    def row_bytes(self, tensor: GgufTensor) -> int:
+        return tensor.shape[-1] // self.block * self.block_bytes
+
+
+def storage_of(tensor: GgufTensor) -> Storage:
+    """Raises ModelUnsupportedError for an unknown type."""
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.type_id)
+    except ValueError as error:
+        raise _unsupported(tensor) from error
+    return Storage(kind, *gguf.GGML_QUANT_SIZES[kind])
+
+
+def check_tensors(file: GgufFile) -> None:
+    """Checks that every tensor is within the file and has a supported quantization. No value is read.
+
+
+    Raises ModelLoadError, ModelUnsupportedError.
+    """
+    known: set[gguf.GGMLQuantizationType] = set()
+    for tensor in file.tensors.values():
+        storage = storage_of(tensor)
+        if not tensor.shape or tensor.shape[-1] % storage.block:
+            raise ModelLoadError(
+                f"{file.name} is damaged: {tensor.name} has the shape {list(tensor.shape)}; download it again."
+            )
+        end = tensor.offset + prod(tensor.shape[:-1]) * storage.row_bytes(tensor)
+        if end > len(file.buffer):
+            raise ModelLoadError(
+                f"{file.name} is cut short: {tensor.name} ends at byte {end:,}, but the file has {len(file.buffer):,}; "
+                "download it again."
+            )
+        if storage.kind not in known:
+            try:
+                gguf.dequantize(np.zeros((1, storage.block_bytes), np.uint8), storage.kind)
+            except NotImplementedError as error:
+                raise _unsupported(tensor) from error
+            known.add(storage.kind)
+
+
+def _unsupported(tensor: GgufTensor) -> ModelUnsupportedError:
+    return ModelUnsupportedError(
+        f"GGUF tensor {tensor.name} has an unsupported quantization (type {tensor.type_id}): convert it to Q8_0, "
+        "Q4_1 or F16."
+    )

@@ -1,0 +1,72 @@
+"""Checks of a model's files without torch, within a second: whether each is complete, and the memory of the model.
+
+Each check is the same as in loading, so a model that is refused here would not start.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+from headrace_proto.errors import ModelLoadError
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.kv.sizing import request_limit
+from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.facts import has_tokenizer, max_positions
+from headrace_worker.model.footprint import Footprint
+from headrace_worker.model.gguf_config import gguf_config, weight_names
+from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.gguf_tensors import check_tensors
+from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
+from headrace_worker.model.safetensors_files import float_elements, open_files
+from headrace_worker.model.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """The headers of one model's files."""
+
+    elements: int  # lower bound of the elements of all ranks of a replica together; 0 for random weights
+    config: dict[str, Any]  # config.json unchanged; for a GGUF file the whole transformers config
+
+
+def read_headers(source: ModelSource) -> Headers:
+    """Raises ModelLoadError or ModelUnsupportedError for files that would not load."""
+    return _gguf_headers(source) if source.is_gguf else _folder_headers(source)
+
+
+def check_length(config: ReplicaConfig, headers: Headers) -> None:
+    """Raises ModelUnsupportedError when max_model_len is more than the model's positions, where its config has them."""
+    if "max_position_embeddings" in headers.config:
+        request_limit(config.max_model_len, max_positions(SimpleNamespace(**headers.config)))
+
+
+def gguf_footprint(config: ReplicaConfig, headers: Headers, element_bytes: int) -> Footprint:
+    """Footprint of the single rank of a GGUF model: its config is complete, and its architecture is supported."""
+    fields = SimpleNamespace(**headers.config)
+    layout = cache_layout(fields, config.block_size, element_bytes)
+    return Footprint(layout, headers.elements * element_bytes, max_positions(fields))
+
+
+def _gguf_headers(source: ModelSource) -> Headers:
+    file = GgufFile(source.path)
+    config = gguf_config(file)
+    check_gguf_tokenizer(file.metadata)
+    if source.kind == "dummy":
+        return Headers(0, config)
+    check_tensors(file)
+    return Headers(sum(prod(file.tensors[stored].shape) for _, stored in weight_names(file)), config)
+
+
+def _folder_headers(source: ModelSource) -> Headers:
+    try:
+        config = json.loads((source.path / "config.json").read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"config.json of {source.name!r} is not JSON ({error}): download it again.") from error
+    except OSError as error:
+        raise ModelLoadError(f"config.json of {source.name!r} cannot be read: {error.strerror}.") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"config.json of {source.name!r} is not a JSON object: download it again.")
+    has_tokenizer(source)
+    return Headers(float_elements(open_files(source.weights, "numpy")), config)

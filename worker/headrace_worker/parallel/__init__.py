@@ -1,1 +1,0 @@
-"""One replica over several ranks: who computes what with whom."""

@@ -1,0 +1,1 @@
+"""Step execution over several ranks: commands, stages, recording."""

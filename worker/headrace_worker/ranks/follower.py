@@ -1,0 +1,99 @@
+"""The loop of every rank but rank 0: receive a command, run it, receive the next."""
+
+import contextlib
+import threading
+
+import structlog
+
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.ranks.channel import Channel
+from headrace_worker.ranks.messages import Answer, Clear, Draw, Record, Step, Stop
+from headrace_worker.ranks.recording import RecordingFailedError
+from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
+from headrace_worker.ranks.team import Team
+from headrace_worker.runner.graphs import Recorder
+
+log = structlog.get_logger(__name__)
+
+
+class Follower:
+    """Runs rank 0's commands on its own thread, until `Stop` or until a rank is lost."""
+
+    def __init__(self, stage: StageRunner, team: Team, recorder: Recorder | None = None) -> None:
+        """`recorder`: for `Record` commands; rank 0 has one exactly where the others do."""
+        self.failure: BaseException | None = None
+        self.ended = threading.Event()
+        self._stage = stage
+        self._team = team
+        self._recorder = recorder
+        self._channel = Channel(team.host, team.topology.pp - 1)
+        self._undrawn: StepPlan | None = None  # a guided plan whose masks have not arrived
+        self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
+
+    def start(self) -> None:
+        self._team.detector.on_loss(self.abandon)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait until this rank has ended, for `seconds` at most."""
+        self.ended.wait(seconds)
+
+    def abandon(self, error: RankLostError) -> None:
+        """Another rank is lost: end, even if the thread still waits for it."""
+        if self.ended.is_set():
+            return
+        self.failure = self.failure or error
+        self.ended.set()
+
+    def _run(self) -> None:
+        try:
+            while self._run_command():
+                pass
+        except BaseException as error:
+            if not isinstance(error, RankLostError):
+                log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
+                # This rank's own failure has the same form as that of another one.
+                self._team.detector.fail(f"{type(error).__name__} in a step")
+            self.failure = self.failure or error
+        finally:
+            self.ended.set()
+
+    def _run_command(self) -> bool:
+        command = self._channel.receive_command()
+        match command:
+            case Step():
+                self._run_step(command)
+            case Draw():
+                self._draw(command)
+            case Clear(blocks, rows):
+                self._stage.runner.clear(blocks, rows)
+            case Record(max_tokens):
+                assert self._recorder is not None
+                with contextlib.suppress(RecordingFailedError):  # raised on rank 0 as well, which reports it
+                    self._stage.record(self._recorder, max_tokens)
+            case Stop():
+                return False
+        return True
+
+    def _run_step(self, step: Step) -> None:
+        done = self._stage.run(step)
+        if not (self._team.topology.samples and step.plan.work):
+            return
+        if step.plan.guided:
+            self._undrawn = step.plan
+        else:
+            self._answer(step.plan, done)
+
+    def _draw(self, draw: Draw) -> None:
+        plan, self._undrawn = self._undrawn, None
+        assert plan is not None and plan.step == draw.step
+        self._answer(plan, self._stage.draw(draw.unpacked()))
+
+    def _answer(self, plan: StepPlan, done: StageResult) -> None:
+        if done.samples is not None:
+            self._channel.send_answer(Answer(done.samples.to_result(plan.step)))
+        else:
+            draws = sum(work.sample for work in plan.work)
+            error = DRAWING_FAILED if done.error is not None else ""
+            self._channel.send_answer(Answer(StepResult(plan.step, [0] * draws, {}, {}), error))

@@ -1,0 +1,90 @@
+"""Steps that the ranks of a stage record together, so that either all of them replay or none does.
+
+    every rank, for each size:   warm up ── collectives run ──▶ record ── nothing runs ──▶ all-gather of the outcomes
+
+Which step is replayed follows from the plan alone, so the collectives in recordings match as those outside do.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from headrace_proto.errors import HeadraceError
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.failure_detection import FailureDetector
+from headrace_worker.comm.store_all_gather import StoreAllGather
+from headrace_worker.runner.graphs import Recorder
+
+RECORD_TIMEOUT_SECONDS = 60.0
+
+
+class RecordingFailedError(HeadraceError):
+    """A rank could not record a step: all ranks run theirs kernel by kernel. They are still synchronized."""
+
+
+class CollectiveRecorder:
+    """This rank's recorder, synchronized with the others: all ranks record the same steps in the same order."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        all_gather: StoreAllGather,
+        detector: FailureDetector,
+        timeout: float = RECORD_TIMEOUT_SECONDS,
+    ) -> None:
+        """`timeout`: seconds that a rank which failed waits for the attempts of the others."""
+        self._recorder = recorder
+        self._all_gather = all_gather
+        self._detector = detector
+        self._timeout = timeout
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Raises RankLostError, also when this rank's own run raises.
+
+        It is a step like any other: a rank that leaves it in the middle leaves its peers waiting in a collective that
+        cannot be cancelled, and the ranks are no longer synchronized. The replica ends, as it would if a step failed
+        while it serves.
+        """
+        try:
+            self._recorder.warm_up(step)
+        except RankLostError:
+            raise
+        except Exception as error:
+            self._detector.fail(
+                f"{type(error).__name__} in a step that was to be recorded (--cuda-graphs off avoids this)"
+            )
+            raise RankLostError(str(self._detector.failure)) from error
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Returns what replays the step, once it is recorded on every rank.
+
+        Raises RecordingFailedError on all ranks when one of them could not record it, and RankLostError.
+        """
+        replay, failed = None, ""
+        try:
+            replay = self._recorder.record(step)
+        except Exception as error:
+            # A collective that cannot be recorded looks like a broken connection; it is one if a rank is lost.
+            self._detector.check()
+            failed = (
+                type(error.__cause__ or error).__name__ if isinstance(error, RankLostError) else type(error).__name__
+            )
+        with self._fail_after_timeout() if failed else contextlib.nullcontext():
+            answers = self._all_gather.gather(failed)
+        for rank, answer in enumerate(answers):
+            if answer:
+                raise RecordingFailedError(f"rank {rank} could not record a step ({answer})")
+        assert replay is not None
+        return replay
+
+    @contextlib.contextmanager
+    def _fail_after_timeout(self) -> Iterator[None]:
+        """End the replica when the others do not finish: NCCL may wait for this rank before it records a collective."""
+        sentence = f"it could not record a step, and the others did not finish theirs in {self._timeout:.0f} s"
+        timer = threading.Timer(self._timeout, lambda: self._detector.fail(sentence))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()

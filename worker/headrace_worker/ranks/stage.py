@@ -1,0 +1,169 @@
+"""One step on one rank of several: what every rank does, rank 0 included.
+
+    tokens sampled in earlier steps ─▶ rows      plan ─▶ batch
+    hidden states from the stage before ─▶ forward ─▶ hidden states for the stage after
+                                                  └─▶ last stage: its first rank samples
+
+In a guided step the rank that samples keeps the logits until `draw` passes the masks; others wait for its tokens.
+A recording contains the forward alone: sampling and the exchange of tokens stay outside.
+
+With one stage the sampled tokens are sent to the other ranks at once, from device to device, so that a later step can
+be launched before the host reads them. With several, rank 0 must have them before it plans their row again, and so
+they are sent with its next commands.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+import torch
+from torch import Tensor
+
+from headrace_worker.comm.group import Sending
+from headrace_worker.core.guide import Mask
+from headrace_worker.device.choice import use_device
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.ranks.messages import Drawn, Step
+from headrace_worker.ranks.recording import CollectiveRecorder
+from headrace_worker.ranks.team import Team
+from headrace_worker.runner.batch import Batch
+from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.runner import Runner
+from headrace_worker.sampler import NO_MASKS, SampleOutput
+
+log = structlog.get_logger(__name__)
+
+_HIDDEN = 3  # tag
+DRAWING_FAILED = "drawing a token failed"
+
+
+@dataclass(slots=True)
+class StageResult:
+    """The outcome of a step on the rank that samples; on others both are None."""
+
+    samples: SampleOutput | None = None
+    error: Exception | None = None  # of sampling: the ranks stay synchronized
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """Rows that wait for their tokens, and the generations they had."""
+
+    batch: Batch
+    generations: list[int]
+
+
+class StageRunner:
+    """Runs this rank's part of every step, in the order of the commands."""
+
+    @classmethod
+    def of(cls, model: LoadedModel, runner: Runner, team: Team) -> Self:
+        """For a rank's loaded part of a model."""
+        return cls(runner, team, int(model.config.hidden_size), model.dtype)
+
+    def __init__(self, runner: Runner, team: Team, hidden_size: int, dtype: torch.dtype) -> None:
+        self.runner = runner
+        self._team = team
+        # Not `gather_all`: a follower's other thread uses that until all ranks are warm.
+        self._all_gather = team.new_all_gather("record")
+        self._topology = team.topology
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._drawings: dict[int, _Drawing] = {}
+        self._sent: deque[Sending] = deque()
+        self._undrawn: tuple[Batch, Tensor | None] | None = None
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StageResult:
+        """Raises whatever the model raises: then the ranks are out of sync, and the replica must end."""
+        use_device(self.runner.device)  # may be the engine's thread, a follower's, or the start-up thread
+        for drawn in step.drawn:
+            self._store_drawn(drawn)
+        batch = self.runner.prepare(step.plan)
+        if batch is None:
+            return StageResult()
+        out = self.runner.forward(batch, self._receive_hidden(batch))
+        if not self._topology.is_last_stage:
+            if out is not None:
+                self._send_hidden(out)
+            if self._topology.is_first_stage and batch.sample_rows:
+                owners = [int(self.runner.rows.generations[row]) for row in batch.sample_rows]
+                self._drawings[step.plan.step] = _Drawing(batch, owners)
+            return StageResult()
+        if not batch.sample_rows:
+            return StageResult()
+        if step.plan.guided and self._topology.samples:
+            self._undrawn = batch, out
+            return StageResult()
+        return self._draw(batch, out, NO_MASKS)
+
+    def record(
+        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+    ) -> tuple[list[int], list[int]]:
+        """Record steps, on all ranks of a replica of one stage; returns the sizes, which are the same on all.
+
+        Raises RecordingFailedError on all ranks when it fails on one; they stay synchronized, without recordings.
+        Raises RankLostError.
+        """
+        use_device(self.runner.device)
+        collective = CollectiveRecorder(recorder, self._all_gather, self._team.detector)
+        return self.runner.record(collective, max_tokens, done)
+
+    @torch.inference_mode()
+    def draw(self, masks: Mapping[int, Mask]) -> StageResult:
+        """Finish the last guided step, on the rank that samples. Raises as `run`."""
+        assert self._undrawn is not None
+        use_device(self.runner.device)
+        (batch, logits), self._undrawn = self._undrawn, None
+        return self._draw(batch, logits, masks)
+
+    def _draw(self, batch: Batch, logits: Tensor | None, masks: Mapping[int, Mask]) -> StageResult:
+        result = StageResult()
+        tokens = torch.zeros(len(batch.sample_rows), dtype=torch.int64, device=self.runner.device)
+        if self._topology.samples and logits is not None:
+            try:
+                result.samples = self.runner.sample(batch, logits, masks)
+                tokens = result.samples.tokens
+            except Exception as error:  # caused by requests of this step: the other ranks must not wait for tokens
+                log.error("drawing_failed", error=type(error).__name__)
+                result.error = error
+        if self._topology.pp == 1:
+            tokens = self._team.context.tp.all_gather(tokens.unsqueeze(0), 0)[0]
+        elif not self._topology.samples:
+            return result  # the first stage embeds tokens, and the rank that samples needs them for penalties
+        self.runner.apply_tokens(batch, tokens)
+        return result
+
+    def _store_drawn(self, drawn: Drawn) -> None:
+        """Store tokens in the rows that still have the generation for which they were sampled."""
+        drawing = self._drawings.pop(drawn.step, None)
+        if drawing is None:
+            return
+        batch, rows = drawing.batch, self.runner.rows
+        tokens = torch.tensor(drawn.tokens, dtype=torch.int64)
+        kept = [
+            index
+            for index, (row, owner) in enumerate(zip(batch.sample_rows, drawing.generations, strict=True))
+            if int(rows.generations[row]) == owner
+        ]
+        if kept:
+            to = self.runner.device
+            index = torch.tensor(kept)
+            owners = torch.tensor([batch.sample_rows[entry] for entry in kept])
+            positions = torch.tensor([batch.sample_positions[entry] for entry in kept])
+            rows.store_tokens(owners.to(to), positions.to(to), tokens[index].to(to))
+
+    def _receive_hidden(self, batch: Batch) -> Tensor | None:
+        if self._topology.is_first_stage:
+            return None
+        count = batch.token_rows.shape[0]
+        hidden = torch.empty((1, count, self._hidden_size), dtype=self._dtype, device=self.runner.device)
+        return self._team.pipe.receive(hidden, self._topology.before, _HIDDEN)
+
+    def _send_hidden(self, hidden: Tensor) -> None:
+        hidden = hidden.to(self._dtype).contiguous()
+        self._sent.append(self._team.pipe.send(hidden, self._topology.after, _HIDDEN))
+        while len(self._sent) > self._topology.pp:
+            self._team.pipe.finish(self._sent.popleft())

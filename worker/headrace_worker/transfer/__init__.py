@@ -1,1 +1,0 @@
-"""KV blocks that go from one replica to another, asked for by the one that will use them."""
