@@ -18,12 +18,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _shards(tp: int, pp: int, *, layers: int = 6, kv: int = 4, kinds: tuple[str, ...] = ()) -> KvShards:
-    """The shards of a replica of such a model. Query heads do not matter here."""
+    """The shards of a replica of such a model. Its query heads divide by every tp that is tried."""
     config = SimpleNamespace(
         num_hidden_layers=layers,
-        num_attention_heads=4 * kv,
+        num_attention_heads=12 * kv,
         num_key_value_heads=kv,
-        hidden_size=32 * kv,
+        hidden_size=96 * kv,
         head_dim=8,
         sliding_window=8 if kinds else None,
         layer_types=[kinds[index % len(kinds)] for index in range(layers)] if kinds else None,
