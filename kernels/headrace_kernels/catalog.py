@@ -56,50 +56,41 @@ class RopeWriteRun(Protocol):
     ) -> Tensor: ...
 
 
-def _backends(module: str, name: str) -> tuple[Backend[Any], ...]:
-    """The implementations of an op, by its module and function name, which are the same in all folders."""
+_FAST = {
+    "triton": ("gpu", availability.missing, frozenset({"cuda"})),
+    "cpu": ("cpu", library.missing, frozenset({"cpu"})),
+}
+
+
+def _op(module: str, name: str, *, fast: tuple[str, ...] = ("triton", "cpu")) -> Op[Any]:
+    """An op with its torch reference and the `fast` backends that it has; module and function names are the same in
+    every backend's folder. Tensors of a device without a fast backend take the reference.
+    """
 
     def loader(folder: str) -> Callable[[], Any]:
         return lambda: getattr(importlib.import_module(f"headrace_kernels.{folder}.{module}"), name)
 
-    return (
-        Backend("triton", loader("gpu"), availability.missing, frozenset({"cuda"})),
-        Backend("cpu", loader("cpu"), library.missing, frozenset({"cpu"})),
-        Backend("torch", loader("reference")),
-    )
+    backends = []
+    for backend in fast:
+        folder, missing, devices = _FAST[backend]
+        backends.append(Backend(backend, loader(folder), missing, devices))
+    return Op(name, *backends, Backend("torch", loader("reference")))
 
 
-WRITE_KV: Op[WriteRun] = Op("write_kv", *_backends("cache", "write_kv"))
-ROPE_WRITE_KV: Op[RopeWriteRun] = Op("rope_write_kv", *_backends("cache", "rope_write_kv"))
-PAGED_ATTENTION: Op[AttentionRun] = Op("paged_attention", *_backends("attention", "paged_attention"))
-RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = Op("rms_norm", *_backends("elementwise", "rms_norm"))
-ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Op(
-    "add_rms_norm", *_backends("elementwise", "add_rms_norm")
-)
-SILU_MUL: Op[Callable[[Tensor], Tensor]] = Op("silu_mul", *_backends("elementwise", "silu_mul"))
-SILU_MUL_PAIR: Op[Callable[[Tensor, Tensor], Tensor]] = Op("silu_mul_pair", *_backends("elementwise", "silu_mul_pair"))
-APPLY_ROPE: Op[Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = Op(
-    "apply_rope", *_backends("elementwise", "apply_rope")
-)
-ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = Op("row_logsumexp", *_backends("softmax", "row_logsumexp"))
-GUMBEL_NOISE: Op[Callable[[Tensor, int], Tensor]] = Op("gumbel_noise", *_backends("noise", "gumbel_noise"))
-GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_noise_at", *_backends("noise", "gumbel_noise_at"))
-GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = Op("gumbel_argmax", *_backends("noise", "gumbel_argmax"))
+WRITE_KV: Op[WriteRun] = _op("cache", "write_kv")
+ROPE_WRITE_KV: Op[RopeWriteRun] = _op("cache", "rope_write_kv")
+PAGED_ATTENTION: Op[AttentionRun] = _op("attention", "paged_attention")
+RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rms_norm")
+ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
+SILU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "silu_mul")
+SILU_MUL_PAIR: Op[Callable[[Tensor, Tensor], Tensor]] = _op("elementwise", "silu_mul_pair")
+APPLY_ROPE: Op[Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = _op("elementwise", "apply_rope")
+ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
+GUMBEL_NOISE: Op[Callable[[Tensor, int], Tensor]] = _op("noise", "gumbel_noise")
+GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
+GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")
 
-ALL: tuple[Op[Any], ...] = (
-    WRITE_KV,
-    ROPE_WRITE_KV,
-    PAGED_ATTENTION,
-    RMS_NORM,
-    ADD_RMS_NORM,
-    SILU_MUL,
-    SILU_MUL_PAIR,
-    APPLY_ROPE,
-    ROW_LOGSUMEXP,
-    GUMBEL_NOISE,
-    GUMBEL_NOISE_AT,
-    GUMBEL_ARGMAX,
-)
+ALL: tuple[Op[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 
 
 def describe() -> list[str]:

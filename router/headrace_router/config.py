@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
 from headrace_router.core.limits import Limits
+from headrace_router.core.policy import PolicyName
 from headrace_router.core.policy.disaggregate import Mode
 
 
@@ -42,7 +43,7 @@ class RouterConfig(BaseModel):
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
-    policy: Literal["least-load", "round-robin"] = "least-load"
+    policy: PolicyName = "least-load"
     disaggregation: Mode = Field(
         default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
     )

@@ -18,7 +18,7 @@ from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.policy import policy_by_name
+from headrace_router.core.policy import POLICIES
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
@@ -59,7 +59,7 @@ class RouterServer:
         fleet = Fleet(
             make_replica,
             self._links.open,
-            policy_by_name(config.policy),
+            POLICIES[config.policy](),
             int(time.time()),
             disaggregation=config.disaggregation,
         )

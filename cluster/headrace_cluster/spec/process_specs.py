@@ -7,6 +7,7 @@ from pydantic import Field
 
 from headrace_cluster.spec.flag import flag
 from headrace_cluster.spec.section import Bytes, Port, Section
+from headrace_router.core.policy import PolicyName
 
 
 class RoutersSpec(Section):
@@ -57,7 +58,11 @@ class RoutersSpec(Section):
             "--metrics-no-auth", help="no key on --metrics-port; its default host is then 127.0.0.1"
         ),
     )
-    policy: Literal["least-load", "round-robin"] = "least-load"
+    policy: PolicyName = Field(
+        default="least-load",
+        description="how a request's replica is chosen",
+        json_schema_extra=flag("--policy"),
+    )
     migration_limit: int = Field(
         default=3,
         ge=0,

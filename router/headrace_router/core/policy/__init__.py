@@ -1,13 +1,20 @@
-"""Placement policies: one file each, behind one method."""
+"""Placement policies: one file each, behind one method, and one line in `POLICIES`."""
+
+from typing import TYPE_CHECKING, Literal
 
 from headrace_router.core.policy.interface import Candidate, Policy, Work
 from headrace_router.core.policy.least_load import LeastLoad
 from headrace_router.core.policy.round_robin import RoundRobin
 
-__all__ = ["Candidate", "LeastLoad", "Policy", "RoundRobin", "Work", "policy_by_name"]
+__all__ = ["POLICIES", "Candidate", "LeastLoad", "Policy", "PolicyName", "RoundRobin", "Work"]
 
+POLICIES: dict[str, type[Policy]] = {
+    "least-load": LeastLoad,
+    "round-robin": RoundRobin,
+}
+"""By the name in the configuration."""
 
-def policy_by_name(name: str) -> Policy:
-    """The policy with this name in the config."""
-    policies: dict[str, type[Policy]] = {"least-load": LeastLoad, "round-robin": RoundRobin}
-    return policies[name]()
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]
