@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.spec.flag import Setting
 from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment, unknown_variables
 
 KUBERNETES = {
@@ -39,34 +40,31 @@ def test_precedence(tmp_path: Path) -> None:
     assert spec.models[0].block_size == 16  # default
 
 
+_TEXTS = {  # settings with a notation of their own
+    "kv_cache_memory": "1GiB",
+    "host": "localhost",
+    "profile": "/somewhere",
+    "defaults": '{"max_tokens": 7}',
+    "cluster": "other",
+    "model": "a/b",
+    "served_model_name": "name",
+}
+
+
+def _another_value(setting: Setting, place: int) -> str:
+    """A value, as text, that is not the setting's default."""
+    if setting.name in _TEXTS:
+        return _TEXTS[setting.name]
+    if "|" in setting.values:
+        return setting.values.split("|")[-1]  # no setting has its last choice as default
+    if setting.kind is bool:
+        return "true"
+    return str(4321 + place) if setting.name.endswith("port") else "7"
+
+
 def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
-    values = {
-        "device": "cpu",
-        "dtype": "float32",
-        "load_format": "gguf",
-        "kv_cache_memory": "1GiB",
-        "host": "localhost",
-        "trust_remote_code": "true",
-        "ep": "true",
-        "async_scheduling": "on",
-        "cuda_graphs": "off",
-        "deterministic": "true",
-        "profile": "/somewhere",
-        "defaults": '{"max_tokens": 7}',
-        "allow_no_auth": "true",
-        "metrics_no_auth": "true",
-        "cluster": "other",
-        "disaggregation": "always",
-        "log_format": "json",
-        "verbose": "true",
-        "rebalancing": "off",
-        "unknown_fields": "ignore",
-        "model": "a/b",
-        "served_model_name": "name",
-    }
-    numbers = {option.name: str(4321 + place) for place, option in enumerate(SETTINGS) if option.name.endswith("port")}
-    for option in SETTINGS:
-        value = values.get(option.name) or numbers.get(option.name) or "7"
+    for place, option in enumerate(SETTINGS):
+        value = _another_value(option, place)
         others = {"tp": "2"} if option.name == "ep" else {}
         if option.name.startswith(("prefill", "decode")):
             others = {"prefill": "2", "decode": "2"}
