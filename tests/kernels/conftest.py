@@ -52,7 +52,8 @@ def _interpret() -> None:
                     setattr(module, name, triton.jit(member.fn))
         interpreter.InterpreterBuilder.create_dot = _plain_product
         for op in catalog.ALL:
-            op.named("triton")
+            if "triton" in op.available():
+                op.named("triton")
     finally:
         if before is None:
             del os.environ[availability.INTERPRET]
