@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import time
 
 import structlog
 
 from headrace_proto.address import host_port
-from headrace_proto.control_pb2 import Member, RouterInfo
+from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.api.grpc.server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
@@ -19,14 +18,12 @@ from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
-from headrace_router.core.replica_state import ReplicaState
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.membership import static_list, watch_controller
 from headrace_router.replicas.replica_link import ReplicaLinks
-from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
@@ -57,7 +54,6 @@ class RouterServer:
             router_id=config.router_id, secret=secret, cards=CardCache(), stall_seconds=config.stall_seconds
         )
         fleet = Fleet(
-            make_replica,
             self._links.open,
             POLICIES[config.policy](),
             int(time.time()),
@@ -175,8 +171,3 @@ class RouterServer:
             except Exception:
                 # A bug of ours must not end this loop: it moves requests away from stalled replicas.
                 log.exception("maintenance failed")
-
-
-def make_replica(member: Member) -> ReplicaState[ModelCard]:
-    """The state of a listed member, not connected yet; attempt ids are random (RELIABILITY R12)."""
-    return ReplicaState(member, clock=time.monotonic, new_id=lambda: secrets.token_bytes(16))

@@ -1,23 +1,27 @@
 """The run of a choice, call by call: replicas that refuse, fail or stop during an answer; clients that disconnect."""
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
+from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
     FINISH_LENGTH,
     FINISH_REFUSED,
     Delta,
+    ReplicaIdentity,
     Sampling,
     Submit,
     TokenLogprobs,
 )
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
-from headrace_router.core.choice_run import RETRY_SECONDS, ChoiceRun, RunRequest
+from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.choice_run import RETRY_SECONDS, ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError, NoReplicaError, OverloadedError, ReplicaLostError
-from headrace_router.core.policy import Work
+from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 
 ANSWER = [7, 8, 9, 10]
@@ -43,13 +47,13 @@ class Clock:
     def now(self) -> float:
         return self.time
 
-    def soon(self, call: Callable[[], None]) -> Timer:
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
         return self.after(0.0, call)
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Timer:
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         timer = Timer(self.time + seconds, call)
         self.timers.append(timer)
-        return timer
+        return timer.cancel
 
     def run(self, seconds: float = 0.0) -> None:
         """Advances the time by `seconds` and runs the timers that are due."""
@@ -66,33 +70,32 @@ class Clock:
         return [timer for timer in self.timers if not timer.cancelled]
 
 
-@dataclass
-class FakeReplica:
-    replica_id: str
-    address: str = "nowhere"
-    connected: bool = True
-    submits: list[Submit] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    cancelled: list[bytes] = field(default_factory=list)
-    remote: dict[bytes, int] = field(default_factory=dict)
+class FakeReplica(ReplicaState[None]):
+    """The production state of a connected replica; what is sent to it is recorded at once."""
+
+    def __init__(self, name: str) -> None:
+        ids = itertools.count()
+        member = Member(identity=ReplicaIdentity(replica_id=name), address="nowhere")
+        super().__init__(
+            member, clock=lambda: 0.0, new_id=lambda: f"{name}{next(ids)}".encode(), on_send=self._record_frame
+        )
+        self.connected = True
+        self.submits: list[Submit] = []
+        self.begun: list[Attempt] = []
+        self.cancelled: list[bytes] = []
 
     def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
-        submit.attempt_id = f"{self.replica_id}{len(self.submits)}".encode()
-        self.submits.append(submit)
-        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, on_end, self.cancelled.append)
-        self.attempts.append(attempt)
-        if not self.connected:
-            attempt.end(Outcome.LOST)
-        return attempt
+        self.begun.append(super().submit(submit, on_tokens, on_end))
+        return self.begun[-1]
 
     def answer(self, first: int, count: int, finish: int = 0) -> None:
-        self.attempts[-1].receive(Delta(first_index=first, token_ids=ANSWER[first : first + count], finish=finish))
+        self.begun[-1].receive(Delta(first_index=first, token_ids=ANSWER[first : first + count], finish=finish))
 
-    def add_remote_prompt(self, attempt_id: bytes, tokens: int) -> None:
-        self.remote[attempt_id] = tokens
-
-    def remove_remote_prompt(self, attempt_id: bytes) -> None:
-        self.remote.pop(attempt_id, None)
+    def _record_frame(self) -> None:
+        frame = self.outbox.take()
+        assert frame is not None
+        self.submits += frame.submits
+        self.cancelled += [cancel.attempt_id for cancel in frame.cancels]
 
 
 class Output:
@@ -120,8 +123,10 @@ class Scenario:
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = Output(stops_at)
-        request = RunRequest("label", "m", "r", b"salt", [1, 2, 3], Sampling(max_tokens=4), 0, deadline)
-        retry: RetryState[FakeReplica] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+        request = ChoiceRequest(
+            "label", "m", "r", b"salt", [1, 2, 3], Sampling(max_tokens=4), deadline_seconds=deadline
+        )
+        retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
         self.run = ChoiceRun(request, self.output, self, retry, self.clock, self)
         self.run.begin()
 
@@ -129,10 +134,14 @@ class Scenario:
         return self.replicas[name]
 
     # Placement
-    def place(self, work: Work, excluded: Sequence[FakeReplica]) -> FakeReplica | None:
+    def place(
+        self, request: ChoiceRequest, output_tokens: int, excluded: Sequence[ReplicaState[None]]
+    ) -> FakeReplica | None:
         return next((entry for entry in self.replicas.values() if entry not in excluded and entry.connected), None)
 
-    def prefill_source(self, target: FakeReplica, work: Work) -> FakeReplica | None:
+    def prefill_source(
+        self, target: ReplicaState[None], request: ChoiceRequest, output_tokens: int
+    ) -> FakeReplica | None:
         return self.prefill
 
     def sweep(self) -> None:
@@ -157,9 +166,9 @@ class Scenario:
 
     def nothing_left(self) -> bool:
         """Whether there is no timer, no open attempt, and no remote prompt."""
-        attempts = [attempt for replica in self.replicas.values() for attempt in replica.attempts]
-        remote = [replica.remote for replica in self.replicas.values() if replica.remote]
-        return not self.clock.pending and not any(attempt.open for attempt in attempts) and not remote
+        attempts = [attempt for replica in self.replicas.values() for attempt in replica.attempts.values()]
+        remote = sum(replica.remote_prompt_tokens for replica in self.replicas.values())
+        return not self.clock.pending and not attempts and not remote
 
 
 def test_a_complete_answer() -> None:
@@ -182,7 +191,7 @@ def test_a_stop_string_ends_the_attempt_at_the_replica() -> None:
 def test_a_refused_attempt_tries_the_next_replica_and_the_third_refusal_is_final() -> None:
     scenario = Scenario("a", "b", "c", "d")
     for name in "abc":
-        scenario[name].attempts[-1].receive(Delta(finish=FINISH_REFUSED))
+        scenario[name].begun[-1].receive(Delta(finish=FINISH_REFUSED))
         scenario.clock.run()
     assert scenario.events == ["at a", "refused a", "at b", "refused b", "at c"]
     assert isinstance(scenario.results[0], OverloadedError) and scenario.nothing_left()
@@ -195,7 +204,7 @@ def test_no_replica_before_the_first_token_is_an_error_at_once() -> None:
 def test_a_lost_stream_continues_on_another_replica_and_fetches_its_blocks() -> None:
     scenario = Scenario("a", "b")
     scenario["a"].answer(0, 2)
-    scenario["a"].attempts[-1].receive(Delta(first_index=2, finish=FINISH_CANCELLED))
+    scenario["a"].begun[-1].receive(Delta(first_index=2, finish=FINISH_CANCELLED))
     scenario.clock.run()
     submit = scenario["b"].submits[0]
     assert list(submit.output_token_ids) == ANSWER[:2]
@@ -218,7 +227,7 @@ def test_a_stream_waits_a_bounded_time_for_a_replica() -> None:
     scenario = Scenario("a")
     scenario["a"].answer(0, 1)
     scenario["a"].connected = False
-    scenario["a"].attempts[-1].end(Outcome.LOST)
+    scenario["a"].begun[-1].end(Outcome.LOST)
     scenario.clock.run(4.9)
     assert not scenario.results
     scenario.clock.run(0.2 + RETRY_SECONDS)
@@ -229,7 +238,7 @@ def test_a_replica_that_comes_back_in_time_gets_the_stream() -> None:
     scenario = Scenario("a")
     scenario["a"].answer(0, 1)
     scenario["a"].connected = False
-    scenario["a"].attempts[-1].end(Outcome.LOST)
+    scenario["a"].begun[-1].end(Outcome.LOST)
     scenario.clock.run(3.0)
     scenario["a"].connected = True
     scenario.clock.run(RETRY_SECONDS)
@@ -241,7 +250,7 @@ def test_a_replica_that_comes_back_in_time_gets_the_stream() -> None:
 def test_a_moved_stream_keeps_its_blocks_until_the_next_attempt_has_tokens() -> None:
     scenario = Scenario("a", "b")
     scenario["a"].answer(0, 2)
-    scenario["a"].attempts[-1].move()
+    scenario["a"].begun[-1].move()
     scenario.clock.run()
     assert scenario["a"].cancelled == [] and scenario["b"].submits[0].source.replica_id == "a"
     scenario["a"].answer(2, 1)  # sampled there meanwhile: dropped
@@ -258,12 +267,12 @@ def test_everything_is_released_when_the_client_disconnects(moment: str) -> None
     if moment != "placed":
         scenario["a"].answer(0, 1)
     if moment in ("moving", "moved"):
-        scenario["a"].attempts[-1].move()
+        scenario["a"].begun[-1].move()
     if moment == "moved":
         scenario.clock.run()
     if moment == "waiting":
         scenario["b"].connected = scenario["a"].connected = False
-        scenario["a"].attempts[-1].end(Outcome.LOST)
+        scenario["a"].begun[-1].end(Outcome.LOST)
         scenario.clock.run(1.0)
     if moment == "ended":
         scenario["a"].answer(1, 3, FINISH_LENGTH)
@@ -306,9 +315,9 @@ def test_a_failure_of_the_output_is_the_failure_of_the_run() -> None:
 def test_a_prompt_that_a_prefill_replica_computes_is_counted_there_until_the_first_token() -> None:
     scenario = Scenario("a", "b")
     scenario.prefill = FakeReplica("p")
-    scenario["a"].attempts[-1].receive(Delta(finish=FINISH_REFUSED))
+    scenario["a"].begun[-1].receive(Delta(finish=FINISH_REFUSED))
     scenario.clock.run()
     assert scenario["b"].submits[0].source.replica_id == "p" and not scenario["b"].submits[0].source.cached_only
-    assert scenario.prefill.remote == {b"b0": 3}
+    assert scenario.prefill.remote_prompt_tokens == 3
     scenario["b"].answer(0, 1)
-    assert scenario.prefill.remote == {}
+    assert scenario.prefill.remote_prompt_tokens == 0

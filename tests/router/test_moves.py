@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace_proto.replica_pb2 import Counters, Load, StepModel
-from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Prompt, choose_source
+from headrace_router.core.policy.disaggregate import LEAST_TOKENS, choose_source
 from headrace_router.core.policy.rebalance import PAUSE_SECONDS, Rebalancer
 
 
@@ -23,13 +23,13 @@ def load(rate_ms: float = 1.0, **fields: int) -> Load:
 
 
 def test_the_target_computes_a_short_prompt() -> None:
-    assert choose_source(Prompt(LEAST_TOKENS - 1), Replica(load(running=50)), [Replica(load())]) is None
-    assert choose_source(Prompt(LEAST_TOKENS), Replica(load(running=50)), [Replica(load())]) == 0
-    assert choose_source(Prompt(1000), Replica(load(running=50)), []) is None
+    assert choose_source(LEAST_TOKENS - 1, Replica(load(running=50)), [Replica(load())]) is None
+    assert choose_source(LEAST_TOKENS, Replica(load(running=50)), [Replica(load())]) == 0
+    assert choose_source(1000, Replica(load(running=50)), []) is None
 
 
 def test_a_replica_without_a_prediction_counts_like_the_other() -> None:
-    prompt = Prompt(500)
+    prompt = 500
     for rate, other in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
         assert choose_source(prompt, Replica(load(rate)), [Replica(load(other))]) is None
         assert choose_source(prompt, Replica(load(rate, running=1)), [Replica(load(other))]) == 0
@@ -40,7 +40,7 @@ def test_a_replica_without_a_prediction_counts_like_the_other() -> None:
 
 
 def test_a_source_is_used_when_streams_run_or_its_queue_is_shorter() -> None:
-    prompt = Prompt(500)
+    prompt = 500
     assert choose_source(prompt, Replica(load()), [Replica(load())]) is None, "an idle target needs no transfer"
     assert choose_source(prompt, Replica(load(running=1)), [Replica(load())]) == 0
     assert choose_source(prompt, Replica(load(waiting_tokens=5000)), [Replica(load())]) == 0
@@ -55,10 +55,10 @@ def test_a_source_is_used_when_streams_run_or_its_queue_is_shorter() -> None:
 
 
 def test_the_modes_that_an_operator_sets() -> None:
-    prompt, idle, slow = Prompt(500), Replica(load()), Replica(load(5.0))
+    prompt, idle, slow = 500, Replica(load()), Replica(load(5.0))
     assert choose_source(prompt, idle, [slow], "always") == 0
     assert choose_source(prompt, idle, [slow, Replica(load())], "always") == 1
-    assert choose_source(Prompt(LEAST_TOKENS - 1), idle, [slow], "always") is None
+    assert choose_source(LEAST_TOKENS - 1, idle, [slow], "always") is None
     assert choose_source(prompt, idle, [], "always") is None
     assert choose_source(prompt, Replica(load(running=50)), [Replica(load())], "off") is None
 
@@ -69,7 +69,7 @@ def test_the_source_with_the_shortest_queue_is_chosen() -> None:
         Replica(load(waiting_tokens=100)),
         Replica(load(), remote_prompt_tokens=500),
     ]
-    assert choose_source(Prompt(500), Replica(load(running=9)), sources) == 1
+    assert choose_source(500, Replica(load(running=9)), sources) == 1
 
 
 def busy(

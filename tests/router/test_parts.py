@@ -1,6 +1,6 @@
 """Unit tests of small parts: policies, counters, JSON, the order of an attempt's tokens, choices, the outbox."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,18 +15,17 @@ from headrace_proto.replica_pb2 import (
     Sampling,
     Submit,
 )
-from headrace_router.access.auth import OPEN_TENANT
 from headrace_router.api.http import strict_json
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.outbox import Outbox
-from headrace_router.core.policy import LeastLoad, RoundRobin, Work
+from headrace_router.core.policy import LeastLoad, RoundRobin
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_counters import ReplicaCounters
-from headrace_router.dispatch.request import ChoicePlan, GenerationRequest, Prompt
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 
-WORK = Work(prompt_token_ids=(), output_tokens_so_far=0, tenant_salt=b"", max_tokens=1)
+REQUEST = ChoiceRequest("label", "m", "r", b"", (5,), Sampling(max_tokens=1))
 
 
 @dataclass
@@ -34,6 +33,8 @@ class Candidate:
     replica_id: str = "r"
     load: Load = field(default_factory=Load)
     unreported: int = 0
+    unreported_tokens: int = 0
+    remote_prompt_tokens: int = 0
 
 
 def test_least_load_counts_running_waiting_and_unreported() -> None:
@@ -43,13 +44,13 @@ def test_least_load_counts_running_waiting_and_unreported() -> None:
         Candidate(load=Load(running=1, waiting=1), unreported=2),
         Candidate(load=Load(running=2)),
     ]
-    assert [policy.choose(candidates, WORK) for _ in range(5)] == [2] * 5
+    assert [policy.choose(candidates, REQUEST, 0) for _ in range(5)] == [2] * 5
 
 
 def test_equal_replicas_are_chosen_in_rotation() -> None:
     candidates = [Candidate() for _ in range(3)]
     for policy in (LeastLoad(), RoundRobin()):
-        chosen = [policy.choose(candidates, WORK) for _ in range(9)]
+        chosen = [policy.choose(candidates, REQUEST, 0) for _ in range(9)]
         assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -106,11 +107,7 @@ def card(tokenizer: Any) -> ModelCard:
 
 
 def _choice(card: ModelCard, stop: tuple[str, ...] = (), **sampling: Any) -> Choice:
-    plan = ChoicePlan(0, Prompt([5]), Sampling(**sampling))
-    request = GenerationRequest(
-        card=card, tenant=OPEN_TENANT, label="x", prompts=[plan.prompt], choices=[plan], stop=stop
-    )
-    return Choice(plan, request)
+    return Choice(replace(REQUEST, sampling=Sampling(**sampling)), card, stop)
 
 
 def test_stop_strings_are_ignored_before_min_tokens(card: ModelCard) -> None:

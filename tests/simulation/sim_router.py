@@ -1,7 +1,7 @@
 """A router: production fleet, policies, rebalancer and choice runs, and clients that check every token."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,11 @@ from world import InvariantViolation, World
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_run import ChoiceRun, RunRequest
+from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
-from headrace_router.core.fleet import CardPlacement, Fleet
-from headrace_router.core.policy import LeastLoad, Work
+from headrace_router.core.fleet import Fleet
+from headrace_router.core.policy import LeastLoad
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 
@@ -55,17 +56,7 @@ class ClientRequest:
     pinned: str = ""  # the replica that it is placed on, if that is ready
 
 
-@dataclass(frozen=True, slots=True)
-class SimCard:
-    """The one model."""
-
-    model: str = "m"
-    revision: str = "r"
-    max_model_len: int = MAX_MODEL_LEN
-    defaults: Mapping[str, float] = field(default_factory=dict)
-
-
-State = ReplicaState[SimCard]
+State = ReplicaState[None]  # of the one model, "m" in revision "r"
 
 
 class SimTimer:
@@ -91,13 +82,13 @@ class SimTimers:
     def now(self) -> float:
         return self._world.now
 
-    def soon(self, call: Callable[[], None]) -> SimTimer:
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
         return self.after(0.0, call)
 
-    def after(self, seconds: float, call: Callable[[], None]) -> SimTimer:
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         timer = SimTimer(call)
         self._world.at(seconds, timer.fire)
-        return timer
+        return timer.cancel
 
 
 class SimRequest:
@@ -112,8 +103,8 @@ class SimRequest:
         self._world = router.world
         self._finish = ""
         self._expected = expected_answer(spec.prompt, spec.max_tokens)
-        self.run: ChoiceRun[State] = ChoiceRun(
-            RunRequest(
+        self.run: ChoiceRun[None] = ChoiceRun(
+            ChoiceRequest(
                 label=str(spec.number),
                 model="m",
                 revision="r",
@@ -217,39 +208,37 @@ class SimPlacement:
     router: "SimRouter"
     pinned: str  # the replica that the request is placed on, if that is ready
 
-    def place(self, work: Work, excluded: Collection[State]) -> State | None:
+    def place(self, request: ChoiceRequest, output_tokens: int, excluded: Collection[State]) -> State | None:
         if self.pinned:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return state
-        return self._production.place(work, excluded)
+        return self.router.fleet.place(request, output_tokens, excluded)
 
-    def prefill_source(self, target: State, work: Work) -> State | None:
+    def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
         """Any other replica, reachable or not; rarely the target itself."""
         world = self.router.world
         if not self.pinned and world.chance(self.router.source_share):
             states = [state for state in self.router.fleet.replicas if state is not target or world.chance(0.02)]
             return world.random.choice(states) if states else None
-        return None if self.pinned else self._production.prefill_source(target, work)
+        return None if self.pinned else self.router.fleet.prefill_source(target, request, output_tokens)
 
     def sweep(self) -> None:
-        self._production.sweep()
-
-    @property
-    def _production(self) -> CardPlacement[SimCard]:
-        return CardPlacement(self.router.fleet, SimCard())
+        self.router.fleet.sweep()
 
 
 class SimLink:
     """Keeps a stream open to one build of a replica, as the production link does over gRPC."""
 
-    def __init__(self, router: "SimRouter", state: State) -> None:
-        self.state = state
+    def __init__(self, router: "SimRouter", member: control.Member) -> None:
+        world = router.world
+        self.state: State = ReplicaState(
+            member, clock=world.clock, new_id=lambda: world.random.randbytes(16), on_send=self._send
+        )
         self.stream: RouterStream | None = None
         self._router = router
         self._closed = False
         router.links.append(self)
-        state.on_send = self._send
         self._connect()
 
     def close(self) -> None:
@@ -266,7 +255,7 @@ class SimLink:
 
     def received(self, frame: pb.ReplicaFrame) -> None:
         if frame.HasField("hello"):
-            self.state.describe(pb.ModelFacts(identity=frame.hello), SimCard())
+            self.state.describe(pb.ModelFacts(identity=frame.hello, max_model_len=MAX_MODEL_LEN), None)
         self.state.receive(frame)
 
     def disconnected(self) -> None:
@@ -303,7 +292,7 @@ class SimRouter:
         self.links: list[SimLink] = []
         self.moved = 0  # streams that `SimRequest.move` moved
         self.source_share = source_share
-        self.fleet: Fleet[SimCard] = Fleet(self._state, self._open, LeastLoad(), 0)
+        self.fleet: Fleet[None] = Fleet(self._open, LeastLoad(), 0)
         self._maintaining = False
 
     @property
@@ -340,8 +329,5 @@ class SimRouter:
         else:
             self._maintaining = False
 
-    def _state(self, member: control.Member) -> State:
-        return ReplicaState(member, clock=self.world.clock, new_id=lambda: self.world.random.randbytes(16))
-
-    def _open(self, state: State) -> SimLink:
-        return SimLink(self, state)
+    def _open(self, member: control.Member) -> SimLink:
+        return SimLink(self, member)

@@ -1,7 +1,6 @@
 """One attempt to generate one choice on one replica: pure, driven by the replica's deltas."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from headrace_proto.replica_pb2 import (
@@ -27,14 +26,6 @@ class Outcome(Enum):
     FAILED = "failed"  # processing its tokens raised; see `error`
 
 
-@dataclass(slots=True)
-class FirstDelta:
-    """What the replica reports once per attempt, in its first delta."""
-
-    cached_tokens: int
-    queue_seconds: float
-
-
 class Attempt:
     """Receives the deltas of one attempt id in order, drops repeats and refuses gaps.
 
@@ -51,7 +42,8 @@ class Attempt:
         on_cancel: Callable[[bytes], None],
     ):
         self.id = attempt_id
-        self.first: FirstDelta | None = None
+        self.cached_tokens = 0  # of the prompt; in the first delta, like `queue_seconds`
+        self.queue_seconds: float | None = None  # None = no delta yet
         self.preemptions = 0
         self.refusal = ""
         self.outcome: Outcome | None = None
@@ -75,8 +67,8 @@ class Attempt:
         """Processes one delta of the replica. Never raises: an error of `on_tokens` ends the attempt."""
         if not self.open:
             return
-        if self.first is None:
-            self.first = FirstDelta(delta.cached_tokens, delta.queue_us / 1e6)
+        if self.queue_seconds is None:
+            self.cached_tokens, self.queue_seconds = delta.cached_tokens, delta.queue_us / 1e6
         self.preemptions = delta.preemptions
         if delta.finish == FINISH_REFUSED:
             self.refusal = delta.error

@@ -11,49 +11,29 @@ while a frame is read.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
-from headrace_proto.replica_pb2 import Sampling, Source, Submit, TokenLogprobs
-from headrace_router.core.attempt import Attempt, OnTokens, Outcome
+from headrace_proto.replica_pb2 import Source, Submit, TokenLogprobs
+from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
-from headrace_router.core.policy.interface import Work
+from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
 
 RETRY_SECONDS = 0.1  # between two searches for a ready replica
 
 
-class Replica(Protocol):
-    """The replica interface that a run needs."""
+class Placement(Protocol[C]):
+    """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
 
-    @property
-    def replica_id(self) -> str: ...
+    def place(
+        self, request: ChoiceRequest, output_tokens: int, excluded: Sequence[ReplicaState[C]]
+    ) -> ReplicaState[C] | None:
+        """A ready replica of the request's model and revision that is not excluded, or None."""
 
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def connected(self) -> bool: ...
-
-    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
-        """Starts an attempt under a new id. It may end at once."""
-
-    def add_remote_prompt(self, attempt_id: bytes, tokens: int) -> None:
-        """Another replica will fetch a prompt of `tokens` tokens from this one."""
-
-    def remove_remote_prompt(self, attempt_id: bytes) -> None:
-        """That prompt is computed, or not needed any more. No-op when it is unknown."""
-
-
-R = TypeVar("R", bound=Replica)
-
-
-class Placement(Protocol[R]):
-    """Chooses replicas for a request of one model and revision."""
-
-    def place(self, work: Work, excluded: Sequence[R]) -> R | None:
-        """A ready replica that is not excluded, or None."""
-
-    def prefill_source(self, target: R, work: Work) -> R | None:
+    def prefill_source(
+        self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
+    ) -> ReplicaState[C] | None:
         """The prefill replica that should compute the prompt for `target`; None when the target should."""
 
     def sweep(self) -> None:
@@ -92,62 +72,42 @@ class RunListener(Protocol):
         """The output is complete, by this attempt, or the choice failed."""
 
 
-class Timer(Protocol):
-    """A scheduled call."""
-
-    def cancel(self) -> None: ...
-
-
 class Timers(Protocol):
-    """The clock and timers of a run. Seconds on one monotonic clock."""
+    """The clock and timers of a run, in seconds on one monotonic clock. A timer is the function that cancels it."""
 
     def now(self) -> float: ...
 
-    def soon(self, call: Callable[[], None]) -> Timer:
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
         """Calls after the current call has returned."""
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Timer: ...
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class RunRequest:
-    """The request, the same for every attempt. `label` is for logs (R12). deadline_seconds: since `begin`."""
-
-    label: str
-    model: str
-    revision: str
-    tenant_salt: bytes
-    prompt_token_ids: Sequence[int]
-    sampling: Sampling
-    priority: int = 0
-    deadline_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KvSource(Generic[R]):
+class KvSource(Generic[C]):
     """A replica that holds the prompt's KV blocks, or computes them for another one."""
 
-    replica: R
+    replica: ReplicaState[C]
     computes: bool
 
     def message(self) -> Source:
         return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=not self.computes)
 
 
-class ChoiceRun(Generic[R]):
+class ChoiceRun(Generic[C]):
     """`begin` it once; `cancel` it when the client disconnects. An error of a collaborator becomes its failure."""
 
     def __init__(
         self,
-        request: RunRequest,
+        request: ChoiceRequest,
         output: Output,
-        placement: Placement[R],
-        retry: RetryState[R],
+        placement: Placement[C],
+        retry: RetryState[ReplicaState[C]],
         timers: Timers,
         listener: RunListener,
     ) -> None:
         self.attempt: Attempt | None = None  # the running one
-        self.replica: R | None = None  # that runs it
+        self.replica: ReplicaState[C] | None = None  # that runs it
         self._request = request
         self._output = output
         self._placement = placement
@@ -156,21 +116,25 @@ class ChoiceRun(Generic[R]):
         self._listener = listener
         self._began = 0.0
         self._ended = False
-        self._next: Timer | None = None
-        self._deadline: Timer | None = None
-        self._source: KvSource[R] | None = None  # of the running attempt
-        self._previous: R | None = None  # the stream's last replica, if it may still have its blocks
+        self._cancel_next: Callable[[], None] | None = None
+        self._cancel_deadline: Callable[[], None] | None = None
+        self._source: KvSource[C] | None = None  # of the running attempt
+        self._previous: ReplicaState[C] | None = None  # the stream's last replica, if it may still have its blocks
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
 
     @property
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def _output_tokens(self) -> int:
+        return len(self._output.output_token_ids)
+
     def begin(self) -> None:
         """Places the first attempt."""
         self._began = self._timers.now()
         if self._request.deadline_seconds is not None:
-            self._deadline = self._timers.after(self._request.deadline_seconds, self._expire)
+            self._cancel_deadline = self._timers.after(self._request.deadline_seconds, self._expire)
         self._run_step(self._place)
 
     def cancel(self) -> None:
@@ -179,18 +143,17 @@ class ChoiceRun(Generic[R]):
             self._close()
 
     def _place(self) -> None:
-        work = self._work()
-        replica = self._placement.place(work, self._retry.excluded)
+        replica = self._placement.place(self._request, self._output_tokens, self._retry.excluded)
         if replica is None:
             self._release_kept()
-            self._retry.not_placed(bool(self._output.output_token_ids), self._timers.now())
-            self._next = self._timers.after(RETRY_SECONDS, lambda: self._run_step(self._place))
+            self._retry.not_placed(self._output_tokens > 0, self._timers.now())
+            self._cancel_next = self._timers.after(RETRY_SECONDS, lambda: self._run_step(self._place))
             return
         self._retry.placed()
         self._listener.placed(replica.replica_id)
-        self._submit(replica, self._choose_source(replica, work))
+        self._submit(replica, self._choose_source(replica))
 
-    def _submit(self, replica: R, source: KvSource[R] | None) -> None:
+    def _submit(self, replica: ReplicaState[C], source: KvSource[C] | None) -> None:
         request = self._request
         submit = Submit(
             request_label=request.label,
@@ -208,14 +171,14 @@ class ChoiceRun(Generic[R]):
         self.replica, self._source = replica, source
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
         if source is not None and source.computes:
-            source.replica.add_remote_prompt(attempt.id, len(submit.prompt_token_ids) + len(submit.output_token_ids))
+            source.replica.add_remote_prompt(attempt.id, len(request.prompt_token_ids) + self._output_tokens)
 
-    def _choose_source(self, target: R, work: Work) -> KvSource[R] | None:
+    def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The stream's last replica, or a prefill replica if it is predicted to be faster."""
         previous = self._previous
         if previous is not None and previous.connected and previous is not target:
             return KvSource(previous, computes=False)
-        source = self._placement.prefill_source(target, work)
+        source = self._placement.prefill_source(target, self._request, self._output_tokens)
         return KvSource(source, computes=True) if source is not None else None
 
     def _take_tokens(
@@ -231,7 +194,7 @@ class ChoiceRun(Generic[R]):
 
     def _attempt_ended(self, attempt: Attempt) -> None:
         if not self._ended:
-            self._next = self._timers.soon(lambda: self._run_step(lambda: self._handle_end(attempt)))
+            self._cancel_next = self._timers.soon(lambda: self._run_step(lambda: self._handle_end(attempt)))
 
     def _handle_end(self, attempt: Attempt) -> None:
         """After an attempt's end: the choice is complete, or is placed again and continues after its last token."""
@@ -248,7 +211,7 @@ class ChoiceRun(Generic[R]):
         if self._output.done:
             self._end(attempt, None)
             return
-        begun = bool(self._output.output_token_ids)
+        begun = self._output_tokens > 0
         if outcome is Outcome.MOVED:
             self._kept, self._previous = attempt, replica
             self._retry.moved(replica)
@@ -278,9 +241,9 @@ class ChoiceRun(Generic[R]):
     def _close(self) -> None:
         """Releases everything of this run: its attempt, kept blocks and timers."""
         self._ended = True
-        for timer in (self._next, self._deadline):
-            if timer is not None:
-                timer.cancel()
+        for cancel in (self._cancel_next, self._cancel_deadline):
+            if cancel is not None:
+                cancel()
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.cancel()
@@ -304,11 +267,3 @@ class ChoiceRun(Generic[R]):
             return 0
         left = self._request.deadline_seconds - (self._timers.now() - self._began)
         return max(1, int(left * 1000))
-
-    def _work(self) -> Work:
-        return Work(
-            prompt_token_ids=self._request.prompt_token_ids,
-            output_tokens_so_far=len(self._output.output_token_ids),
-            tenant_salt=self._request.tenant_salt,
-            max_tokens=self._request.sampling.max_tokens,
-        )

@@ -6,9 +6,10 @@ from typing import Generic, Protocol
 
 from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ModelNotFoundError, NoReplicaError
-from headrace_router.core.policy import Policy, Work
-from headrace_router.core.policy.disaggregate import Mode, Prompt, choose_source
+from headrace_router.core.policy import Policy
+from headrace_router.core.policy.disaggregate import Mode, choose_source
 from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.replica_state import C, ReplicaState
 
@@ -23,42 +24,43 @@ class ServedModel:
     aliases: tuple[str, ...]
     created: int
     max_model_len: int | None = None
-    defaults: Mapping[str, float] | None = None  # of options that requests may omit
+    defaults: Mapping[str, float] | None = None  # of options that requests may omit, by name
 
 
-class Connection(Protocol):
-    """Keeps a stream open between a ReplicaState and its replica."""
+class Link(Protocol[C]):
+    """Keeps a stream open to one replica, and its state up to date."""
+
+    @property
+    def state(self) -> ReplicaState[C]: ...
 
     def close(self) -> None:
-        """Starts to close it; returns at once."""
+        """Starts to close the stream, which ends every attempt on it; returns at once."""
 
 
 class Fleet(Generic[C]):
-    """Keeps one ReplicaState per member, and a connection for each."""
+    """Keeps one link per member, and places choices on the members' replicas."""
 
     def __init__(
         self,
-        make_state: Callable[[Member], ReplicaState[C]],
-        connect: Callable[[ReplicaState[C]], Connection],
+        open_link: Callable[[Member], Link[C]],
         policy: Policy,
         started: int,
         *,
         disaggregation: Mode = "auto",
     ) -> None:
-        """`connect` starts to connect, and returns at once. started: unix seconds."""
-        self._make_state = make_state
-        self._connect = connect
+        """`open_link` starts to connect, and returns at once. started: unix seconds."""
+        self._open_link = open_link
         self._policy = policy
         self._disaggregation: Mode = disaggregation
         self._rebalancer = Rebalancer()
         self._started = started
-        self._replicas: dict[tuple[str, str, int], tuple[ReplicaState[C], Connection]] = {}
+        self._links: dict[tuple[str, str, int], Link[C]] = {}
         self._known: dict[str, ServedModel] = {}  # as the controller lists them
         self._version: tuple[bytes, int] = (b"", 0)
 
     @property
     def replicas(self) -> list[ReplicaState[C]]:
-        return [replica for replica, _ in self._replicas.values()]
+        return [link.state for link in self._links.values()]
 
     def update(self, members: MemberList) -> None:
         """Applies a member list of the controller. An older one of the same controller start is dropped."""
@@ -72,14 +74,13 @@ class Fleet(Generic[C]):
                 continue
             key = member.address, member.identity.replica_id, member.identity.generation
             listed.add(key)
-            if key in self._replicas:
-                self._replicas[key][0].set_listing(member)
+            if key in self._links:
+                self._links[key].state.set_listing(member)
             else:
-                replica = self._make_state(member)
-                self._replicas[key] = replica, self._connect(replica)
-        for key, (replica, _) in self._replicas.items():
+                self._links[key] = self._open_link(member)
+        for key, link in self._links.items():
             if key not in listed:
-                replica.retire()
+                link.state.retire()
         self._known = {
             entry.name: ServedModel(entry.name, tuple(entry.aliases), entry.created or self._started)
             for entry in members.models
@@ -87,7 +88,7 @@ class Fleet(Generic[C]):
         self.sweep()
 
     def sweep(self) -> None:
-        """Closes idle connections to unlisted replicas; moves the attempts of a stalled replica to others."""
+        """Closes idle links to unlisted replicas; moves the attempts of a stalled replica to others."""
         for replica in self.replicas:
             if replica.connected and replica.stalled and replica.attempts:
                 replica.stalled_checks += 1
@@ -96,34 +97,34 @@ class Fleet(Generic[C]):
                     replica.end_attempts()
             else:
                 replica.stalled_checks = 0
-        for key, (replica, connection) in list(self._replicas.items()):
-            if replica.retired_and_idle:
-                del self._replicas[key]
-                connection.close()
+        for key, link in list(self._links.items()):
+            if link.state.retired_and_idle:
+                del self._links[key]
+                link.close()
 
     def close(self) -> None:
-        """Starts to close every connection, which ends every attempt."""
-        connections = [connection for _, connection in self._replicas.values()]
-        self._replicas.clear()
-        for connection in connections:
-            connection.close()
+        """Starts to close every link, which ends every attempt."""
+        links = list(self._links.values())
+        self._links.clear()
+        for link in links:
+            link.close()
 
     @property
     def ready(self) -> bool:
         """Whether every model that the cluster lists (or any, when none is listed) has a ready replica."""
-        served = {replica.card.model for replica in self.replicas if replica.ready and replica.card}
+        served = {replica.model for replica in self.replicas if replica.ready}
         return bool(served) and served >= set(self._known)
 
     def models(self) -> list[ServedModel]:
         """All models, listed by the controller or found on a replica."""
         found = dict(self._known)
         for replica in self.replicas:
-            card = replica.card
-            if card is None:
+            facts = replica.facts
+            if facts is None:
                 continue
-            known = found.get(card.model) or ServedModel(card.model, (), self._started)
-            length = min(known.max_model_len or card.max_model_len, card.max_model_len)
-            found[card.model] = ServedModel(known.name, known.aliases, known.created, length, card.defaults)
+            known = found.get(replica.model) or ServedModel(replica.model, (), self._started)
+            length = min(known.max_model_len or facts.max_model_len, facts.max_model_len)
+            found[known.name] = ServedModel(known.name, known.aliases, known.created, length, replica.defaults)
         return sorted(found.values(), key=lambda model: model.name)
 
     def model(self, name: str) -> ServedModel:
@@ -147,32 +148,36 @@ class Fleet(Generic[C]):
             raise NoReplicaError(f"No replica of '{model.name}' is ready; try again in a moment.")
         return newest.card
 
-    def place(self, card: C, work: Work, excluded: Collection[ReplicaState[C]]) -> ReplicaState[C] | None:
-        """A ready replica of the card's model and revision that is not excluded, or None."""
+    def place(
+        self, request: ChoiceRequest, output_tokens: int, excluded: Collection[ReplicaState[C]]
+    ) -> ReplicaState[C] | None:
+        """A ready replica of the request's model and revision that is not excluded, or None."""
         candidates = [
             replica
-            for replica in self._of_model(card.model)
-            if replica.ready and replica not in excluded and _revision(replica) == card.revision
+            for replica in self._of_model(request.model)
+            if replica.ready and replica not in excluded and replica.revision == request.revision
         ]
-        return candidates[self._policy.choose(candidates, work)] if candidates else None
+        return candidates[self._policy.choose(candidates, request, output_tokens)] if candidates else None
 
-    def source(self, target: ReplicaState[C], card: C, work: Work) -> ReplicaState[C] | None:
+    def prefill_source(
+        self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
+    ) -> ReplicaState[C] | None:
         """The prefill replica that should compute a prompt for the target, or None when the target should."""
         sources = [
             replica
-            for replica in self._of_model(card.model)
-            if replica.ready_source and replica is not target and _revision(replica) == card.revision
+            for replica in self._of_model(request.model)
+            if replica.ready_source and replica is not target and replica.revision == request.revision
         ]
-        prompt = Prompt(len(work.prompt_token_ids) + work.output_tokens_so_far)
-        chosen = choose_source(prompt, target, sources, self._disaggregation)
+        tokens = len(request.prompt_token_ids) + output_tokens
+        chosen = choose_source(tokens, target, sources, self._disaggregation)
         return sources[chosen] if chosen is not None else None
 
     def rebalance(self, now: float) -> None:
         """Moves a stream away from each replica that is short of memory or time, when another has free capacity."""
         served: dict[tuple[str, str], list[ReplicaState[C]]] = {}
         for replica in self.replicas:
-            if replica.ready and replica.card is not None:
-                served.setdefault((replica.card.model, replica.card.revision), []).append(replica)
+            if replica.ready:
+                served.setdefault((replica.model, replica.revision), []).append(replica)
         for replicas in served.values():
             for hot, _ in self._rebalancer.choose_moves(replicas, now):
                 attempt = replicas[hot].newest_started()
@@ -180,29 +185,7 @@ class Fleet(Generic[C]):
                     attempt.move()
 
     def _has_ready_peer(self, stalled: ReplicaState[C]) -> bool:
-        card = stalled.card
-        return card is not None and any(replica.ready for replica in self._of_model(card.model))
+        return any(replica.ready for replica in self._of_model(stalled.model))
 
     def _of_model(self, name: str) -> Iterator[ReplicaState[C]]:
-        return (replica for replica in self.replicas if replica.card is not None and replica.card.model == name)
-
-
-@dataclass(frozen=True, slots=True)
-class CardPlacement(Generic[C]):
-    """Placement in the fleet for requests of one model and revision."""
-
-    fleet: Fleet[C]
-    card: C
-
-    def place(self, work: Work, excluded: Collection[ReplicaState[C]]) -> ReplicaState[C] | None:
-        return self.fleet.place(self.card, work, excluded)
-
-    def prefill_source(self, target: ReplicaState[C], work: Work) -> ReplicaState[C] | None:
-        return self.fleet.source(target, self.card, work)
-
-    def sweep(self) -> None:
-        self.fleet.sweep()
-
-
-def _revision(replica: ReplicaState[C]) -> str | None:
-    return replica.card.revision if replica.card is not None else None
+        return (replica for replica in self.replicas if replica.facts is not None and replica.model == name)

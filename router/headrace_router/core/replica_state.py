@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
@@ -17,29 +17,13 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.outbox import Outbox
+from headrace_router.core.sampling_options import default_options
 
 STALL_SECONDS = 2.0
 STALL_STEPS = 4.0
 
 
-class Card(Protocol):
-    """Facts of the replica's model."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def revision(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        """Values of options that requests may omit."""
-
-
-C = TypeVar("C", bound=Card)
+C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
 
 
 class ReplicaState(Generic[C]):
@@ -55,18 +39,19 @@ class ReplicaState(Generic[C]):
         *,
         clock: Callable[[], float],
         new_id: Callable[[], bytes],
-        on_send: Callable[[], None] = lambda: None,
+        on_send: Callable[[], None],
     ) -> None:
         """`on_send` is called when the outbox has messages for the replica."""
         self.address = member.address
         self.identity: ReplicaIdentity = member.identity
-        self.card: C | None = None
+        self.model = self.revision = ""  # until it is described
+        self.defaults: Mapping[str, float] = {}  # of options that requests may omit
         self.facts: ModelFacts | None = None
+        self.card: C | None = None
         self.load = Load()
         self.connected = False
         self.attempts: dict[bytes, Attempt] = {}
-        self.on_send = on_send
-        self.outbox = Outbox(lambda: self.on_send())
+        self.outbox = Outbox(on_send)
         self.stalled_checks = 0  # consecutive, by the fleet
         self._clock = clock
         self._new_id = new_id
@@ -132,7 +117,7 @@ class ReplicaState(Generic[C]):
     @property
     def _usable(self) -> bool:
         listed = self._listed_ready and not self.retired
-        return self.connected and listed and not self.load.draining and not self.stalled
+        return self.connected and self.facts is not None and listed and not self.load.draining and not self.stalled
 
     @property
     def retired_and_idle(self) -> bool:
@@ -191,10 +176,12 @@ class ReplicaState(Generic[C]):
     # The stream
 
     def describe(self, facts: ModelFacts, card: C) -> None:
-        """Applies what the replica reports of itself when it is connected."""
+        """Applies what the replica reports of itself when it is connected. card: what the owner made of the facts."""
         if facts.identity.boot_id != self.identity.boot_id:
             self.load = Load()  # an earlier process's report is invalid
         self.identity, self.facts, self.card = facts.identity, facts, card
+        self.model, self.revision = facts.identity.model, facts.identity.revision
+        self.defaults = default_options(facts)
 
     def receive(self, frame: ReplicaFrame) -> bool:
         """Processes one frame of the replica. Returns whether its step counter moved."""

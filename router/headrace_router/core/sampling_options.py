@@ -1,11 +1,16 @@
-"""The options that a request may set and a model may have defaults for: names, types and ranges, declared once.
+"""The sampling options that a request may set and a model may have defaults for, declared once.
 
-Request bodies (`bodies.py`) and the `defaults` of a model in the cluster spec are both made from this class.
+Made from this class, by field name: request bodies (`validation/bodies.py`), the `defaults` of a model in the cluster
+spec, and what a replica receives (`dispatch/prepare.py`). The messages Sampling, GenerationDefaults and GenerateOptions
+have fields of the same names.
 """
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+
+from headrace_proto.replica_pb2 import ModelFacts
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenCount = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
@@ -14,16 +19,37 @@ TopK = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class ApiDefault:
+    """The value of an option that neither the request nor the model sets."""
+
+    value: float
+
+
 class SamplingOptions(BaseModel):
     """None = not set."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
+    # Without an ApiDefault: the API's default length depends on the endpoint and on the prompt.
     max_tokens: TokenCount | None = Field(default=None, description="of an answer; the context bounds it too")
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    temperature: Annotated[Annotated[Number, Field(ge=0, le=2)] | None, ApiDefault(1)] = None
+    top_p: Annotated[Annotated[Number, Field(gt=0, le=1)] | None, ApiDefault(1)] = None
+    top_k: Annotated[TopK | None, ApiDefault(0)] = None
+    min_p: Annotated[Annotated[Number, Field(ge=0, le=1)] | None, ApiDefault(0)] = None
+    repetition_penalty: Annotated[Annotated[Number, Field(gt=0, le=10)] | None, ApiDefault(1)] = None
+    presence_penalty: Annotated[Annotated[Number, Field(ge=-2, le=2)] | None, ApiDefault(0)] = None
+    frequency_penalty: Annotated[Annotated[Number, Field(ge=-2, le=2)] | None, ApiDefault(0)] = None
+
+
+API_DEFAULTS: dict[str, float] = {
+    name: entry.value
+    for name, field in SamplingOptions.model_fields.items()
+    for entry in field.metadata
+    if isinstance(entry, ApiDefault)
+}
+
+
+def default_options(facts: ModelFacts) -> dict[str, float]:
+    """A model's own defaults, by option."""
+    return {field.name: value for field, value in facts.defaults.ListFields()}

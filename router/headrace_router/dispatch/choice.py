@@ -12,8 +12,9 @@ from headrace_proto.replica_pb2 import (
     FINISH_STOP,
     TokenLogprobs,
 )
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError
-from headrace_router.dispatch.request import ChoicePlan, GenerationRequest
+from headrace_router.text.model_card import ModelCard
 from headrace_router.text.stop_strings import StopMatcher
 
 STOP = "stop"
@@ -45,15 +46,15 @@ class ChoiceUpdate:
 class Choice:
     """State of one choice across its attempts; a migration continues from its tokens so far."""
 
-    def __init__(self, plan: ChoicePlan, request: GenerationRequest) -> None:
-        self.plan = plan
+    def __init__(self, request: ChoiceRequest, card: ModelCard, stop: tuple[str, ...]) -> None:
+        self.request = request
         self.output_token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
-        self._text = request.card.tokens.stream(plan.prompt.token_ids)
-        self._stops = StopMatcher(request.stop)
-        self._has_stops = bool(request.stop)
-        self._min_tokens = plan.sampling.min_tokens
+        self._text = card.tokens.stream(request.prompt_token_ids)
+        self._stops = StopMatcher(stop)
+        self._has_stops = bool(stop)
+        self._min_tokens = request.sampling.min_tokens
         self._pending: list[tuple[int, TokenLogprobs | None, int]] = []  # token, logprobs, where its text begins
         self._raw_length = 0  # characters detokenized
         self._shown_length = 0  # characters in updates
@@ -66,7 +67,7 @@ class Choice:
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> ChoiceUpdate | None:
         """Adds the next tokens. Returns what became visible, or None. After a stop string, `done` is set early."""
-        update = ChoiceUpdate(self.plan.index)
+        update = ChoiceUpdate(self.request.index)
         # The token that ended the answer is counted, but has no text.
         ending = finish == FINISH_STOP and len(token_ids) > 0
         shown_ids = token_ids[:-1] if ending else token_ids

@@ -10,13 +10,13 @@ import structlog
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_run import ChoiceRun, RunRequest
+from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.fleet import CardPlacement, Fleet
+from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate
-from headrace_router.dispatch.request import ChoicePlan, GenerationRequest
+from headrace_router.dispatch.request import GenerationRequest, is_first
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.text.model_card import ModelCard
 
@@ -33,39 +33,22 @@ class Generation:
         self, request: GenerationRequest, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
     ) -> None:
         self.request = request
-        self.choices = [Choice(plan, request) for plan in request.choices]
+        self.choices = [Choice(choice, request.card, request.stop) for choice in request.choices]
         self.cached_tokens = 0
         self._updates: dict[int, ChoiceUpdate] = {}
         self._updated = asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: ApiError | None = None
         self._running = 0
-        placement = CardPlacement(fleet, request.card)
-        self._runs = [self._run(choice, placement, metrics, config) for choice in self.choices]
+        self._runs = [self._run(choice, fleet, metrics, config) for choice in self.choices]
 
     def _run(
-        self, choice: Choice, placement: CardPlacement[ModelCard], metrics: RouterMetrics, config: RouterConfig
-    ) -> ChoiceRun[ReplicaState[ModelCard]]:
-        request, model = self.request, self.request.card.model
+        self, choice: Choice, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
+    ) -> ChoiceRun[ModelCard]:
         retry: RetryState[ReplicaState[ModelCard]] = RetryState(
-            model, config.max_attempts, config.migration_limit, config.migration_patience_seconds
+            choice.request.model, config.max_attempts, config.migration_limit, config.migration_patience_seconds
         )
-        return ChoiceRun(
-            RunRequest(
-                label=request.label,
-                model=model,
-                revision=request.card.revision,
-                tenant_salt=request.tenant.salt,
-                prompt_token_ids=choice.plan.prompt.token_ids,
-                sampling=choice.plan.sampling,
-                deadline_seconds=request.deadline_seconds,
-            ),
-            choice,
-            placement,
-            retry,
-            LoopTimers(),
-            _ChoiceListener(self, choice, metrics),
-        )
+        return ChoiceRun(choice.request, choice, fleet, retry, LoopTimers(), _ChoiceListener(self, choice, metrics))
 
     @property
     def done(self) -> bool:
@@ -119,12 +102,6 @@ class Generation:
             waiting.extend(update)
         self._updated.set()
 
-    def add_cached_tokens(self, plan: ChoicePlan, cached: int) -> None:
-        """Counts each prompt once in usage: only its first choice's cached tokens are added."""
-        first = next(other for other in self.request.choices if other.prompt is plan.prompt)
-        if first is plan:
-            self.cached_tokens += cached
-
     def choice_ended(self, failure: Exception | None) -> None:
         """One choice is complete, or failed."""
         if failure is not None:
@@ -152,7 +129,7 @@ class _ChoiceListener:
         self._generation = generation
         self._choice = choice
         self._metrics = metrics
-        self._model = generation.request.card.model
+        self._model = choice.request.model
         self._observer = metrics.choice_observer(self._model, time.monotonic())
 
     def placed(self, replica_id: str) -> None:
@@ -161,8 +138,8 @@ class _ChoiceListener:
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> None:
-        if attempt.first is not None and not self._choice.output_token_ids:
-            self._generation.add_cached_tokens(self._choice.plan, attempt.first.cached_tokens)
+        if not self._choice.output_token_ids and is_first(self._choice.request):  # usage counts each prompt once
+            self._generation.cached_tokens += attempt.cached_tokens
         self._observer.add_tokens(len(token_ids))
         update = self._choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
@@ -173,8 +150,8 @@ class _ChoiceListener:
             self._metrics.rebalanced(self._model)
         elif begun and outcome is Outcome.LOST:
             self._metrics.migrated(self._model)
-            label, index = self._generation.request.label, self._choice.plan.index
-            log.info("stream moves", request=label, choice=index, lost=replica_id)
+            request = self._choice.request
+            log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
         else:
             self._metrics.retried(self._model, outcome.value)
 
@@ -193,8 +170,8 @@ class LoopTimers:
     def now(self) -> float:
         return time.monotonic()
 
-    def soon(self, call: Callable[[], None]) -> asyncio.Handle:
-        return self._loop.call_soon(call)
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
+        return self._loop.call_soon(call).cancel
 
-    def after(self, seconds: float, call: Callable[[], None]) -> asyncio.Handle:
-        return self._loop.call_later(seconds, call)
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        return self._loop.call_later(seconds, call).cancel

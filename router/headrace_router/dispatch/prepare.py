@@ -1,5 +1,6 @@
 """From a checked body to a `GenerationRequest`: limits, defaults, tokenizing. One validator for every API (R5)."""
 
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,16 +8,20 @@ from typing import Any
 from headrace_proto.quantities import counted
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.access.auth import Tenant
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
-from headrace_router.dispatch.request import ChoicePlan, GenerationRequest, Prompt
+from headrace_router.core.sampling_options import API_DEFAULTS
+from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
-from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
+# Fields of a body that are sent as they are. logit_bias has other keys in JSON, and the seed may be drawn here.
+_SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_name} - {"logit_bias", "seed"}
 
 
 class Preparer:
@@ -52,7 +57,7 @@ class Preparer:
         sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
         token_ids = await self._pool.run(lambda: card.encode_chat(messages))
         asked = body.max_completion_tokens or body.max_tokens
-        return self._request(body, card, [Prompt(token_ids)], sampling, asked, None, tenant, label)
+        return self._request(body, card, [token_ids], sampling, asked, None, tenant, label)
 
     async def completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         """Raises ApiError; nothing was sent to a replica yet."""
@@ -70,21 +75,21 @@ class Preparer:
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, body.logprobs)
         if texts:
-            encoded = await self._pool.run(lambda: [card.encoder.encode_prompt(text) for text in texts])
-            prompts = [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+            ids = await self._pool.run(lambda: [card.encoder.encode_prompt(text) for text in texts])
         else:
             _check_ids([token_id for one in ids for token_id in one], card, "prompt")
-            prompts = [Prompt(one) for one in ids]
             if body.echo:
-                for prompt in prompts:
-                    prompt.text = await self._pool.run(lambda ids=prompt.token_ids: card.decode(ids))  # type: ignore[misc]
-        return self._request(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
+                texts = [await self._pool.run(functools.partial(card.decode, one)) for one in ids]
+        request = self._request(body, card, ids, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
+        if body.echo:
+            request.echoes = tuple(text for text in texts for _ in range(body.n or 1))
+        return request
 
     def _request(
         self,
         body: ChatBody | CompletionBody,
         card: ModelCard,
-        prompts: list[Prompt],
+        prompts: list[list[int]],
         sampling: Sampling,
         asked: int | None,
         api_default: int | None,
@@ -94,8 +99,8 @@ class Preparer:
         limits = self._limits
         count = (body.n or 1) * len(prompts)
         _at_most(count, limits.choices, "n", "choices (n x prompts)")
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if not all(prompt.token_ids for prompt in prompts):
+        longest = max(map(len, prompts))
+        if not all(prompts):
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
         self._check_length(longest, asked, card, "messages" if isinstance(body, ChatBody) else "prompt")
         available = card.max_model_len - longest
@@ -117,53 +122,40 @@ class Preparer:
                 param="min_tokens",
             )
         sampling.max_tokens = max_tokens
-        choices: list[ChoicePlan] = []
-        for prompt in prompts:
+        choices: list[ChoiceRequest] = []
+        for token_ids in prompts:
             # Each prompt gets its own seed: otherwise equal prompts would get equal answers.
             seed = secrets.randbits(64) if body.seed is None else body.seed % UINT64
             for copy in range(body.n or 1):
                 own = Sampling()
                 own.CopyFrom(sampling)
                 own.seed, own.choice_index = seed, copy
-                choices.append(ChoicePlan(len(choices), prompt, own))
-        return GenerationRequest(
-            card=card,
-            tenant=tenant,
-            label=label,
-            prompts=prompts,
-            choices=choices,
-            stop=_stops(body.stop),
-            deadline_seconds=limits.request_seconds,
-        )
+                choices.append(
+                    ChoiceRequest(
+                        label=label,
+                        model=card.model,
+                        revision=card.revision,
+                        tenant_salt=tenant.salt,
+                        prompt_token_ids=token_ids,
+                        sampling=own,
+                        index=len(choices),
+                        deadline_seconds=limits.request_seconds,
+                    )
+                )
+        return GenerationRequest(card, label, choices, _stops(body.stop))
 
     def _sampling(self, body: ChatBody | CompletionBody, card: ModelCard, logprobs: int | None) -> Sampling:
-        """Options; an option that the client omitted has the model's default, else the API's."""
+        """Options, by name; an option that the client omitted has the model's default, else the API's."""
         limits = self._limits
-
-        def chosen(name: str, default: float) -> float:
-            given = getattr(body, name)
-            return float(given if given is not None else card.defaults.get(name, default))
-
         self._check_stops(body.stop)
         _at_most(len(body.stop_token_ids or ()), limits.stop_token_ids, "stop_token_ids", "token ids")
         _check_ids(body.stop_token_ids or (), card, "stop_token_ids")
         _at_most(len(body.logit_bias or ()), limits.logit_bias_entries, "logit_bias", "entries")
         if logprobs is not None:
             _at_most(logprobs, limits.top_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs", "")
-        return Sampling(
-            temperature=chosen("temperature", 1.0),
-            top_p=chosen("top_p", 1.0),
-            top_k=int(chosen("top_k", 0)),
-            min_p=chosen("min_p", 0.0),
-            repetition_penalty=chosen("repetition_penalty", 1.0),
-            presence_penalty=chosen("presence_penalty", 0.0),
-            frequency_penalty=chosen("frequency_penalty", 0.0),
-            min_tokens=body.min_tokens or 0,
-            stop_token_ids=body.stop_token_ids or (),
-            ignore_eos=bool(body.ignore_eos),
-            logit_bias=_biases(body.logit_bias or {}, card),
-            logprobs=logprobs,
-        )
+        given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
+        options: dict[str, Any] = {**API_DEFAULTS, **card.defaults, **given}
+        return Sampling(**options, logit_bias=_biases(body.logit_bias or {}, card), logprobs=logprobs)
 
     def _check_length(self, prompt_tokens: int, asked: int | None, card: ModelCard, param: str) -> None:
         limit = card.max_model_len

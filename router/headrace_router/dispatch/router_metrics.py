@@ -160,8 +160,8 @@ class ChoiceObserver:
         metrics.end_to_end.labels(*labels).observe(time.monotonic() - self._began)
         if self._count > 1:
             metrics.per_token.labels(*labels).observe((self._last - self._first) / (self._count - 1))
-        if attempt.first is not None:
-            metrics.queued.labels(*labels).observe(attempt.first.queue_seconds)
+        if attempt.queue_seconds is not None:
+            metrics.queued.labels(*labels).observe(attempt.queue_seconds)
         metrics.success.labels(*labels, choice.finish_reason or "").inc()
 
 

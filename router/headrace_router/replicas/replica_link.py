@@ -1,14 +1,15 @@
 """The streams to the replicas: one gRPC connection updates each ReplicaState."""
 
 import asyncio
+import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import structlog
 
 from headrace_proto import CONTRACT_VERSION
+from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
 from headrace_proto.replica_pb2_grpc import ReplicaStub
@@ -37,9 +38,9 @@ class ReplicaLinks:
         self.stall_seconds = stall_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, replica: ReplicaState[ModelCard]) -> "ReplicaLink":
+    def open(self, member: Member) -> "ReplicaLink":
         """Starts to connect, and reconnects until the link is closed."""
-        link = ReplicaLink(self, replica)
+        link = ReplicaLink(self, member)
         self._tasks.add(link.task)
         link.task.add_done_callback(self._tasks.discard)
         return link
@@ -50,30 +51,28 @@ class ReplicaLinks:
 
 
 class ReplicaLink:
-    """Keeps a Serve stream open to one replica."""
+    """Keeps a Serve stream open to one replica, and its state up to date."""
 
-    def __init__(
-        self,
-        links: ReplicaLinks,
-        replica: ReplicaState[ModelCard],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, links: ReplicaLinks, member: Member) -> None:
         self._links = links
-        self._replica = replica
-        self._clock = clock
         self._wake = asyncio.Event()
-        replica.on_send = self._wake.set
-        self.task = asyncio.create_task(self._run(), name=f"replica {replica.address}")
+        self.state: ReplicaState[ModelCard] = ReplicaState(
+            member,
+            clock=time.monotonic,
+            new_id=lambda: secrets.token_bytes(16),  # attempt ids are random (RELIABILITY R12)
+            on_send=self._wake.set,
+        )
+        self.task = asyncio.create_task(self._run(), name=f"replica {member.address}")
 
     def close(self) -> None:
         """Ends the stream, which ends every attempt on it."""
         self.task.cancel()
 
     async def _run(self) -> None:
-        replica, backoff = self._replica, FIRST_BACKOFF
+        replica, backoff = self.state, FIRST_BACKOFF
         try:
             while True:
-                began = self._clock()
+                began = time.monotonic()
                 try:
                     await self._serve()
                     reason = "the replica ended the stream"
@@ -89,7 +88,7 @@ class ReplicaLink:
                 if replica.retired:
                     return
                 log.warning("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
-                backoff = FIRST_BACKOFF if self._clock() - began > 5 else min(2 * backoff, LAST_BACKOFF)
+                backoff = FIRST_BACKOFF if time.monotonic() - began > 5 else min(2 * backoff, LAST_BACKOFF)
                 await asyncio.sleep(backoff)
         finally:
             replica.disconnect()
@@ -101,7 +100,7 @@ class ReplicaLink:
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        async with grpc.aio.insecure_channel(self._replica.address, options=options) as channel:
+        async with grpc.aio.insecure_channel(self.state.address, options=options) as channel:
             # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()
@@ -129,10 +128,10 @@ class ReplicaLink:
         if facts is None:
             raise ModelFactsError("the replica described no model")
         card = await cards.card(facts, bytes(tokenizer_json))
-        self._replica.describe(facts, card)
+        self.state.describe(facts, card)
 
     async def _read(self, call: Any) -> None:
-        replica = self._replica
+        replica = self.state
         while True:
             async with asyncio.timeout(replica.stall_limit(self._links.stall_seconds)):
                 frame: ReplicaFrame | Any = await call.read()
@@ -146,7 +145,7 @@ class ReplicaLink:
 
     async def _write(self, call: Any) -> None:
         while True:
-            frame = self._replica.outbox.take()
+            frame = self.state.outbox.take()
             if frame is None:
                 self._wake.clear()
                 await self._wake.wait()

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
+from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.text_encoder import TextEncoder
@@ -41,7 +42,7 @@ class ModelCard:
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = frozenset(facts.eos_token_ids)
-        self.defaults: dict[str, float] = {field.name: value for field, value in facts.defaults.ListFields()}
+        self.defaults = default_options(facts)
         self.tokens = loaded.tokens
         self._tokenizer = loaded.tokenizer
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)

@@ -57,7 +57,7 @@ class StreamOptions(_Body):
     include_usage: StrictBool | None = None
 
 
-class _Options(_Body, SamplingOptions):
+class RequestOptions(_Body, SamplingOptions):
     """Fields of both chats and completions. A sampling option that is omitted has the model's default."""
 
     model: StrictStr = Field(min_length=1, max_length=512)
@@ -85,7 +85,7 @@ class ChatMessage(_Body):
     name: StrictStr | None = Field(default=None, max_length=256)
 
 
-class ChatBody(_Options):
+class ChatBody(RequestOptions):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
@@ -97,7 +97,7 @@ class ChatBody(_Options):
     prompt_cache_key: StrictStr | None = Field(default=None, description="a label")
 
 
-class CompletionBody(_Options):
+class CompletionBody(RequestOptions):
     """POST /v1/completions."""
 
     prompt: PromptInput

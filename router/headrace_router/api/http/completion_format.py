@@ -11,15 +11,13 @@ from headrace_router.dispatch.generation import Generation
 class CompletionFormat:
     """`text_completion`, which streams the same object piece by piece."""
 
-    def __init__(
-        self, generation: Generation, ident: str, created: int, *, logprobs: bool, ids: bool, usage: bool, echo: bool
-    ):
+    def __init__(self, generation: Generation, ident: str, created: int, *, logprobs: bool, ids: bool, usage: bool):
         card = generation.request.card
         self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
         self._logprobs = logprobs
         self._ids = ids
-        self._echoes = [plan.prompt.text if echo else "" for plan in generation.request.choices]
+        self._echoes = generation.request.echoes or ("",) * len(generation.choices)
         self._offsets = [len(text) for text in self._echoes]
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if usage else b"]}\n\n"

@@ -60,7 +60,6 @@ def generate_routes(services: Services) -> APIRouter:
                 logprobs=body.logprobs is not None,
                 ids=bool(body.return_token_ids),
                 usage=include_usage,
-                echo=bool(body.echo),
             ),
             stream=bool(body.stream),
             include_usage=include_usage,

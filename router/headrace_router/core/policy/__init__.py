@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from headrace_router.core.policy.interface import Candidate, Policy, Work
+from headrace_router.core.policy.interface import Candidate, Policy
 from headrace_router.core.policy.least_load import LeastLoad
 from headrace_router.core.policy.round_robin import RoundRobin
 
-__all__ = ["POLICIES", "Candidate", "LeastLoad", "Policy", "PolicyName", "RoundRobin", "Work"]
+__all__ = ["POLICIES", "Candidate", "LeastLoad", "Policy", "PolicyName", "RoundRobin"]
 
 POLICIES: dict[str, type[Policy]] = {
     "least-load": LeastLoad,

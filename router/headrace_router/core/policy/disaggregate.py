@@ -9,10 +9,10 @@ known rate is used for it, or a constant guess for all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from headrace_proto.replica_pb2 import Load
+from headrace_router.core.policy.interface import Candidate
 
 HORIZON_SECONDS = 1.0  # of delay to one stream
 TRANSFER_SECONDS = 0.005  # the fetch request, and the transfer of the last chunk
@@ -23,65 +23,33 @@ GUESS_SECONDS = 0.001  # per token, until any replica has computed some
 Mode = Literal["auto", "always", "off"]
 
 
-class Source(Protocol):
-    """A prefill replica."""
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def remote_prompt_tokens(self) -> int:
-        """Tokens of prompts that were assigned to it and are not known to be computed."""
-
-
-class Target(Protocol):
-    """The replica that will answer."""
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def unreported(self) -> int:
-        """Attempts that were sent and that its reported load cannot include yet."""
-
-    @property
-    def unreported_tokens(self) -> int:
-        """Tokens of these attempts that will be computed there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The tokens to compute, output of earlier attempts included."""
-
-    tokens: int
-
-
-def choose_source(prompt: Prompt, target: Target, sources: Sequence[Source], mode: Mode = "auto") -> int | None:
+def choose_source(tokens: int, target: Candidate, sources: Sequence[Candidate], mode: Mode = "auto") -> int | None:
     """The index of the fastest source, or None when the target should compute the prompt itself.
 
-    `always` only chooses among sources; short prompts stay at the target in this mode, too.
+    tokens: to compute, output of earlier attempts included. `always` only chooses among sources; short prompts stay at
+    the target in this mode, too.
     """
-    if mode == "off" or prompt.tokens < LEAST_TOKENS or not sources:
+    if mode == "off" or tokens < LEAST_TOKENS or not sources:
         return None
     known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
     fallback = min(known, default=GUESS_SECONDS)
-    seconds = [_source_seconds(prompt, source, _rate(source.load) or fallback) for source in sources]
+    seconds = [_source_seconds(tokens, source, _rate(source.load) or fallback) for source in sources]
     best = seconds.index(min(seconds))
     if mode == "always":
         return best
-    return best if seconds[best] < _target_seconds(prompt, target, _rate(target.load) or fallback) else None
+    return best if seconds[best] < _target_seconds(tokens, target, _rate(target.load) or fallback) else None
 
 
 def _rate(load: Load) -> float:
     return load.step_model.per_prefill_token_ms / 1e3
 
 
-def _target_seconds(prompt: Prompt, target: Target, rate: float) -> float:
-    delay = min(prompt.tokens * rate, HORIZON_SECONDS)
+def _target_seconds(tokens: int, target: Candidate, rate: float) -> float:
+    delay = min(tokens * rate, HORIZON_SECONDS)
     queue = target.load.waiting_tokens + target.unreported_tokens
-    return (queue + prompt.tokens) * rate + (target.load.running + target.unreported) * delay
+    return (queue + tokens) * rate + (target.load.running + target.unreported) * delay
 
 
-def _source_seconds(prompt: Prompt, source: Source, rate: float) -> float:
+def _source_seconds(tokens: int, source: Candidate, rate: float) -> float:
     queue = max(source.load.waiting_tokens, source.remote_prompt_tokens)
-    return (queue + prompt.tokens * (1 + TRANSFER_SHARE)) * rate + TRANSFER_SECONDS
+    return (queue + tokens * (1 + TRANSFER_SHARE)) * rate + TRANSFER_SECONDS

@@ -1,21 +1,11 @@
-"""The interface of a placement policy and its inputs."""
+"""The interface of a placement policy, and what policies read of a replica."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_proto.replica_pb2 import Load
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is to be placed."""
-
-    prompt_token_ids: Sequence[int]
-    output_tokens_so_far: int
-    tenant_salt: bytes
-    max_tokens: int
+from headrace_router.core.choice_request import ChoiceRequest
 
 
 class Candidate(Protocol):
@@ -32,10 +22,18 @@ class Candidate(Protocol):
     def unreported(self) -> int:
         """Attempts that were sent and that its reported load cannot include yet."""
 
+    @property
+    def unreported_tokens(self) -> int:
+        """Tokens of these attempts that will be computed there."""
+
+    @property
+    def remote_prompt_tokens(self) -> int:
+        """Tokens of prompts that other replicas fetch from it, not known to be computed."""
+
 
 class Policy(ABC):
     """Chooses the replica for a request. Pure: no clock, no I/O; called on the event loop, so it must be quick."""
 
     @abstractmethod
-    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
-        """The index of the best of at least one candidate."""
+    def choose(self, candidates: Sequence[Candidate], request: ChoiceRequest, output_tokens: int) -> int:
+        """The index of the best of at least one candidate. output_tokens: of earlier attempts, to be computed again."""

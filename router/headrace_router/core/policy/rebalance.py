@@ -8,25 +8,15 @@ blocks fetched by its new replica.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace_proto.replica_pb2 import Load
+from headrace_router.core.policy.interface import Candidate
 
 PAUSE_SECONDS = 0.5  # between two moves away from one replica: the reported loads must include the last one first
 COLD_USAGE = 0.6  # KV in use at most on the replica that a stream moves to
 USAGE_STEP = 0.2  # at least this much less than on the replica that it leaves
 FEWER_STREAMS = 4
 SLOWER_STEPS = 1.5
-
-
-class Member(Protocol):
-    """A replica that is ready to answer."""
-
-    @property
-    def replica_id(self) -> str: ...
-
-    @property
-    def load(self) -> Load: ...
 
 
 @dataclass(slots=True)
@@ -36,7 +26,7 @@ class Rebalancer:
     _preemptions: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
 
-    def choose_moves(self, members: Sequence[Member], now: float) -> list[tuple[int, int]]:
+    def choose_moves(self, members: Sequence[Candidate], now: float) -> list[tuple[int, int]]:
         """Pairs of member indices (from, to): one stream should move for each."""
         moves = []
         for index, member in enumerate(members):

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from headrace_router.core.policy.interface import Candidate, Policy, Work
+from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.policy.interface import Candidate, Policy
 
 
 class RoundRobin(Policy):
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: ChoiceRequest, output_tokens: int) -> int:
         self._turn += 1
         return self._turn % len(candidates)

@@ -1,9 +1,11 @@
 """The defaults of honoured fields, as text for docs/api.md. Data only."""
 
+from headrace_router.core.sampling_options import API_DEFAULTS
+
 DEFAULTS: dict[str, str] = {
+    **{name: f"the model's, else {value:g}" for name, value in API_DEFAULTS.items()},
     "best_of": "n",
     "echo": "false",
-    "frequency_penalty": "the model's, else 0",
     "ignore_eos": "false",
     "include_usage": "false",
     "logit_bias": "none",
@@ -11,13 +13,10 @@ DEFAULTS: dict[str, str] = {
     "max_completion_tokens": "max_tokens",
     "max_tokens": "the model's, else the rest of the context (chat) or 16 (completions)",
     "metadata": "none",
-    "min_p": "the model's, else 0",
     "min_tokens": "0",
     "n": "1",
     "name": "none",
-    "presence_penalty": "the model's, else 0",
     "prompt_cache_key": "none",
-    "repetition_penalty": "the model's, else 1",
     "return_token_ids": "false",
     "safety_identifier": "none",
     "seed": "random",
@@ -25,9 +24,6 @@ DEFAULTS: dict[str, str] = {
     "stop_token_ids": "none",
     "stream": "false",
     "stream_options": "none",
-    "temperature": "the model's, else 1",
-    "top_k": "the model's, else 0",
     "top_logprobs": "0",
-    "top_p": "the model's, else 1",
     "user": "none",
 }
