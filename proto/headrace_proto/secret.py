@@ -6,6 +6,8 @@ from typing import Any
 
 import grpc
 
+from headrace_proto.call_refusal import unauthenticated_handler
+
 SECRET_KEY = "headrace-secret"
 
 
@@ -38,24 +40,4 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         if secret_matches(handler_call_details.invocation_metadata, self._secret):
             return await continuation(handler_call_details)
         handler = await continuation(handler_call_details)
-        return _refusal(handler)
-
-
-def _refusal(handler: Any) -> Any:
-    """A handler of the same kind as `handler` that aborts every call with UNAUTHENTICATED."""
-
-    async def refuse_unary(_request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
-
-    async def refuse_stream(_request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
-        yield None
-
-    request_streams = handler is not None and handler.request_streaming
-    if handler is not None and handler.response_streaming:
-        if request_streams:
-            return grpc.stream_stream_rpc_method_handler(refuse_stream)
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    if request_streams:
-        return grpc.stream_unary_rpc_method_handler(refuse_unary)
-    return grpc.unary_unary_rpc_method_handler(refuse_unary)
+        return unauthenticated_handler(handler, "the cluster's secret is missing or wrong")

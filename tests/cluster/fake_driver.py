@@ -12,7 +12,7 @@ from headrace_cluster.core.rank_config import ProfileOutcome
 from headrace_cluster.core.reconciler import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.pools import Role
+from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 SECRET = b"a secret of this test"

@@ -14,10 +14,10 @@ import grpc
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
+from headrace_proto.role import parse_role
 from headrace_proto.secret import secret_matches
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
-from headrace_worker.core.role import role_number
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
@@ -121,7 +121,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             model=self.config.model,
             revision="r1",
             dtype="float32",
-            role=role_number(self.role),
+            role=parse_role(self.role).number,
         )
         state = pb.REPLICA_STATE_DRAINING if self.draining else pb.REPLICA_STATE_READY
         load = pb.Load(running=self.running, predicted_step_ms=10)

@@ -19,9 +19,9 @@ from headrace_cluster.core.rank_config import RankReport, fingerprint
 from headrace_cluster.core.reconciler import Launch, Reconciler, State, Stop, desired_replicas
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_cluster.spec.pools import Role
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
+from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 Eventually = Callable[..., Awaitable[Any]]

@@ -12,8 +12,8 @@ from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import defaults_rows
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.pools import Role
 from headrace_cluster.spec.settings import build_spec
+from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 

@@ -14,7 +14,7 @@ from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOu
 from headrace_cluster.errors import RoleError
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
-from headrace_cluster.spec.pools import Role
+from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport
 

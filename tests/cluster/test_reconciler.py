@@ -14,8 +14,8 @@ from headrace_cluster.core.reconciler import (
     desired_replicas,
 )
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_cluster.spec.pools import Role
 from headrace_cluster.spec.process_specs import HealthSpec
+from headrace_proto.role import Role
 
 HEALTH = HealthSpec()
 EVENTS = ("ready", "die", "fail", "silence", "stall", "hold", "release", "stopped")

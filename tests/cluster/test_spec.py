@@ -8,8 +8,9 @@ import pytest
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import default_name
-from headrace_cluster.spec.pools import Pool, Role
+from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.sizes import format_bytes, parse_bytes
+from headrace_proto.role import Role
 
 
 def test_an_empty_spec_serves_the_embedded_model() -> None:

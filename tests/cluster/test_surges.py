@@ -9,8 +9,8 @@ from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Action, Launch, Record, State, Stop
 from headrace_cluster.core.surges import CONNECT_SECONDS, STABLE_CONNECTION_SECONDS
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_cluster.spec.pools import Role
 from headrace_cluster.spec.process_specs import HealthSpec
+from headrace_proto.role import Role
 
 HEALTH = HealthSpec(silence_seconds=100)
 FIRST, SECOND, THIRD = (ReplicaName("smollm2-0", generation) for generation in (1, 2, 3))

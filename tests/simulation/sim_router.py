@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 MAINTENANCE_SECONDS = 0.1  # between two checks of all replicas
 RECONNECT_SECONDS = 0.1
-STALL_SECONDS = 2.0  # without a step until a stream is closed
 
 
 class Phase(Enum):
@@ -250,7 +249,7 @@ class SimLink:
     def check_stall(self) -> None:
         """A stream without steps is closed, as the production link's read times out."""
         state = self.state
-        if self.stream is not None and state.connected and state.seconds_since_step > state.stall_limit(STALL_SECONDS):
+        if self.stream is not None and state.connected and state.stalled:
             self.stream.disconnect()
 
     def received(self, frame: pb.ReplicaFrame) -> None:

@@ -10,6 +10,7 @@ import structlog
 
 from headrace_kernels import describe
 from headrace_proto.errors import EngineDeadError, HeadraceError
+from headrace_proto.role import parse_role
 from headrace_worker.assembly.assemble import RankPart, assemble, assemble_part
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.stepping import choose_recorder
@@ -18,7 +19,6 @@ from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.core.engine import RunnerBrokenError
 from headrace_worker.core.kv.sizing import KvSize
-from headrace_worker.core.role import role_number
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
@@ -151,7 +151,7 @@ class Replica:
         except BaseException:
             server.stop()
             raise
-        loop.exchange(lambda exchange: exchange.compute_for_others(config.role != "decode"))
+        loop.exchange(lambda exchange: exchange.compute_for_others(parse_role(config.role).prefills))
         loop.start()
         if self._team is not None:
             self._team.detector.on_loss(loop.abandon)
@@ -213,16 +213,15 @@ class Replica:
         if failure is not None:
             raise EngineDeadError(f"the step loop ended: {type(failure).__name__}") from failure
 
-    def set_role(self, role: str) -> None:
+    def set_role(self, name: str) -> None:
         """On rank 0, from any thread: changes the replica's role for routers; current requests continue.
-
 
         Raises UnknownRoleError.
         """
-        number = role_number(role)
+        role = parse_role(name)
         if self._description is not None and self._loop is not None:
-            self._description.set_role(number)
-            self._loop.exchange(lambda exchange: exchange.compute_for_others(role != "decode"))
+            self._description.set_role(role.number)
+            self._loop.exchange(lambda exchange: exchange.compute_for_others(role.prefills))
 
     def drain(self) -> None:
         """Refuses new requests; current ones continue."""

@@ -9,14 +9,7 @@ from headrace_cluster.core.driver import ReplicaDriver
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Record, State, another_answers
 from headrace_cluster.errors import RoleError
-from headrace_cluster.spec.pools import Role
-from headrace_proto import replica_pb2
-
-ROLE_NUMBERS = {
-    Role.BOTH: replica_pb2.ROLE_BOTH,
-    Role.PREFILL: replica_pb2.ROLE_PREFILL,
-    Role.DECODE: replica_pb2.ROLE_DECODE,
-}
+from headrace_proto.role import Role, UnknownRoleError, parse_role
 
 
 def no_such_replica(records: Mapping[str, Record], replica_id: str) -> str:
@@ -54,11 +47,13 @@ class Roles:
 
     def _check(self, replica_id: str, new_role: str) -> tuple[Record, Role]:
         records = self._reconciler.records
-        if new_role not in list(Role):
-            raise RoleError(f"a role is prefill, decode or both, not {new_role!r}")
+        try:
+            role = parse_role(new_role)
+        except UnknownRoleError as error:
+            raise RoleError(str(error)) from None
         if replica_id not in records:
             raise RoleError(no_such_replica(records, replica_id))
-        record, role = records[replica_id], Role(new_role)
+        record = records[replica_id]
         if record.state is not State.READY or record.held:
             raise RoleError(f"{replica_id} is {record.state}: its role can be changed while it is ready")
         if self._reconciler.surges.following(record) is not None:

@@ -13,7 +13,7 @@ from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
 from headrace_cluster.controller.health import STATES, watch_health
 from headrace_cluster.controller.members import PROTO_STATES, Membership
-from headrace_cluster.controller.roles import ROLE_NUMBERS, Roles
+from headrace_cluster.controller.roles import Roles
 from headrace_cluster.controller.status import build_status, profile_document, replica_status, router_status
 from headrace_cluster.core.adoption import restore_records, take_snapshot
 from headrace_cluster.core.driver import (
@@ -289,7 +289,7 @@ class Supervisor:
                 continue
             state = PROTO_STATES[record.state]
             member = control_pb2.Member(identity=build.health.identity, address=build.started.address, state=state)
-            member.identity.role = ROLE_NUMBERS[record.role]  # a health message may be older than the last flip
+            member.identity.role = record.role.number  # a health message may be older than the last flip
             members.append(member)
         models = [
             control_pb2.ModelEntry(name=model.name, aliases=model.aliases, created=self._created)

@@ -12,7 +12,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
-from headrace_cluster.spec.pools import Role
+from headrace_proto.role import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.pools import Role
 from headrace_proto.errors import HeadraceError
+from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaStarted
 
 STOP_SECONDS = 5.0

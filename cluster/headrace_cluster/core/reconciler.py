@@ -14,10 +14,10 @@ from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record,
 from headrace_cluster.core.surges import Surges
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
+from headrace_proto.stall import stall_limit
 
 __all__ = ["Action", "DesiredReplica", "Launch", "Reconciler", "Record", "State", "Stop", "desired_replicas"]
 
-STALL_STEPS = 4.0  # predicted steps without a health message until a replica is unhealthy, if longer than the spec's
 FAILURE_WINDOW_SECONDS = 300.0
 CRASH_LOOP_FAILURES = 3
 BACKOFF_LIMIT_SECONDS = 60.0
@@ -125,7 +125,7 @@ class Reconciler:
             return
         record.last_health = now
         record.connected = (record.connected or now) if connected else None
-        record.silence_limit = max(self._health.silence_seconds, STALL_STEPS * step_seconds)
+        record.silence_limit = stall_limit(step_seconds, self._health.silence_seconds)
         if state is State.READY:
             record.ever_ready = True
             record.cause = ""

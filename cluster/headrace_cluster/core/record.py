@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.pools import Role
+from headrace_proto.role import Role
 
 
 class State(StrEnum):

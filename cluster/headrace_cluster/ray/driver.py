@@ -36,8 +36,8 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.pools import Role
 from headrace_proto.logs import LogConfig
+from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 _CALLS = 8  # of a rank at a time: start, wait, and short ones

@@ -19,7 +19,7 @@ from headrace_cluster.errors import RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
-from headrace_cluster.spec.pools import Role
+from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from headrace_cluster.spec.flag import flag
-from headrace_cluster.spec.pools import Pool, Role
+from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import Bytes, Section
+from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
 
 EMBEDDED_MODEL = "smollm2"

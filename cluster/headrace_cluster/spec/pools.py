@@ -1,20 +1,8 @@
-"""Roles of replicas, and the pools of a spec. A role only affects scheduling: every replica can do both."""
+"""The pools of a spec."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Role(StrEnum):
-    """What routers use a replica for."""
-
-    BOTH = "both"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def decodes(self) -> bool:
-        """Whether routers place requests on such a replica."""
-        return self is not Role.PREFILL
+from headrace_proto.role import Role
 
 
 @dataclass(frozen=True, slots=True)

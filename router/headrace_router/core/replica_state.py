@@ -15,13 +15,10 @@ from headrace_proto.replica_pb2 import (
     Role,
     Submit,
 )
+from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.outbox import Outbox
 from headrace_router.core.sampling_options import default_options
-
-STALL_SECONDS = 2.0
-STALL_STEPS = 4.0
-
 
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
 
@@ -98,11 +95,15 @@ class ReplicaState(Generic[C]):
     @property
     def stalled(self) -> bool:
         """Whether the step loop has not moved for longer than a long step would explain."""
-        return self.seconds_since_step > self.stall_limit(STALL_SECONDS)
+        return self.stalled_for(STALL_SECONDS)
+
+    def stalled_for(self, seconds: float) -> bool:
+        """Whether it is stalled by a limit of at least `seconds`."""
+        return self.seconds_since_step > self.stall_limit(seconds)
 
     def stall_limit(self, seconds: float) -> float:
-        """At least `seconds`, and at least the predicted time of a few steps."""
-        return max(seconds, STALL_STEPS * self.load.predicted_step_ms / 1e3)
+        """Seconds without a step until it counts as stalled, at least `seconds`."""
+        return stall_limit(self.load.predicted_step_ms / 1e3, seconds)
 
     @property
     def ready(self) -> bool:

@@ -138,7 +138,7 @@ class ReplicaLink:
             if frame is grpc.aio.EOF:
                 return
             stepped = replica.receive(frame)
-            if not stepped and replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
+            if not stepped and replica.stalled_for(self._links.stall_seconds):
                 raise ConnectionError("the replica sends frames, but its step loop does not advance")
             if frame.HasField("hello"):
                 log.info("replica connected", replica=replica.replica_id, address=replica.address)

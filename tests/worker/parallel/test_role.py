@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headrace_proto.role import UnknownRoleError
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.role import UnknownRoleError
 from headrace_worker.replica import Replica
 
 

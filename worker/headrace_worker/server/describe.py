@@ -4,10 +4,10 @@ from blake3 import blake3
 from google.protobuf.json_format import ParseDict
 
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.role import parse_role
 from headrace_worker.assembly.assemble import Assembly
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
-from headrace_worker.core.role import role_number
 from headrace_worker.server.description import Description
 
 
@@ -24,7 +24,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Descr
         dtype=model.dtype_name,
         kv_dtype=model.dtype_name,
         kv_layout=_layout_message(model.layout),
-        role=role_number(config.role),
+        role=parse_role(config.role).number,
     )
     message = pb.ModelFacts(
         identity=identity,

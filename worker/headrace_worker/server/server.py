@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
+from headrace_proto.address import host_port
 from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import add_ReplicaServicer_to_server
 from headrace_proto.secret import SecretInterceptor
@@ -65,19 +66,19 @@ class ReplicaServer:
         self._servicer = servicer
         server = grpc.aio.server(interceptors=[SecretInterceptor(self._secret)], options=OPTIONS)
         add_ReplicaServicer_to_server(servicer, server)
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = host_port(self._host, self._port)
         try:
-            port = server.add_insecure_port(f"{host}:{self._port}")
+            port = server.add_insecure_port(address)
         except RuntimeError:
             port = 0
         if port == 0:
             raise ListenError(
-                f"the replica cannot listen on {host}:{self._port}: the port is in use or the address is not this "
+                f"the replica cannot listen on {address}: the port is in use or the address is not this "
                 "machine's; choose another"
             )
         await server.start()
         self._server = server
-        return f"{host}:{port}"
+        return host_port(self._host, port)
 
     async def _stop(self) -> None:
         if self._servicer is not None:

@@ -9,6 +9,7 @@ import structlog
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
+from headrace_proto.stall import stall_limit
 from headrace_worker.assembly.loop import EngineLoop, StepReport
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.request import Finish, Output
@@ -22,9 +23,6 @@ from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_service import TransferService
 
 log = structlog.get_logger(__name__)
-
-STALL_SECONDS = 2.0
-STALL_FACTOR = 4.0
 
 
 class _RouterStream:
@@ -222,7 +220,7 @@ class Servicer(ReplicaServicer):
             state = pb.REPLICA_STATE_DEAD
         elif report is not None:
             silence = self._loop.clock() - self._last_at
-            stalled = silence > max(STALL_SECONDS, STALL_FACTOR * report.load.predicted_step)
+            stalled = silence > stall_limit(report.load.predicted_step)
             ready = pb.REPLICA_STATE_DRAINING if report.draining else pb.REPLICA_STATE_READY
             state = pb.REPLICA_STATE_UNHEALTHY if stalled else ready
         return pb.ReplicaHealth(

@@ -9,6 +9,7 @@ import structlog
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
+from headrace_proto.call_refusal import unauthenticated_handler
 from headrace_proto.inference_pb2 import (
     GenerateEvent,
     GenerateOptions,
@@ -48,7 +49,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         given = _authorization(handler_call_details.invocation_metadata)
         if method.startswith(HEALTH_PREFIX) or self._auth.tenant(given) is not None:
             return await continuation(handler_call_details)
-        return _refusal(await continuation(handler_call_details))
+        sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
+        return unauthenticated_handler(await continuation(handler_call_details), sentence)
 
 
 class InferenceService(InferenceServicer):
@@ -172,22 +174,3 @@ def _authorization(metadata: Any) -> bytes | None:
         if key == "authorization":
             return value if isinstance(value, bytes) else value.encode()
     return None
-
-
-def _refusal(handler: Any) -> Any:
-    """A handler of the same kind that aborts every call with UNAUTHENTICATED."""
-    text = "send a valid API key in the metadata 'authorization: Bearer KEY'"
-
-    async def refuse_unary(_request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    async def refuse_stream(_request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-        yield None
-
-    streams_in = handler is not None and handler.request_streaming
-    if handler is not None and handler.response_streaming:
-        make = grpc.stream_stream_rpc_method_handler if streams_in else grpc.unary_stream_rpc_method_handler
-        return make(refuse_stream)
-    make = grpc.stream_unary_rpc_method_handler if streams_in else grpc.unary_unary_rpc_method_handler
-    return make(refuse_unary)

@@ -1,0 +1,9 @@
+"""When a replica counts as stalled: its step loop has not moved for longer than a long step would explain."""
+
+STALL_SECONDS = 2.0
+STALL_STEPS = 4.0
+
+
+def stall_limit(predicted_step_seconds: float, at_least: float = STALL_SECONDS) -> float:
+    """Seconds without a step after which a replica is stalled, from the time that it predicts for the next one."""
+    return max(at_least, STALL_STEPS * predicted_step_seconds)
