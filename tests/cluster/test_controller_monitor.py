@@ -9,8 +9,8 @@ from headrace_cluster.launch.controller_monitor import RESTART_SECONDS, WINDOW_S
 from headrace_proto.errors import HeadraceError, ListenError
 
 
-class _Session:
-    """A cluster whose controller is alive or lost."""
+class _Controller:
+    """Alive or lost, until it is started again."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -35,7 +35,7 @@ class _Session:
             failures={},
         )
 
-    def restart_controller(self, snapshot: ControllerSnapshot | None) -> None:
+    def restart(self, snapshot: ControllerSnapshot | None) -> None:
         self.restarts.append(snapshot.created if snapshot is not None else None)
         if self.failures:
             raise self.failures.pop(0)
@@ -43,13 +43,13 @@ class _Session:
 
 
 class _Bench:
-    """A monitor with its session, its clock and its messages."""
+    """A monitor with its controller, its clock and its messages."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.messages: list[str] = []
-        self.session = _Session()
-        self.monitor = ControllerMonitor(self.session, self.messages.append, lambda: self.now)
+        self.controller = _Controller()
+        self.monitor = ControllerMonitor(self.controller, self.messages.append, lambda: self.now)
 
     def wait(self, seconds: float) -> View | None:
         """The first view within `seconds`, with ten polls per second."""
@@ -68,11 +68,11 @@ def bench() -> _Bench:
 
 def test_the_next_controller_receives_the_last_snapshot(bench: _Bench) -> None:
     assert bench.monitor.poll() is not None
-    bench.session.created = 2
+    bench.controller.created = 2
     bench.monitor.poll()
-    bench.session.alive = False
-    assert bench.monitor.poll() is None and bench.session.restarts == []
-    assert bench.monitor.poll() is not None and bench.session.restarts == [2]
+    bench.controller.alive = False
+    assert bench.monitor.poll() is None and bench.controller.restarts == []
+    assert bench.monitor.poll() is not None and bench.controller.restarts == [2]
     assert bench.messages == [
         "the controller's process ended; starting another one now, serving goes on",
         "a new controller runs",
@@ -80,16 +80,16 @@ def test_the_next_controller_receives_the_last_snapshot(bench: _Bench) -> None:
 
 
 def test_without_a_view_there_is_no_snapshot(bench: _Bench) -> None:
-    bench.session.alive = False
-    assert bench.wait(1) is not None and bench.session.restarts == [None]
+    bench.controller.alive = False
+    assert bench.wait(1) is not None and bench.controller.restarts == [None]
 
 
 def test_a_failed_restart_is_repeated_later(bench: _Bench) -> None:
-    bench.session.alive = False
-    bench.session.failures = [ListenError("port 8002 is in use")]
+    bench.controller.alive = False
+    bench.controller.failures = [ListenError("port 8002 is in use")]
     began = bench.now
     assert bench.wait(10) is not None
-    assert len(bench.session.restarts) == 2 and bench.now - began >= RESTART_SECONDS[1]
+    assert len(bench.controller.restarts) == 2 and bench.now - began >= RESTART_SECONDS[1]
     assert "port 8002 is in use; starting another one in 1 s, serving goes on" in bench.messages
 
 
@@ -97,7 +97,7 @@ def test_a_crash_loop_ends_the_cluster(bench: _Bench) -> None:
     waits = []
     with pytest.raises(ControllerFailedError, match="6th time"):
         while True:
-            bench.session.alive = False
+            bench.controller.alive = False
             began = bench.now
             assert bench.wait(20) is not None
             waits.append(round(bench.now - began))
@@ -106,7 +106,7 @@ def test_a_crash_loop_ends_the_cluster(bench: _Bench) -> None:
 
 def test_earlier_losses_do_not_count(bench: _Bench) -> None:
     for _ in range(3 * len(RESTART_SECONDS)):
-        bench.session.alive = False
+        bench.controller.alive = False
         assert bench.wait(1) is not None
         bench.now += WINDOW_SECONDS
-    assert len(bench.session.restarts) == 3 * len(RESTART_SECONDS)
+    assert len(bench.controller.restarts) == 3 * len(RESTART_SECONDS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Record, State
 from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_cluster.errors import DrainError
-from headrace_cluster.launch import serve
+from headrace_cluster.launch import running_cluster
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
 
@@ -245,14 +246,13 @@ def test_progress_without_a_note_is_the_state_alone() -> None:
 
 def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[str, ...]] = []
-    monkeypatch.setattr(serve, "show_message", lambda *words, **facts: reported.append(words))
-    monkeypatch.setattr(serve, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: reported.append(words))
+    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
     failures = {"m-0": BUILT_AGAIN, "m-1": "killed"}
-    owner = serve.Serve(parse_spec({}))
-    view = SimpleNamespace(failures=failures, in_flight=0, stop_requested=True)
-    monkeypatch.setattr(owner._session, "check_ray", lambda: None)
-    monkeypatch.setattr(owner._monitor, "poll", lambda: view)
-    owner._watch()
+    view: Any = SimpleNamespace(failures=failures, in_flight=0, stop_requested=True)
+    ray, monitor = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=lambda: view)
+    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
+    cluster.watch(threading.Event())
     assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning")]
 
 

@@ -21,7 +21,6 @@ from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.state import ServeState
-from headrace_cluster.ray.session import ClusterSession
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.key_rules import KeyRules
 
@@ -135,11 +134,11 @@ def test_the_banner_has_commands_that_reach_this_server(server: ServeState, flag
 def test_a_serve_is_found_from_the_beginning_of_its_start(monkeypatch: pytest.MonkeyPatch, private_home: Path) -> None:
     seen: list[ServeState] = []
 
-    def connect(_session: ClusterSession) -> None:
+    def connect(*_: object) -> None:
         seen.extend(state.running())
         raise RayStartError("enough")
 
-    monkeypatch.setattr(ClusterSession, "connect", connect)
+    monkeypatch.setattr("headrace_cluster.launch.serve.connect", connect)
     monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
     monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
     spec = parse_spec({"cluster": "blue", "routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})

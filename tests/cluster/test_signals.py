@@ -18,9 +18,9 @@ def end():
     print("forced", "again" if signals.repeated else "late", flush=True)
     os._exit(99)
 
-signals = StopSignals(end)
-signals.time_limit = float(sys.argv[2]) if sys.argv[2] else None
-signals.interrupting = sys.argv[1] == "interrupted"
+signals = StopSignals(end, float(sys.argv[2]) if sys.argv[2] else None)
+if sys.argv[1] != "interrupted":
+    signals.enter_stop()
 signals.install()
 
 def stuck():  # like a call of a library that returns to Python only when it has finished

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from headrace_cluster.launch import preflight, start_checks
 from headrace_cluster.launch.preflight import Preflight
-from headrace_cluster.launch.start_checks import StartChecks
+from headrace_cluster.launch.start_checks import check_start
 from headrace_cluster.local import state
 from headrace_cluster.local.machine import Machine
 from headrace_cluster.local.ports import free_port
@@ -79,7 +79,7 @@ def spec(*models: dict[str, Any], **fields: Any) -> ClusterSpec:
 def run(cluster_spec: ClusterSpec) -> list[str]:
     """Runs the checks and returns the warnings."""
     warnings: list[str] = []
-    StartChecks(cluster_spec, with_router=True).run(lambda stage: None, warnings.append)
+    check_start(cluster_spec, lambda stage: None, warnings.append, with_router=True)
     return warnings
 
 
@@ -264,17 +264,15 @@ def test_checks_of_headers_take_a_second_and_no_torch(folder: Path) -> None:
     code = f"""
 import sys
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_cluster.launch.start_checks import StartChecks
+from headrace_cluster.launch.start_checks import check_start
 from headrace_proto.errors import HeadraceError
 ports = {{"routers": {{"port": 0, "grpc_port": 0}}, "admin": {{"port": 0}}}}
 for model in ({{}}, {{"source": {str(folder)!r}, "max_model_len": 65}}, {{"replicas": 41}}):
-    checks = StartChecks(parse_spec(ports | {{"models": [model]}}), with_router=True)
     try:
-        checks.run(lambda stage: None, print)
+        check_start(parse_spec(ports | {{"models": [model]}}), lambda stage: None, print, with_router=True)
         print("passed")
     except HeadraceError as error:
         print(error)
-    checks.close()
 print(sorted({{"torch", "transformers", "ray"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,14 +13,14 @@ RESTART_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0)  # delay before each attempt to star
 WINDOW_SECONDS = 120.0  # earlier losses do not count
 
 
-class MonitoredSession(Protocol):
-    """The part of a ClusterSession that a monitor uses."""
+class MonitoredController(Protocol):
+    """The part of a ControllerHandle that a monitor uses."""
 
     def view(self) -> View:
         """State of the cluster. Raises ControllerLostError."""
         ...
 
-    def restart_controller(self, snapshot: ControllerSnapshot | None) -> None:
+    def restart(self, snapshot: ControllerSnapshot | None) -> None:
         """Starts another controller. Raises HeadraceError."""
         ...
 
@@ -29,9 +29,12 @@ class ControllerMonitor:
     """For one thread. `poll` never waits for the next attempt: it is called repeatedly."""
 
     def __init__(
-        self, session: MonitoredSession, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        controller: MonitoredController,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session = session
+        self._controller = controller
         self._report = report
         self._clock = clock
         self._snapshot: ControllerSnapshot | None = None
@@ -47,14 +50,14 @@ class ControllerMonitor:
             if self._clock() < self._restart_at:
                 return None
             try:
-                self._session.restart_controller(self._snapshot)
+                self._controller.restart(self._snapshot)
             except HeadraceError as error:
                 self._record_loss(str(error))
                 return None
             self._restart_at = None
             self._report("a new controller runs")
         try:
-            view = self._session.view()
+            view = self._controller.view()
         except ControllerLostError as error:
             self._record_loss(str(error))
             return None

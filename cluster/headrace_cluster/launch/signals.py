@@ -16,18 +16,20 @@ SAME_SECONDS = 0.5  # a terminal and a parent process may both forward one Ctrl-
 
 
 class StopSignals:
-    """For the main thread. While `interrupting`, the first signal raises KeyboardInterrupt in it.
+    """For the main thread. Until `enter_stop`, the first signal raises KeyboardInterrupt in it.
 
     force: ends the process, whatever the main thread does; called by the reading thread after a second signal, or at
     the deadline.
     """
 
-    def __init__(self, force: Callable[[], None]) -> None:
+    def __init__(self, force: Callable[[], None], start_limit: float | None = None) -> None:
+        """start_limit: seconds from the first signal until `force` before `enter_serving`; none: no limit."""
         self.requested = threading.Event()
         self.number = 0  # of the last signal; 0: none was received
         self.repeated = False
-        self.interrupting = True
-        self.time_limit: float | None = None  # seconds from the first signal until `force`; none: no limit
+        self.serving = False  # the start is complete: a stop takes as long as requests in flight do
+        self._interrupting = True
+        self._start_limit = start_limit
         self._force = force
         self._deadline: float | None = None
         self._reader, self._writer = os.pipe()
@@ -42,6 +44,14 @@ class StopSignals:
                 signal.signal(number, self._interrupt)
         threading.Thread(target=self._read, name="stop-signals", daemon=True).start()
 
+    def enter_serving(self) -> None:
+        """The start is complete."""
+        self.serving = True
+
+    def enter_stop(self) -> None:
+        """A stop begins: signals do not interrupt the main thread any more."""
+        self._interrupting = False
+
     def force_within(self, seconds: float) -> None:
         """Calls `force` if the process has not ended by itself within `seconds`."""
         self._deadline = time.monotonic() + seconds
@@ -55,8 +65,8 @@ class StopSignals:
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread. Uses no lock: it may run between any two instructions."""
         self.number = number
-        if self.interrupting:
-            self.interrupting = False
+        if self._interrupting:
+            self._interrupting = False
             raise KeyboardInterrupt
 
     def _read(self) -> None:
@@ -73,8 +83,8 @@ class StopSignals:
                 if not self.requested.is_set():
                     first = time.monotonic()
                     self.requested.set()
-                    if self.time_limit is not None:
-                        self._deadline = first + self.time_limit
+                    if self._start_limit is not None and not self.serving:
+                        self._deadline = first + self._start_limit
                 elif time.monotonic() - first > SAME_SECONDS:
                     self.repeated = True
                     self._force()

@@ -48,72 +48,65 @@ _UNRELATED = {
 }
 
 
-class StartChecks:
-    """Call `run` once; `close` ends the child process, also after an interrupt."""
-
-    def __init__(self, spec: ClusterSpec, *, with_router: bool) -> None:
-        self._spec = spec
-        self._with_router = with_router
-        self._preflight = Preflight()
-
-    def run(self, report: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start."""
-        models = self._spec.models
-        report("checking its files")
-        if self._with_router:
-            check_keys(self._spec)
-            for sentence in readable_key_files(self._spec):
-                warn(sentence)
-        machine = this_machine() if self._spec.ray.address is None else None
-        if machine is not None:
-            check_cpus(models, machine.cores)
-        builds = [build for model in models for build in self._builds(model, machine)]
-        checked = [build for build in builds if not build.is_plain]
-        self._preflight = Preflight([(build.config, build.source.revision) for build in checked])
+def check_start(
+    spec: ClusterSpec, report: Callable[[str], None], warn: Callable[[str], None], *, with_router: bool
+) -> None:
+    """Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start."""
+    models = spec.models
+    report("checking its files")
+    if with_router:
+        check_keys(spec)
+        for sentence in readable_key_files(spec):
+            warn(sentence)
+    machine = this_machine() if spec.ray.address is None else None
+    if machine is not None:
+        check_cpus(models, machine.cores)
+    builds = [build for model in models for build in _builds(spec, model, machine)]
+    checked = [build for build in builds if not build.is_plain]
+    # Closed after an interrupt, too: it has a child process.
+    with contextlib.closing(Preflight([(build.config, build.source.revision) for build in checked])) as preflight:
         for build in builds:
-            with self._prefix_errors(build.model):
+            with _prefix_errors(spec, build.model):
                 build.read_headers()
+        on_cpu = {build.model.name: build.need for build in builds if build.config.device == "cpu"}
         if machine is not None:
-            on_cpu = {build.model.name: build.need for build in builds if build.config.device == "cpu"}
             check_memory(list(on_cpu.values()), machine.memory)
-        check_ports(self._spec, with_router=self._with_router)
+        check_ports(spec, with_router=with_router)
         if checked:
             report("checking its architecture")
-        for build, footprint in zip(checked, self._preflight.finish(), strict=True):
+        for build, footprint in zip(checked, preflight.finish(), strict=True):
             build.footprint = footprint
-        for build in builds:
-            with self._prefix_errors(build.model):
-                build.check_cache(machine)
-        if machine is None:
-            return
-        computing = [need.model for need in on_cpu.values()]
-        threads = [excess_threads(model, machine.cores) for model in computing]
-        for excess in (oversubscription(computing, machine.cores), *threads):
-            if excess is not None:
-                warn(excess)
+    for build in builds:
+        with _prefix_errors(spec, build.model):
+            build.check_cache(machine)
+    if machine is None:
+        return
+    computing = [need.model for need in on_cpu.values()]
+    threads = [excess_threads(model, machine.cores) for model in computing]
+    for excess in (oversubscription(computing, machine.cores), *threads):
+        if excess is not None:
+            warn(excess)
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._preflight.close()
 
-    def _builds(self, model: ModelSpec, machine: Machine | None) -> "list[_Build]":
-        with self._prefix_errors(model):
-            device = model.device
-            if machine is not None and machine.gpus is not None:
-                device = "cuda" if gpus_per_rank(self._spec.models, model, machine.gpus, "this machine") else "cpu"
-            source = resolve(model.source, model.load_format, model.revision)
-            shapes = {(pool.tp, pool.pp): pool for pool in model.pools}
-            return [_Build(model, source, pool, device) for pool in shapes.values()]
+def _builds(spec: ClusterSpec, model: ModelSpec, machine: Machine | None) -> "list[_Build]":
+    with _prefix_errors(spec, model):
+        device = model.device
+        if machine is not None and machine.gpus is not None:
+            device = "cuda" if gpus_per_rank(spec.models, model, machine.gpus, "this machine") else "cpu"
+        source = resolve(model.source, model.load_format, model.revision)
+        shapes = {(pool.tp, pool.pp): pool for pool in model.pools}
+        return [_Build(model, source, pool, device) for pool in shapes.values()]
 
-    @contextlib.contextmanager
-    def _prefix_errors(self, model: ModelSpec) -> Iterator[None]:
-        """With several models, prefixes the sentence of an error with the model's name."""
-        try:
-            yield
-        except HeadraceError as error:
-            if len(self._spec.models) == 1:
-                raise
-            raise ReplicaFailedError(f"{model.name}: {error}") from error
+
+@contextlib.contextmanager
+def _prefix_errors(spec: ClusterSpec, model: ModelSpec) -> Iterator[None]:
+    """With several models, prefixes the sentence of an error with the model's name."""
+    try:
+        yield
+    except HeadraceError as error:
+        if len(spec.models) == 1:
+            raise
+        raise ReplicaFailedError(f"{model.name}: {error}") from error
 
 
 class _Build:

@@ -21,6 +21,7 @@ GCS_RETRY_SECONDS = 0.5
 
 LOCALHOST = "127.0.0.1"
 _NEEDED = {"gcs_server", "raylet"}  # other processes, such as the dashboard, are optional
+_connected = False  # Ray's client is one per process: from its first attempt until `disconnect`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
 
     token_file has the token that every socket of that Ray requires. Raises RayStartError.
     """
+    global _connected
     # Set before Ray is imported, since the import reads some of these. An address in the environment is of another Ray.
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         os.environ.pop(name, None)
@@ -60,6 +62,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
     _set_ray_environment()
     import ray
 
+    _connected = True
     _disable_driver_hooks()
     _use_own_sessions()
     try:
@@ -104,12 +107,14 @@ def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
 
 def join(spec: ClusterSpec) -> RayLink:
     """Joins the Ray at `ray.address`; its token comes from Ray's own environment variables. Raises RayStartError."""
+    global _connected
     address = spec.ray.address
     assert address is not None
     await_gcs(address)
     _set_ray_environment()
     import ray
 
+    _connected = True
     _disable_driver_hooks()
     try:
         context = ray.init(
@@ -119,6 +124,7 @@ def join(spec: ClusterSpec) -> RayLink:
             logging_level=logging.ERROR,
         )
     except Exception as error:
+        disconnect()
         raise RayStartError(
             f"no Ray could be joined at {address}: {_first_line(error)}; check --ray-address, and that "
             "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds that cluster's token"
@@ -128,10 +134,17 @@ def join(spec: ClusterSpec) -> RayLink:
 
 def disconnect() -> None:
     """Disconnects; our own Ray ends."""
+    global _connected
     import ray
 
     with contextlib.suppress(Exception):
         ray.shutdown()
+    _connected = False
+
+
+def is_connected() -> bool:
+    """Whether Ray has not ended in order: its exit handlers would wait for it, and log."""
+    return _connected
 
 
 def dead_processes() -> list[str]:

@@ -1,0 +1,111 @@
+"""This process's connection to Ray: to a Ray of its own, which ends with it, or to a joined one."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace_cluster.errors import RayLostError
+from headrace_cluster.local import state
+from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
+from headrace_cluster.local.run_logs import RAY_FOLDER, link_ray_logs
+from headrace_cluster.ray import local_ray
+from headrace_cluster.ray.local_ray import RayLink
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+
+JOINED_SECONDS = 2.0  # for a joined Ray to end our actors in a forced stop
+
+
+class RayConnection:
+    """Connected as soon as it exists; use it with `with`."""
+
+    token_file = ""  # of our own Ray
+
+    def __init__(self, spec: ClusterSpec, link: RayLink) -> None:
+        self.link = link
+        self._cluster = spec.cluster
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.ends_in_order(error):
+            local_ray.disconnect()
+
+    def check(self) -> None:
+        """Raises RayLostError when a process of our own Ray has ended: a call of it would wait for a minute."""
+
+    def ends_in_order(self, error: BaseException | None) -> bool:
+        """Whether calls of Ray end the actors, after `error` or, without one, after a requested stop."""
+        return True
+
+    @property
+    def alive(self) -> bool:
+        """False once our own Ray has lost a process: no call of it can finish."""
+        return True
+
+    def end_actors(self) -> None:
+        """Ends every actor and placement group of the cluster by name. Never raises."""
+        from headrace_cluster.ray import names as ray_names
+
+        with contextlib.suppress(Exception):  # this Ray may have ended
+            ray_names.end_cluster(self._cluster)
+
+    def force_end(self) -> None:
+        """Ends the actors at once, from any thread; the process must end right after it."""
+
+
+class JoinedRay(RayConnection):
+    """A Ray that others started: only what has our names ends."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        """Raises RayStartError."""
+        super().__init__(spec, local_ray.join(spec))
+
+    def force_end(self) -> None:
+        closing = threading.Thread(target=self.end_actors, daemon=True)
+        closing.start()
+        closing.join(JOINED_SECONDS)
+
+
+class OwnRay(RayConnection):
+    """A Ray that starts on this machine and ends with this process. If it does not end in order, it is killed."""
+
+    def __init__(self, spec: ClusterSpec, cleanup: GuardedCleanup, logs: Path) -> None:
+        """logs: the folder of this run. Raises RayStartError."""
+        token_file = state.home() / f"ray-token-{os.getpid()}"
+        state.write_private(token_file, state.new_key())
+        cleanup.remove_at_end(token_file)
+        cleanup.keep_ray_logs(logs / RAY_FOLDER)
+        super().__init__(spec, local_ray.start_own(spec, token_file, cleanup.ray_folder))
+        link_ray_logs(logs, cleanup.ray_folder)
+        self.token_file = str(token_file)
+
+    def check(self) -> None:
+        if dead := local_ray.dead_processes():
+            raise RayLostError(
+                f"Ray's {' and '.join(dead)} ended, and with it every replica; start again, or join a Ray that is "
+                "supervised (--ray-address)"
+            )
+
+    def ends_in_order(self, error: BaseException | None) -> bool:
+        # After an interrupt of the start it may be partly up: a call of it may then wait for a minute.
+        return not isinstance(error, KeyboardInterrupt) and self.alive
+
+    @property
+    def alive(self) -> bool:
+        return not local_ray.dead_processes()
+
+
+def open_cleanup(spec: ClusterSpec) -> Cleanup:
+    """For the whole run, before anything else is started."""
+    return GuardedCleanup(local_ray.make_temp_dir()) if spec.ray.address is None else Cleanup()
+
+
+def connect(spec: ClusterSpec, cleanup: Cleanup, logs: Path) -> RayConnection:
+    """Starts or joins Ray, as the spec says; `cleanup` is that of `open_cleanup`. Raises RayStartError."""
+    return OwnRay(spec, cleanup, logs) if isinstance(cleanup, GuardedCleanup) else JoinedRay(spec)
