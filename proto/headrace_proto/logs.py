@@ -75,6 +75,7 @@ class FileSink:
 
 
 Sink = StderrSink | FileSink
+_sinks: list[Sink] = []  # of this process
 _stderr: TextIO | None = None  # once logs are configured: file descriptor 2 may be the log file then
 
 
@@ -89,27 +90,15 @@ def stderr_width() -> int | None:
 
 
 def configure_logs(config: LogConfig) -> None:
-    """Configures the logs of a process; may be called again. With a file, file descriptor 2 becomes that file, so that
-    native code writes there too; if the file cannot be opened, only stderr is used, and a warning is logged."""
+    """Configures the logs of a process, once; without a path they go to stderr until `add_log_file`."""
     global _stderr
-    sinks: list[Sink] = []
-    failure = ""
     if _stderr is None:
         sys.stderr.flush()
         # Unbuffered: a signal handler logs, too, and a buffer raises when it is entered again. Data that cannot be
         # written is dropped: the terminal may be closed while the process shuts down.
         raw = LossyFile(os.dup(STDERR), "w")
         _stderr = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-    if config.path:
-        try:
-            Path(config.path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sinks.append(FileSink(config, LogFile(Path(config.path), redirect_stderr=True)))
-            sys.excepthook = _log_exception
-            threading.excepthook = _log_thread_exception
-        except OSError as error:
-            failure = f"the log file {config.path} cannot be opened: {error.strerror}"
-            config = replace(config, path="")
-    sinks.append(StderrSink(config, stderr()))
+    _sinks[:] = [StderrSink(replace(config, path=""), stderr())]
     least = min(_NUMBERS[config.level.upper()], _NUMBERS[config.stderr_level.upper()])
     structlog.configure(
         processors=[
@@ -119,13 +108,30 @@ def configure_logs(config: LogConfig) -> None:
             _stamp(config),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(least),
-        logger_factory=lambda *_names: _SinkLogger(sinks),
+        logger_factory=lambda *_names: _SinkLogger(_sinks),
         cache_logger_on_first_use=False,
     )
     # Records of libraries have the same format, errors only: a client's bad bytes must not fill the log.
-    logging.basicConfig(level=logging.ERROR, handlers=[_LibraryHandler(config, sinks)], force=True)
-    if failure:
-        structlog.get_logger().warning(failure)
+    logging.basicConfig(level=logging.ERROR, handlers=[_LibraryHandler(config, _sinks)], force=True)
+    if config.path:
+        add_log_file(config)
+
+
+def add_log_file(config: LogConfig) -> None:
+    """Logs to `config.path`, too, from now on. File descriptor 2 becomes that file, so that native code writes there.
+
+    If the file cannot be opened, only stderr is used, and a warning is logged.
+    """
+    path = Path(config.path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = LogFile(path, redirect_stderr=True)
+    except OSError as error:
+        structlog.get_logger().warning(f"the log file {path} cannot be opened: {error.strerror}")
+        return
+    _sinks[:] = [FileSink(config, file), StderrSink(config, stderr())]
+    sys.excepthook = _log_exception
+    threading.excepthook = _log_thread_exception
 
 
 def _width(stream: TextIO) -> int | None:

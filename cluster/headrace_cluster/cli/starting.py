@@ -19,8 +19,8 @@ def _spec(given: dict[str, Any], config: Path | None) -> Any:
     from headrace_cluster.launch.display import show_message, use_log_format
     from headrace_cluster.spec.settings import build_spec, unknown_variables
 
-    requests_json = "json" in (given.get("log_format"), os.environ.get("HEADRACE_LOG_FORMAT", "").strip())
-    if requests_json:  # errors in the spec are then JSON lines on stderr, too
+    requested = given.get("log_format") or os.environ.get("HEADRACE_LOG_FORMAT", "").strip()
+    if requested == "json":  # errors in the spec are then JSON lines on stderr, too
         use_log_format("json")
     spec = build_spec(given, config)
     if spec.logs.format == "json":

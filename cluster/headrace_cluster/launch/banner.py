@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from headrace_cluster.launch.display import show_message
+from headrace_cluster.launch.display import Format, show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.key_rules import KeyRules
@@ -34,7 +34,7 @@ class Banner:
             lines.append(f"  {name:<{indent - 4}}  {shown}\n")
         return "".join(lines) + (f"{self.hint}\n" if self.hint else "")
 
-    def show(self, format: Literal["text", "json"]) -> None:
+    def show(self, format: Format) -> None:
         """The headline as a log line and the rest below it; as JSON, one object with the rows as its fields."""
         if format == "json":
             show_message(self.headline, **self.facts())

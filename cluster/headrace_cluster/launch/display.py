@@ -4,19 +4,27 @@ import sys
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+Format = Literal["text", "json"]
+
 _log: Any = None  # of a server process; client commands print sentences
+_format: Format | None = None  # of its lines
 _bars: "_Bars | None" = None  # while they are on the terminal
 
 
-def use_log_format(format: Literal["text", "json"]) -> None:
-    """For a server process: from now on `show_message` logs, instead of printing after the command's name."""
-    global _log
+def use_log_format(format: Format) -> None:
+    """For a server process: from now on `show_message` logs, instead of printing after the command's name.
+
+    A second call with the same format changes nothing.
+    """
+    global _log, _format
+    if format == _format:
+        return
     import structlog
 
     from headrace_proto.logs import LogConfig, configure_logs
 
     configure_logs(LogConfig("serve", format=format))
-    _log = structlog.get_logger()
+    _log, _format = structlog.get_logger(), format
 
 
 def show_message(sentence: str, level: Literal["info", "warning", "error"] = "info", **facts: Any) -> None:
@@ -58,7 +66,7 @@ class StartDisplay(Protocol):
     ) -> None: ...
 
 
-def start_display(format: Literal["text", "json"] = "text") -> StartDisplay:
+def start_display(format: Format = "text") -> StartDisplay:
     """The display that fits stderr."""
     from headrace_proto.logs import stderr
 

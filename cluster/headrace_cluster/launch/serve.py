@@ -33,7 +33,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import port_of
 from headrace_proto.errors import HeadraceError
-from headrace_proto.logs import LogConfig, configure_logs
+from headrace_proto.logs import LogConfig, add_log_file
 
 START_STOP_SECONDS = 3.0  # from a signal during the start to the end of all processes, by force if necessary
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
@@ -138,7 +138,7 @@ class Serve:
     def _open_logs(self) -> RunFolder:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""
         logs = RunFolder(self._spec.cluster, self._spec.admin.port)
-        configure_logs(LogConfig("serve", path=str(log_path(logs.path, "serve")), format=self._spec.logs.format))
+        add_log_file(LogConfig("serve", path=str(log_path(logs.path, "serve")), format=self._spec.logs.format))
         show_message(f"logs: {logs.path}")
         self._record.add_logs(logs.path)
         return logs
