@@ -12,6 +12,7 @@ from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.api.grpc.server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
+from headrace_router.api.http.body import BodyReader
 from headrace_router.api.http.server import HttpServer
 from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
@@ -69,6 +70,7 @@ class RouterServer:
             admission=Admission(config.limits, metrics),
             pool=pool,
             preparer=Preparer(fleet, config.limits, pool),
+            bodies=BodyReader(config.limits, pool),
         )
         self._grpc = GrpcServer(self.services)
         self._http: HttpServer | None = None

@@ -46,15 +46,12 @@ def _paths(harness: Any) -> list[tuple[str, str]]:
 async def _app(harness: Any) -> Any:
     from fastapi import FastAPI
 
-    from headrace_router.api.http.generate_routes import generate_routes
-    from headrace_router.api.http.info_routes import info_routes, monitoring_routes
+    from headrace_router.api.http.endpoints import ENDPOINTS
 
-    services = harness.router.services
-    return [
-        route
-        for part in (generate_routes(services), monitoring_routes(services), info_routes(services, FastAPI()))
-        for route in part.routes
-    ]
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    for add in ENDPOINTS:
+        add(app, harness.router.services)
+    return app.routes
 
 
 def test_every_route_needs_a_key_but_health(keyed: Any) -> None:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace_router.access.auth import Authenticator
+from headrace_router.api.http.body import BodyReader
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.dispatch.admission import Admission
@@ -27,6 +28,7 @@ class Services:
     admission: Admission
     pool: TokenizerPool
     preparer: Preparer
+    bodies: BodyReader  # bounds the bodies of all endpoints together
 
     @property
     def ready(self) -> bool:

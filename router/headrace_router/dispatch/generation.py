@@ -16,6 +16,7 @@ from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate
+from headrace_router.dispatch.choice_observer import ChoiceObserver
 from headrace_router.dispatch.request import GenerationRequest, is_first
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.text.model_card import ModelCard
@@ -130,7 +131,7 @@ class _ChoiceListener:
         self._choice = choice
         self._metrics = metrics
         self._model = choice.request.model
-        self._observer = metrics.choice_observer(self._model, time.monotonic())
+        self._observer = ChoiceObserver(metrics, self._model, time.monotonic())
 
     def placed(self, replica_id: str) -> None:
         self._observer.set_replica(replica_id)
@@ -147,13 +148,13 @@ class _ChoiceListener:
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
         if outcome is Outcome.MOVED:
-            self._metrics.rebalanced(self._model)
+            self._metrics.rebalancings.labels(self._model).inc()
         elif begun and outcome is Outcome.LOST:
-            self._metrics.migrated(self._model)
+            self._metrics.migrations.labels(self._model).inc()
             request = self._choice.request
             log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
         else:
-            self._metrics.retried(self._model, outcome.value)
+            self._metrics.retries.labels(self._model, outcome.value).inc()
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if failure is None and attempt is not None:

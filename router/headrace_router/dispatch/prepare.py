@@ -32,8 +32,12 @@ class Preparer:
         self._limits = limits
         self._pool = pool
 
-    async def chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
-        """Raises ApiError; nothing was sent to a replica yet."""
+    async def prepare(self, body: ChatBody | CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
+        """label: for logs. Raises ApiError; nothing was sent to a replica yet."""
+        make = self._chat(body, tenant, label) if isinstance(body, ChatBody) else self._completion(body, tenant, label)
+        return await make
+
+    async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
         limits = self._limits
         messages = [_as_template_sees(message.model_dump(exclude_none=True)) for message in body.messages]
         self._check_chars(
@@ -59,8 +63,7 @@ class Preparer:
         asked = body.max_completion_tokens or body.max_tokens
         return self._request(body, card, [token_ids], sampling, asked, None, tenant, label)
 
-    async def completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
-        """Raises ApiError; nothing was sent to a replica yet."""
+    async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise UnsupportedError("'best_of' is supported only when it equals 'n'.", param="best_of")
         if body.echo and body.logprobs is not None:

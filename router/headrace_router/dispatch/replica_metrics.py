@@ -7,6 +7,8 @@ from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.text.model_card import ModelCard
 
+LABELS = ("model_name", "replica")
+
 Read = Callable[[ReplicaState[ModelCard], ModelFacts], float]
 
 

@@ -73,6 +73,11 @@ class RequestOptions(_Body, SamplingOptions):
     return_token_ids: StrictBool | None = Field(default=None, description="adds token_ids to every choice")
     user: StrictStr | None = Field(default=None, description="a label")
 
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class TextPart(_Body):
     type: Literal["text"]

@@ -25,7 +25,6 @@ from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.choice import ChoiceUpdate
-from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
@@ -93,7 +92,7 @@ class InferenceService(InferenceServicer):
         services = self._services
         body = _body(message, services.config.limits)
         async with services.admission.admit(tenant):
-            request = await self._prepare(body, tenant)
+            request = await services.preparer.prepare(body, tenant, secrets.token_hex(16))
             async with services.generation(request) as generation:
                 waiting: GenerateEvent | None = None
                 while not generation.done:
@@ -111,12 +110,6 @@ class InferenceService(InferenceServicer):
                 )
                 yield last
 
-    async def _prepare(self, body: ChatBody | CompletionBody, tenant: Tenant) -> GenerationRequest:
-        label = secrets.token_hex(16)
-        if isinstance(body, ChatBody):
-            return await self._services.preparer.chat(body, tenant, label)
-        return await self._services.preparer.completion(body, tenant, label)
-
     def _tenant(self, context: Any) -> Tenant:
         tenant = self._services.auth.tenant(_authorization(context.invocation_metadata()))
         if tenant is None:
@@ -124,7 +117,7 @@ class InferenceService(InferenceServicer):
         return tenant
 
     async def _abort(self, context: Any, error: ApiError) -> None:
-        self._services.metrics.failed(error.status, error.code)
+        self._services.metrics.failed(error)
         trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
         await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing)
 

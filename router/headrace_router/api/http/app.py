@@ -5,8 +5,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from headrace_router.api.http.generate_routes import generate_routes
-from headrace_router.api.http.info_routes import headrace_version, info_routes, monitoring_routes
+from headrace_router.api.http.endpoints import ENDPOINTS, MONITORING
+from headrace_router.api.http.endpoints.version import headrace_version
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
 from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError
@@ -23,16 +23,16 @@ def build_app(services: Services) -> ASGIApp:
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.include_router(generate_routes(services))
-    app.include_router(monitoring_routes(services))
-    app.include_router(info_routes(services, app))
+    for add in ENDPOINTS:
+        add(app, services)
     return _wrapped(app, services)
 
 
 def build_monitoring_app(services: Services) -> ASGIApp:
     """Health and metrics only, with the same middleware: for a router's own address."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.include_router(monitoring_routes(services))
+    for add in MONITORING:
+        add(app, services)
     return _wrapped(app, services, metrics_need_key=not services.config.metrics_no_auth)
 
 
@@ -40,7 +40,7 @@ def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True)
     async def api_error(_request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
-        services.metrics.failed(error.status, error.code)
+        services.metrics.failed(error)
         return error_response(error)
 
     async def routing_error(request: Request, error: Exception) -> Response:

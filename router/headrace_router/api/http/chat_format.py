@@ -6,19 +6,19 @@ from typing import Any
 from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.generation import Generation
+from headrace_router.validation.bodies import ChatBody
 
 
 class ChatFormat:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, generation: Generation, ident: str, created: int, *, logprobs: bool, ids: bool, usage: bool):
+    def __init__(self, body: ChatBody, generation: Generation, ident: str, created: int) -> None:
         card = generation.request.card
         self._choices = len(generation.choices)
         self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
-        self._logprobs = logprobs
-        self._ids = ids
-        self._usage = usage
+        self._logprobs = bool(body.logprobs)
+        self._ids = bool(body.return_token_ids)
         opening = {
             "id": self._common["id"],
             "object": "chat.completion.chunk",
@@ -26,7 +26,7 @@ class ChatFormat:
             "system_fingerprint": None,
         }
         self._before = b"data: " + line_json(opening)[:-1] + b',"choices":[{"index":'
-        self._after = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     def head(self) -> list[bytes]:
         """The role of every choice."""

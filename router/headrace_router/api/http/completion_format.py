@@ -6,21 +6,22 @@ from typing import Any
 from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.generation import Generation
+from headrace_router.validation.bodies import CompletionBody
 
 
 class CompletionFormat:
     """`text_completion`, which streams the same object piece by piece."""
 
-    def __init__(self, generation: Generation, ident: str, created: int, *, logprobs: bool, ids: bool, usage: bool):
+    def __init__(self, body: CompletionBody, generation: Generation, ident: str, created: int) -> None:
         card = generation.request.card
         self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
-        self._logprobs = logprobs
-        self._ids = ids
+        self._logprobs = body.logprobs is not None
+        self._ids = bool(body.return_token_ids)
         self._echoes = generation.request.echoes or ("",) * len(generation.choices)
         self._offsets = [len(text) for text in self._echoes]
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     def head(self) -> list[bytes]:
         """The prompts, when they are to be echoed."""

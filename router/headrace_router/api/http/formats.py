@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import orjson
+from starlette.responses import Response
 
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.dispatch.choice import ChoiceUpdate
@@ -19,6 +20,11 @@ _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\
 def dumps(value: Any) -> bytes:
     """JSON bytes; keys in the order given."""
     return orjson.dumps(value)
+
+
+def json_response(value: Any) -> Response:
+    """A complete response of one JSON value."""
+    return Response(dumps(value), media_type="application/json")
 
 
 def line_json(value: Any) -> bytes:

@@ -1,11 +1,13 @@
 """The HTTP response of a generation request, streamed or complete; stops all work when the client disconnects."""
 
 import asyncio
+import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -15,7 +17,9 @@ from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.generation import Generation
-from headrace_router.dispatch.request import GenerationRequest
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.body_errors import Body, parse_body
+from headrace_router.validation.fields.ignored_fields import IgnoredFields
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,10 +28,27 @@ STREAM_HEADERS = [
 ]
 
 Headers = Sequence[tuple[bytes, bytes]]
-Prepare = Callable[[], Awaitable[GenerationRequest]]
-MakeFormat = Callable[[Generation, str, int], Format]
 
 log = structlog.get_logger("headrace.router.http")
+
+
+async def generation_response(
+    services: Services,
+    request: Request,
+    kind: type[Body],
+    make_format: Callable[[Body, Generation, str, int], Format],
+) -> "GenerationResponse":
+    """Reads and checks a body of this kind. make_format: takes the body, the generation, an id, and unix seconds.
+
+    Raises an ApiError; ClientDisconnect when the client disconnected.
+    """
+    config, ignored = services.config, IgnoredFields()
+    value = await services.bodies.json(request)
+    body = parse_body(kind, value, config.limits, ignored if config.unknown_fields == "ignore" else None)
+    tenant, label = request.state.tenant, request.state.label
+    return GenerationResponse(
+        services, tenant, label, body, functools.partial(make_format, body), headers=ignored.headers()
+    )
 
 
 class GenerationResponse(Response):
@@ -40,21 +61,19 @@ class GenerationResponse(Response):
         self,
         services: Services,
         tenant: Tenant,
-        prepare: Prepare,
-        make_format: MakeFormat,
+        label: str,
+        body: ChatBody | CompletionBody,
+        make_format: Callable[[Generation, str, int], Format],
         *,
-        stream: bool,
-        include_usage: bool,
         headers: Headers = (),
     ) -> None:
         """headers: added to the response's own; not to an error's."""
         super().__init__()
         self._services = services
         self._tenant = tenant
-        self._prepare = prepare
+        self._label = label
+        self._body = body
         self._make_format = make_format
-        self._stream = stream
-        self._include_usage = include_usage
         self._extra_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,10 +94,10 @@ class GenerationResponse(Response):
     async def _respond(self, send: Send) -> None:
         services = self._services
         async with services.admission.admit(self._tenant):
-            request = await self._prepare()
+            request = await services.preparer.prepare(self._body, self._tenant, self._label)
             async with services.generation(request) as generation:
                 response_format = self._make_format(generation, secrets.token_hex(12), int(time.time()))
-                if self._stream:
+                if self._body.stream:
                     await self._send_stream(generation, response_format, send)
                 else:
                     await self._send_complete(generation, response_format, send)
@@ -101,10 +120,10 @@ class GenerationResponse(Response):
                 updates = await generation.take(silence)
                 if updates or not generation.done:
                     await send(_part(_chunks(response_format, updates) or KEEP_ALIVE))
-            tail = response_format.usage_chunk(generation) if self._include_usage else b""
+            tail = response_format.usage_chunk(generation) if self._body.includes_usage else b""
             await send(_part(tail + DONE, last=True))
         except ApiError as error:
-            self._services.metrics.failed(error.status, error.code)
+            self._services.metrics.failed(error)
             log.warning("stream ended by an error", request=generation.request.label, code=error.code)
             await send(_part(event(error.body()), last=True))
 

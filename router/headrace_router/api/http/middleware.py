@@ -97,7 +97,7 @@ def error_response(error: ApiError) -> Response:
 
 async def send_error(error: ApiError, send: Send, metrics: RouterMetrics) -> None:
     """Sends an error as a complete response."""
-    metrics.failed(error.status, error.code)
+    metrics.failed(error)
     body = dumps(error.body())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error_headers(error)]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -6,15 +6,16 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from headrace_router.validation.bodies import ChatBody, CompletionBody
-
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The `requestBody` of a route, as a reference into the components."""
-    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+class JsonBody(dict[str, Any]):
+    """The `openapi_extra` of a route with this body: its `requestBody`, as a reference into the components."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+        super().__init__(requestBody={"required": True, "content": {"application/json": {"schema": schema}}})
+        self.model = model
 
 
 def openapi_of(app: FastAPI) -> dict[str, Any]:
@@ -22,9 +23,11 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in (ChatBody, CompletionBody):
-            schema = model.model_json_schema(ref_template=_REFERENCE)
-            schemas.update(schema.pop("$defs", {}))
-            schemas[model.__name__] = schema
+        for route in app.routes:
+            body = getattr(route, "openapi_extra", None)
+            if isinstance(body, JsonBody):
+                schema = body.model.model_json_schema(ref_template=_REFERENCE)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[body.model.__name__] = schema
         app.openapi_schema = document
     return app.openapi_schema

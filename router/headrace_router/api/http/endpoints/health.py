@@ -1,0 +1,26 @@
+"""GET /health and its two parts."""
+
+from fastapi import FastAPI, Response
+
+from headrace_router.api.http.formats import json_response
+from headrace_router.api.http.middleware import error_response
+from headrace_router.api.services import Services
+from headrace_router.core.errors import NoReplicaError
+
+
+def add(app: FastAPI, services: Services) -> None:
+    @app.head("/health/live", include_in_schema=False)
+    @app.get("/health/live", tags=["health"], summary="Whether the process is alive")
+    async def live() -> Response:
+        return json_response({"status": "live"})
+
+    @app.head("/health/ready", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health/ready", tags=["health"], summary="Whether requests are served")
+    @app.get("/health", tags=["health"], summary="Whether requests are served")
+    async def ready() -> Response:
+        if not services.ready:
+            closing = services.admission.closed
+            sentence = "The server is shutting down." if closing else "Not every model has a ready replica yet."
+            return error_response(NoReplicaError(sentence))  # not raised: a probe is not counted as a failed request
+        return json_response({"status": "ready"})
