@@ -11,6 +11,7 @@ import pytest
 # Set before any test imports torch: the threads of several processes share few cores, and spinning threads block them.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+pytest.register_assert_rewrite("support")
 _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (install|pack))\b")
 
 

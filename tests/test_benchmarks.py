@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import loops
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -65,10 +66,7 @@ def test_the_readmes_questions_have_short_correct_answers(seeds: int) -> None:
         assert row["longest_tokens"] < 40 < defaults["max_tokens"]
 
 
-def test_the_loop_detector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    from answers import loops
-
+def test_the_loop_detector() -> None:
     assert loops([1, 2, 3] * 4) and loops([9, 8, *[1, 2, 3] * 4, 7]) and loops([5] * 8)
     assert not loops([1, 2, 3] * 3) and not loops([1, 2, 3, *[4, 5, 6] * 3]) and not loops([5] * 7)
     assert not loops([1, 2] * 3 + [1, 3] * 3) and not loops(list(range(100))) and not loops([])

@@ -168,3 +168,96 @@ def test_nothing_is_unpickled_or_evaluated(package: str) -> None:
                     and keyword.value.value is True
                 ]
     assert not bad, "\n".join(bad)
+
+
+def files_of_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
+def full_imports(path: Path) -> set[str]:
+    """Dotted names of all modules and members that a file imports; a relative import begins with a dot."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_helpers_of_tests_are_in_support() -> None:
+    outside = [path for path in files_of_tests() if not path.is_relative_to(ROOT / "tests" / "support")]
+    bad = [str(path) for path in outside if not path.name.startswith("test_") and path.name != "conftest.py"]
+    bad += [str(path) for path in set(files_of_tests()) - set(outside) if path.name.startswith(("test_", "conftest"))]
+    assert not bad, "a file of tests/support, or a file of tests: " + "\n".join(bad)
+
+
+def test_no_test_imports_another_one() -> None:
+    """What several tests share is in tests/support, and each of them is imported under one name."""
+    bad = []
+    for path in files_of_tests():
+        for name in full_imports(path):
+            first, *rest = name.split(".")
+            if first in ("", "tests") or any(part.startswith(("test_", "conftest")) for part in (first, *rest[:-1])):
+                bad.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not bad, "\n".join(bad)
+
+
+def test_tests_do_not_change_the_search_path() -> None:
+    """pyproject.toml has the folders; a process that imports support gets `support.child_environment`."""
+    forbidden = re.compile(r"sys\.path|site\.addsitedir|.*\.(syspath_prepend|spec_from_file_location)")
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files_of_tests()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and forbidden.fullmatch(ast.unparse(node))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_conftest_files_hold_fixtures_and_hooks() -> None:
+    bad = []
+    for path in (path for path in files_of_tests() if path.name == "conftest.py"):
+        for node in ast.parse(path.read_text()).body:
+            is_fixture = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (
+                node.name.startswith("pytest_") or any("pytest.fixture" in ast.unparse(d) for d in node.decorator_list)
+            )
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not is_fixture:
+                bad.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert not bad, "move these to tests/support: " + "\n".join(bad)
+
+
+SIMULATED = {  # decisions that the simulation runs as in production
+    "headrace_worker.core.engine.Engine",
+    "headrace_worker.core.scheduler.Scheduler",
+    "headrace_worker.core.kv.manager.KVManager",
+    "headrace_worker.core.transfer.exchange.TransferExchange",
+    "headrace_router.core.fleet.Fleet",
+    "headrace_router.core.choice_run.ChoiceRun",
+    "headrace_router.core.policy.LeastLoad",
+}
+REPLACED = {  # what the simulation has its own of: devices, threads, sockets
+    *(f"headrace_worker.{folder}" for folder in ("runner", "kv_transfer", "ranks", "sampler")),
+    *(f"headrace_router.{folder}" for folder in ("dispatch", "replicas", "access", "api")),
+    *("headrace_cluster.ray", "headrace_cluster.controller"),
+}
+
+
+def public_names(path: Path) -> set[str]:
+    """Classes and functions of a file, without those of the program's own entry point."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)}
+    return {name for name in names if not name.startswith("_") and name not in ("main", "run")}
+
+
+def test_the_simulation_runs_the_decisions_of_production() -> None:
+    files = sorted((ROOT / "tests" / "support" / "simulation").glob("*.py"))
+    imports = set[str]().union(*map(full_imports, files))
+    assert imports >= SIMULATED, "the simulation runs these, not a copy of them"
+    bad = [name for name in imports if any(name.startswith(f"{replaced}.") for replaced in REPLACED)]
+    assert not bad, "the simulation replaces these by devices and connections in virtual time"
+    ours = set[str]().union(*map(public_names, files))
+    for package in PURE:
+        core = (ROOT / package / f"headrace_{package}" / PURE[package]).rglob("*.py")
+        copies = ours & set[str]().union(*map(public_names, core))
+        assert not copies, f"the simulation defines its own {copies}"

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # ranks and tests import the fake replica by name
-
-from fake_driver import SECRET, FakeDriver  # noqa: E402
+from support.cluster.fake_driver import SECRET, FakeDriver
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.controller import supervisor as supervisor_module
 from headrace_cluster.controller.members import Membership
@@ -23,6 +22,7 @@ from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

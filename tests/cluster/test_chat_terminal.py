@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_server import ChatServer
-from chat_terminal import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, ChatTerminal
+
+from support.cluster.chat_server import ChatServer
+from support.cluster.chat_terminal import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, ChatTerminal
 
 ANSWER = "Grüß Gott, 世界"
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scripted_admin import ScriptedAdmin
 
 from headrace_cluster.cli import client as client_module
 from headrace_cluster.cli import rollout as rollout_module
@@ -20,6 +19,7 @@ from headrace_cluster.errors import NotRunningError
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.state import ServeState
+from support.cluster.scripted_admin import ScriptedAdmin
 
 Responses = dict[str, list[tuple[int, dict[str, Any]]]]
 

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.controller.admin import admin_app, listen
 from headrace_cluster.controller.control_service import start_control_server
@@ -26,6 +25,7 @@ from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import secret_metadata
 from headrace_worker.profiling import Operator, ProfileReport
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.cli.drain import progress
 from headrace_cluster.controller.members import Membership
@@ -22,6 +21,7 @@ from headrace_cluster.errors import DrainError
 from headrace_cluster.launch import running_cluster
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 from headrace_cluster.local.child_guard import ProcessMark
+from support.child_environment import child_environment
 
-HERE = Path(__file__).parent
 START_SECONDS = 90
-
-
-def _search_path() -> str:
-    """Contains the fake replica for the ranks, and the checkout that this process uses."""
-    return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
 
 
 class LiveServe:
@@ -30,14 +25,10 @@ class LiveServe:
         defaults = {"admin": {"port": 0}, "models": [{"source": "smollm2", "replicas": 2}]}
         self.home = home
         self.log = home.with_suffix(".log")
-        environ = os.environ | {
-            "HEADRACE_HOME": str(home),
-            "PYTHONPATH": _search_path(),
-            # The address of another Ray: it must not be used.
-            "RAY_ADDRESS": "192.0.2.55:6379",
-        }
+        # The address of another Ray: it must not be used.
+        environ = child_environment(HEADRACE_HOME=str(home), RAY_ADDRESS="192.0.2.55:6379")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "live_serve.py"), json.dumps(defaults | spec)],
+            [sys.executable, "-m", "support.cluster.live_serve", json.dumps(defaults | spec)],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
@@ -220,9 +211,12 @@ def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    monkeypatch.setenv("PYTHONPATH", _search_path())
     holder = subprocess.Popen(
-        [sys.executable, "-c", holder_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", holder_code],
+        env=child_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert holder.stdin is not None and holder.stdout is not None
     live = None

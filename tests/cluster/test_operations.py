@@ -6,13 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.spec.cluster_spec import parse_spec
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 import ray
 import ray.util
-from fake_replica import FakeReplica
 
 from headrace_cluster.core.rank_config import NODE_HOST, RankReport, StartArgs, StartOutcome, fingerprint
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_worker.core.config import ReplicaConfig
+from support.cluster.fake_replica import FakeReplica
 
 CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", secret=b"s" * 32, host=NODE_HOST)
 
@@ -23,7 +23,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RankActor]]:
     made: list[RankActor] = []
 
     def actor(config: ReplicaConfig = CONFIG) -> RankActor:
-        made.append(RankActor(msgspec.msgpack.encode(config), 0, "fake_replica:FakeReplica"))
+        made.append(RankActor(msgspec.msgpack.encode(config), 0, "support.cluster.fake_replica:FakeReplica"))
         return made[-1]
 
     yield actor

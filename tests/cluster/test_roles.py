@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
@@ -15,6 +14,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver
 
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
@@ -16,6 +15,7 @@ from headrace_cluster.core.record import State
 from headrace_cluster.errors import DrainError, PlacementError, RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, replica_pb2
+from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_admin import ScriptedAdmin
 
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, table
 from headrace_cluster.errors import RayStartError, ServerChoiceError
@@ -23,6 +22,7 @@ from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.key_rules import KeyRules
+from support.cluster.scripted_admin import ScriptedAdmin
 
 STATUS = {"replicas": [], "routers": []}
 

@@ -1,6 +1,5 @@
 """One running `headrace serve` that most tests share, and helpers to start more."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,12 +7,9 @@ import httpx
 import openai
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # helpers of this folder, in any import mode
-
-import headrace_process  # noqa: E402
-from headrace_process import SMALL, Serve  # noqa: E402
-from metrics_page import Metrics  # noqa: E402
+from support.e2e import headrace_process
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.metrics_page import Metrics
 
 
 @pytest.fixture(scope="package")

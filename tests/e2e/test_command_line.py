@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace_process import Serve, headrace
+
+from support.e2e.headrace_process import Serve, headrace
 
 
 def test_the_banner_lists_every_address(server: Serve) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from headrace_process import SMALL, Serve
-from metrics_page import Metrics
-from plain_model import same_but_for_ties
-from streams import Outcome, run_streams
+
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.metrics_page import Metrics
+from support.e2e.plain_model import same_but_for_ties
+from support.e2e.streams import Outcome, run_streams
 
 FIRST, SECOND = "smollm2-0", "smollm2-1"
 TOKENS = 120

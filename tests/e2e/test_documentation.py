@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from doc_blocks import KINDS, ROOT, Block, blocks
-from headrace_process import START_SECONDS, environment, eventually
 
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.settings import read_file
+from support.e2e.doc_blocks import KINDS, ROOT, Block, blocks
+from support.e2e.headrace_process import START_SECONDS, environment, eventually
 
 PORTS = (8000, 8001, 8002)
 BLOCK_SECONDS = 300
@@ -102,7 +102,7 @@ def test_every_block_has_a_mark() -> None:
     assert BLOCKS
     unmarked = [block.name for block in BLOCKS if block.kind not in KINDS]
     assert not unmarked, (
-        f"these blocks need a mark that states how they are tested (tests/e2e/doc_blocks.py): {unmarked}"
+        f"these blocks need a mark that states how they are tested (tests/support/e2e/doc_blocks.py): {unmarked}"
     )
     assert not [block.name for block in BLOCKS if block.kind == "no" and not block.why]
 

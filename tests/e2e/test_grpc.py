@@ -10,7 +10,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from headrace_process import Serve
+
+from support.e2e.headrace_process import Serve
 
 SERVICE = "headrace.v1.Inference"
 

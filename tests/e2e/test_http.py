@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from headrace_process import Serve
-from metrics_page import Metrics
+
+from support.e2e.headrace_process import Serve
+from support.e2e.metrics_page import Metrics
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "smollm2"

@@ -6,10 +6,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from headrace_process import Serve
-from metrics_page import Metrics
-from streams import run_streams
-from test_oracle import SAMPLING_OPTIONS
+
+from support.e2e.headrace_process import Serve
+from support.e2e.metrics_page import Metrics
+from support.e2e.sampling_options import SAMPLING_OPTIONS
+from support.e2e.streams import run_streams
 
 MIB = 1 << 20
 COUNT = 256

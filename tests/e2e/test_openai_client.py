@@ -6,7 +6,8 @@ from uuid import uuid4
 
 import openai
 import pytest
-from headrace_process import Serve
+
+from support.e2e.headrace_process import Serve
 
 MODEL = "smollm2"
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

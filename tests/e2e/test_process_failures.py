@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from headrace_process import SMALL, Serve
-from streams import Outcome, run_streams
+
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.streams import Outcome, run_streams
 
 BODY = {
     "model": "smollm2",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace_process import SMALL, Serve
-from streams import Outcome, run_streams
+
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.streams import Outcome, run_streams
 
 LONG = {"model": "smollm2", "prompt": [504, 3575, 282, 4649], "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 

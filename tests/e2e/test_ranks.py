@@ -11,11 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from headrace_process import SMALL, Serve
-from metrics_page import Metrics
-from plain_model import PlainModel, same_but_for_ties
-from streams import Outcome, run_streams
-from test_oracle import SAMPLING_OPTIONS
+
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.metrics_page import Metrics
+from support.e2e.plain_model import PlainModel, same_but_for_ties
+from support.e2e.sampling_options import SAMPLING_OPTIONS
+from support.e2e.streams import Outcome, run_streams
 
 GREEDY, SAMPLED, OUTPUT = 12, 20, 12
 END_SECONDS = 2.0

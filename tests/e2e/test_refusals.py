@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headrace_process import Serve
+
+from support.e2e.headrace_process import Serve
 
 FREE = ("--port", "0", "--grpc-port", "0", "--admin-port", "0")
 

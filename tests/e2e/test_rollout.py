@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from headrace_process import Serve
-from streams import steady_streams
+
+from support.e2e.headrace_process import Serve
+from support.e2e.streams import steady_streams
 
 MODEL = {"source": "smollm2", "max_model_len": 1024, "kv_cache_memory": "64MiB", "cpu_threads": 1}
 TOKENS = 24

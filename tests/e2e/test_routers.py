@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from headrace_process import SMALL, Serve
-from metrics_page import Metrics
-from pinned_stream import PinnedStream, streams_at
+
+from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.metrics_page import Metrics
+from support.e2e.pinned_stream import PinnedStream, streams_at
 
 EACH = 8
 TOKENS = 96

@@ -24,9 +24,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from headrace_process import START_SECONDS, environment, eventually
 
 from headrace_cluster.local.ports import free_port
+from support.e2e.headrace_process import START_SECONDS, environment, eventually
 
 FLAGS = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
 PHASES = {  # by the process that exists from then on

@@ -3,15 +3,13 @@
 All in one process, or each replica in its own process.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, in any import mode
-from in_process_cluster import InProcessCluster
-from process_cluster import ForkServer, ProcessCluster
+from support.integration.in_process_cluster import InProcessCluster
+from support.integration.process_cluster import ForkServer, ProcessCluster
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from load_generator import LoadGenerator
 
 from headrace_proto.replica_pb2 import ROLE_DECODE, ROLE_PREFILL
+from support.integration.load_generator import LoadGenerator
 
 CLIENTS = 8
 

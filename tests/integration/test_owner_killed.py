@@ -4,7 +4,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from stream_reader import StreamReader
+
+from support.integration.stream_reader import StreamReader
 
 LENGTH = 80
 GREEDY: dict[str, Any] = {}

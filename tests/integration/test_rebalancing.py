@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from stream_reader import StreamReader
+from support.integration.stream_reader import StreamReader
 
 LENGTH = 350
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_kernels import catalog
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
     "attend", "merge", "rms_norm", "silu_mul", "rope", "write_kv", "rope_write_kv", "row_logsumexp", "gumbel_noise",
@@ -21,9 +21,9 @@ KERNELS = {
 @pytest.mark.skipif("triton" not in catalog.WRITE_KV.available(), reason="no Triton: pip install triton")
 def test_for_an_h200(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(HERE.parents[1] / "kernels"), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(HERE / "compile_for_hopper.py")],
+        [sys.executable, str(ROOT / "tests/support/kernels/compile_for_hopper.py")],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,6 +18,8 @@ from headrace_router.access.auth import (
     check_exposure,
     check_metrics_exposure,
 )
+from support.router.fake_replica import FakeReplica
+from support.router.harness import Harness
 
 KEY, OTHER, METRICS_KEY = "sk-first-key-1", "sk-second-key-2", "mk-metrics-key-3"
 PUBLIC_PATHS = {"/", "/health", "/health/live", "/health/ready", "/docs"}
@@ -25,8 +27,6 @@ PUBLIC_PATHS = {"/", "/health", "/health/live", "/health/ready", "/docs"}
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer: Any) -> Any:
-    from tests.router.conftest import FakeReplica, Harness
-
     made = Harness()
     made.start([FakeReplica(tokenizer)], auth={"keys": [{"name": "one", "key": KEY}, {"name": "two", "key": OTHER}]})
     yield made
@@ -102,8 +102,6 @@ def test_the_page_at_docs_contains_nothing_of_the_api(keyed: Any) -> None:
 
 @pytest.fixture(scope="module")
 def metered(tokenizer: Any) -> Any:
-    from tests.router.conftest import FakeReplica, Harness
-
     made = Harness()
     made.start([FakeReplica(tokenizer)], auth={"keys": [KEY], "metrics_key": METRICS_KEY})
     yield made

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.router.browser import Browser
+
+from support.router.browser import Browser
 
 KEY, METRICS_KEY = "sk-first-key-1", "mk-metrics-key-1"
 OPERATIONS = "document.querySelectorAll('#page details').length > 5"

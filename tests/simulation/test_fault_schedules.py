@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
-from regression_seeds import REGRESSION_SEEDS
-from schedule import run_in_loop
+
+from support.simulation.regression_seeds import REGRESSION_SEEDS
+from support.simulation.schedule import run_in_loop
 
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
 FAST, LAST = (SEEDS, SEEDS) if SEEDS else (800, 20_000)  # the rest is slow
@@ -30,7 +31,7 @@ def _run(seed: int, *, moves: bool = False) -> Counter[str]:
     try:
         return asyncio.run(run_in_loop(seed, moves=moves))
     except Exception as error:
-        replay = f"python tests/simulation/schedule.py {seed}{' --moves' * moves}"
+        replay = f"PYTHONPATH=tests .venv/bin/python -m support.simulation.schedule {seed}{' --moves' * moves}"
         raise AssertionError(f"seed {seed}: {error}\nreplay: {replay}") from error
 
 

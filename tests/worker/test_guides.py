@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from guides import RuleGuide, exactly, number, one_in
 
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Request
+from support.worker.guides import RuleGuide, exactly, number, one_in
 
 Make = Callable[..., Any]
 Undisturbed = Callable[..., list[int]]

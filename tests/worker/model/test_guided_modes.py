@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guides import Rule, RuleGuide, exactly, mask_of, number, one_in
-from step_modes import MODES, OPTIONS, engine_in, same
 from transformers import AutoModelForCausalLM
 
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
+from support.worker.guides import Rule, RuleGuide, exactly, mask_of, number, one_in
+from support.worker.step_modes import MODES, OPTIONS, engine_in, same
 
 __all__ = ["engine_in"]
 

@@ -8,11 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from step_modes import MODES, OPTIONS, engine_in, same
 
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
+from support.worker.step_modes import MODES, OPTIONS, engine_in, same
 
 __all__ = ["engine_in"]
 

@@ -1,20 +1,13 @@
-"""Sharded replicas inside one process: ranks are threads that exchange tensors at a barrier. No sockets, no processes.
+"""Replicas of several ranks: as threads of this process, without sockets, and as processes, as in production."""
 
-The replicas of `process_ranks.py` run as in production.
-"""
-
-import sys
-import threading
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace_proto.block_hash import BlockHasher, derive_key
@@ -22,160 +15,25 @@ from headrace_worker.assembly.assemble import Assembly
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
-from headrace_worker.core.guide import Mask
 from headrace_worker.core.kv.manager import KVManager, ModelScope
-from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.core.request import Finish
 from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from headrace_worker.runner import Runner, StepHandle
+from headrace_worker.runner import Runner
 from headrace_worker.runner.pools import KVPools
-
-sys.path.insert(0, str(Path(__file__).parent))  # helpers of this folder, whatever the import mode
-from process_ranks import fork_server, process_replica, rank_group
-from router_client import router_client
-
-__all__ = ["fork_server", "process_replica", "rank_group", "router_client"]
+from support.ranks.families import FAMILIES, TINY
+from support.ranks.guided_workload import guided_workload, outcome
+from support.ranks.process_ranks import ForkServer, ProcessReplica, RankGroup
+from support.ranks.router_client import RouterClient
+from support.ranks.sharded_replica import ShardedReplica
+from support.ranks.small_replica import LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS
+from support.ranks.thread_communicator import ThreadCommunicator, ThreadGroup
+from support.ranks.threaded_runner import ThreadedRunner
 
 TIE = 1e-3
-TINY: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 317,  # no multiple of any tp
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": 9, "head_dim": 12},
-    "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
-    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
-    "phi3": {"sliding_window": None},
-    "gpt_neox": {"num_key_value_heads": None},
-    "glm4": {"head_dim": 16},
-    "cohere2": {"sliding_window": 7, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 4, "sliding_window": 7, **_EXPERTS},
-    "mixtral": {"num_local_experts": 4, **_EXPERTS},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS},
-}
-
-
-class ThreadGroup:
-    """State shared by the ranks of one group."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.slots: list[Tensor] = [torch.empty(0)] * size
-
-
-class ThreadCommunicator:
-    """A communicator between threads of one process."""
-
-    def __init__(self, rank: int, group: ThreadGroup) -> None:
-        self.rank, self.size = rank, len(group.slots)
-        self._group = group
-        self.calls: list[tuple[str, tuple[int, ...]]] = []
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._group.slots[self.rank] = tensor.clone()
-        self._group.barrier.wait()
-        parts = list(self._group.slots)
-        self._group.barrier.wait()
-        assert len({part.shape for part in parts}) == 1
-        return parts
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.calls.append(("reduce", tuple(tensor.shape)))
-        first, *rest = self._exchange(tensor)
-        tensor.copy_(first)
-        for part in rest:
-            tensor.add_(part)
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        self.calls.append(("gather", tuple(tensor.shape)))
-        return torch.cat(self._exchange(tensor), dim)
-
-
-@dataclass
-class ThreadedRunner:
-    """A `StepRunner` over the runners of all ranks: stages run sequentially, the ranks of a stage as threads."""
-
-    stages: list[list[Runner]]
-    batches: list[list[Any]] = field(default_factory=list)  # of the last launched step
-
-    def __post_init__(self) -> None:
-        self._threads = ThreadPoolExecutor(len(self.stages[0]))
-
-    def launch(self, plan: StepPlan) -> StepHandle:
-        batches = self.batches = [[runner.prepare(plan) for runner in stage] for stage in self.stages]
-        handle = StepHandle(plan.step)
-        if batches[0][0] is None:
-            return handle
-        received: list[Tensor | None] = [None] * len(self.stages[0])
-        for stage, stage_batches in zip(self.stages, batches, strict=True):
-            received = list(self._threads.map(Runner.forward, stage, stage_batches, received))
-        logits = received[0]
-        if logits is None:
-            return handle
-        for other in received[1:]:
-            assert torch.equal(logits, other), "the ranks of a stage computed different logits"
-        handle.undrawn = batches[-1][0], logits
-        if not plan.guided:
-            self.draw(handle, {})
-        return handle
-
-    def draw(self, handle: StepHandle, masks: Mapping[int, Mask]) -> None:
-        assert handle.undrawn is not None
-        handle.samples = samples = self.stages[-1][0].sample(*handle.undrawn, masks)
-        for stage, stage_batches in zip(self.stages, self.batches, strict=True):
-            for runner, batch in zip(stage, stage_batches, strict=True):
-                runner.apply_tokens(batch, samples.tokens)
-
-    def collect(self, handle: StepHandle) -> StepResult:
-        return self.stages[0][0].collect(handle)
-
-
-@dataclass
-class ShardedReplica:
-    """All ranks of a replica, and an engine over them."""
-
-    models: list[list[LoadedModel]]  # by stage, then tp rank
-    runners: list[list[Runner]]
-    offline: OfflineEngine
-
-    @property
-    def ranks(self) -> list[LoadedModel]:
-        return [model for stage in self.models for model in stage]
-
-    def run(
-        self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
-    ) -> list[Completion]:
-        """Greedy tokens; the bookkeeping is checked at every step, and all blocks are released in the end."""
-        greedy = RowSampling(temperature=0.0, logprobs=2)
-        work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
-
-        def check() -> None:
-            self.offline.assembly.engine.scheduler.check()
-            after_step()
-
-        completions = self.offline.generate(work, after_step=check)
-        assert [len(completion.token_ids) for completion in completions] == [count] * len(prompts)
-        assert self.offline.assembly.kv.pool.used == 0
-        return completions
 
 
 @pytest.fixture(scope="session")
@@ -306,3 +164,84 @@ def check_oracle(plain_model: Callable[[object], Any]) -> Callable[..., None]:
         assert ties <= len(prompts)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def fork_server(families: dict[str, dict[str, Any]]) -> Iterator[ForkServer]:
+    made = ForkServer({options.get("model_type", name) for name, options in families.items()})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def process_replica(
+    fork_server: ForkServer, replica_config: Callable[..., ReplicaConfig]
+) -> Callable[..., contextlib.AbstractContextManager[ProcessReplica]]:
+    """A context: a replica of tp × pp processes, which must stop in an orderly way."""
+
+    @contextlib.contextmanager
+    def make(
+        source: object, tp: int, pp: int, record: Mapping[int, Mapping[str, Any]] | None = None, **options: Any
+    ) -> Iterator[ProcessReplica]:
+        replica = ProcessReplica(replica_config(source, tp=tp, pp=pp, **SMALL | options), fork_server, record)
+        yield replica
+        replica.close()
+
+    return make
+
+
+@pytest.fixture
+def rank_group(
+    fork_server: ForkServer, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
+) -> Iterator[Callable[..., RankGroup]]:
+    """Makes groups of a tiny llama, or another model; remaining processes are killed in the end."""
+    made: list[RankGroup] = []
+
+    def make(tp: int, pp: int, source: object = None, **options: Any) -> RankGroup:
+        config = replica_config(source or save_tiny("llama"), tp=tp, pp=pp, **SMALL | options)
+        made.append(RankGroup(fork_server, config))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.kill()
+
+
+@pytest.fixture
+def router_client() -> Iterator[RouterClient]:
+    made = RouterClient()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def on_one_rank(
+    save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
+) -> Callable[[Sequence[Prompt]], list[Completion]]:
+    """A new replica of one rank with enough memory for all requests."""
+
+    def run(work: Sequence[Prompt]) -> list[Completion]:
+        return OfflineEngine(replica_config(save_tiny("llama"), **SMALL)).generate(work)
+
+    return run
+
+
+@pytest.fixture
+def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[..., Any]) -> Callable[[int, int], Any]:
+    """A replica with a small pool."""
+
+    def make(tp: int, pp: int, **options: Any) -> Any:
+        share = LLAMA_BLOCK_BYTES // tp * (2 if pp == 2 else 3) // 3  # the first of two stages has two of three layers
+        return process_replica(save_tiny("llama"), tp, pp, kv_cache_memory=SMALL_POOL_BLOCKS * share, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def guided_expected(save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]) -> list[Any]:
+    """The outcome of `guided_workload(16)` on one rank."""
+    config = replica_config(save_tiny("llama"), **SMALL)
+    found = outcome(OfflineEngine(config).generate(guided_workload(16)))
+    assert [index for index, (_, finish, _) in enumerate(found) if finish is Finish.ERROR] == [2]
+    assert {finish for _, finish, _ in found} == {Finish.ERROR, Finish.STOP, Finish.LENGTH}
+    return found

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.ranks.team import Team
+from support.child_environment import child_environment
 
 GPUS_NEEDED = 3  # this process's, and one per peer: NCCL refuses two ranks on one GPU
 DEVICES = [
@@ -27,7 +27,8 @@ def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
     opened = RendezvousHost("127.0.0.1")
     rendezvous = msgspec.msgpack.encode(opened.rendezvous).hex()
     theirs = f"cuda:{gpu}" if device == "cuda" else device
-    peer = subprocess.Popen([sys.executable, str(Path(__file__).with_name("pair_peer.py")), theirs, rendezvous])
+    command = [sys.executable, "-m", "support.ranks.pair_peer", theirs, rendezvous]
+    peer = subprocess.Popen(command, env=child_environment())
     config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
     return Team(config, 0, opened.rendezvous, opened), peer
 

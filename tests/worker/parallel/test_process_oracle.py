@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shard_oracle import FAMILIES, MOE, prompts
+
+from support.ranks.families import FAMILIES, MOE
+from support.ranks.prompts import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 

@@ -1,80 +1,21 @@
 """All options of a request have the same result over several ranks as on one; and the sizes that ranks report."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shard_oracle import prompts
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
-from headrace_worker.core.plan import RowSampling, StepPlan
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish
-from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from headrace_worker.offline import Completion, OfflineEngine
+from support.ranks.small_replica import SMALL_POOL_BLOCKS
+from support.ranks.varied_prompts import same, varied_prompts
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
-BLOCKS = 36  # of four tokens: fewer than eight requests need, enough for the longest one
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
-WHOLE_BLOCK = 3 * 2 * 2 * 4 * 12 * 4  # bytes: layers, keys and values, heads, tokens, dimension, float32
-
-
-def varied_prompts() -> list[Prompt]:
-    """Requests with different options, all in one batch."""
-    sampled = RowSampling(temperature=1.0, seed=11, logprobs=3)
-    asks = [
-        RowSampling(temperature=0.0, logprobs=2),
-        sampled,
-        RowSampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**63 + 5, choice_index=1, logprobs=0),
-        RowSampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, logprobs=1),
-        RowSampling(temperature=0.6, repetition_penalty=1.2, frequency_penalty=1.0, seed=3),
-        RowSampling(temperature=0.0, logit_bias=((17, 8.0), (18, -100.0)), logprobs=5),
-        RowSampling(temperature=1.5, seed=4, min_tokens=6, stop_token_ids=tuple(range(3, 120))),
-        RowSampling(temperature=1.5, seed=5, stop_token_ids=tuple(range(3, 120))),
-    ]
-    return [
-        Prompt(prompt[:25], 24, sampling, ignore_eos=True)
-        for prompt, sampling in zip(prompts(len(asks), seed=9), asks, strict=True)
-    ]
-
-
-def same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.token_ids, one.finish, one.error) == (other.token_ids, other.finish, "")
-        assert len(one.logprobs) == len(other.logprobs)
-        for mine, its in zip(one.logprobs, other.logprobs, strict=True):
-            assert mine.logprob == pytest.approx(its.logprob, abs=1e-3)
-            assert mine.top_logprobs == pytest.approx(its.top_logprobs, abs=1e-3)
-
-
-@pytest.fixture(scope="session")
-def on_one_rank(
-    save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
-) -> Callable[[Sequence[Prompt]], list[Completion]]:
-    """A new replica of one rank with enough memory for all requests."""
-
-    def run(work: Sequence[Prompt]) -> list[Completion]:
-        config = replica_config(
-            save_tiny("llama"),
-            kv_cache_memory=8 << 20,
-            max_num_seqs=16,
-            max_num_batched_tokens=48,
-            max_model_len=128,
-        )
-        return OfflineEngine(config).generate(work)
-
-    return run
-
-
-@pytest.fixture
-def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[..., Any]) -> Callable[[int, int], Any]:
-    """A replica with a small pool."""
-
-    def make(tp: int, pp: int, **options: Any) -> Any:
-        share = WHOLE_BLOCK // tp * (2 if pp == 2 else 3) // 3  # the first of two stages has two of three layers
-        return process_replica(save_tiny("llama"), tp, pp, kv_cache_memory=BLOCKS * share, **options)
-
-    return make
 
 
 class InFlight:
@@ -113,7 +54,7 @@ def test_requests_of_all_kinds(
     assert {completion.finish for completion in expected} == {Finish.STOP, Finish.LENGTH}
     with split_replica(tp, pp) as replica:
         engine = replica.offline.assembly.engine
-        assert replica.offline.assembly.size.num_blocks == BLOCKS
+        assert replica.offline.assembly.size.num_blocks == SMALL_POOL_BLOCKS
         in_flight = InFlight(engine)
         completions = replica.offline.generate(work, after_step=engine.scheduler.check)
         same(completions, expected)

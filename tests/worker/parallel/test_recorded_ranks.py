@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorders import CallingRecorder, FaultyRecorder
-from test_guided_ranks import expected, outcome, workload
-from test_process_requests import on_one_rank, same, split_replica, varied_prompts
-from test_shard_oracle import prompts
 
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
@@ -22,8 +18,10 @@ from headrace_worker.offline import Completion
 from headrace_worker.ranks import stage
 from headrace_worker.ranks.recording import CollectiveRecorder, RecordingFailedError
 from headrace_worker.runner.runner import Runner
-
-__all__ = ["expected", "on_one_rank", "split_replica"]
+from support.ranks.guided_workload import guided_workload, outcome
+from support.ranks.prompts import prompts
+from support.ranks.varied_prompts import same, varied_prompts
+from support.worker.recorders import CallingRecorder, FaultyRecorder
 
 SECONDS = 2.0
 CASES = [("llama", 2, False), ("llama", 4, False), ("gemma2", 2, False), ("qwen3_moe", 2, False), ("gpt_oss", 2, True)]
@@ -61,18 +59,19 @@ def test_tokens_of_replayed_steps(
 
 @pytest.mark.parametrize("ahead", ["off", "on"])
 def test_guided_requests_prefix_hits_and_preemption(
-    ahead: str, save_tiny: Callable[..., Path], process_replica: Callable[..., Any], expected: list[Any]
+    ahead: str, save_tiny: Callable[..., Path], process_replica: Callable[..., Any], guided_expected: list[Any]
 ) -> None:
     folder = save_tiny("llama")
     with process_replica(folder, 2, 1, record={}, async_scheduling=ahead) as replica:
-        assert outcome(replica.offline.generate(workload(16))) == expected
-        again = replica.offline.generate(workload(16))
-        assert outcome(again) == expected and any(completion.cached_tokens for completion in again)
+        assert outcome(replica.offline.generate(guided_workload(16))) == guided_expected
+        again = replica.offline.generate(guided_workload(16))
+        assert outcome(again) == guided_expected and any(completion.cached_tokens for completion in again)
         assert replica.offline.assembly.kv.pool.used == 0
     assert count_replays(replica.replays()) > 20
     with process_replica(folder, 2, 1, record={}, async_scheduling=ahead, kv_cache_memory=45_000) as replica:
         engine = replica.offline.assembly.engine
-        assert outcome(replica.offline.generate(workload(16), after_step=engine.scheduler.check)) == expected
+        completions = replica.offline.generate(guided_workload(16), after_step=engine.scheduler.check)
+        assert outcome(completions) == guided_expected
         assert engine.scheduler.counters.preemptions > 0
     assert count_replays(replica.replays()) > 20
 

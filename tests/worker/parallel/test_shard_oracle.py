@@ -2,34 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-FAMILIES = (
-    "llama",
-    "llama-bias",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "phi3",
-    "gpt_neox",
-    "glm4",
-    "cohere2",
-    "gpt_oss",
-    "mixtral",
-    "qwen3_moe",
-)
-MOE = ("gpt_oss", "mixtral", "qwen3_moe")
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    random = Random(seed)
-    return [[random.randrange(3, 300) for _ in range(random.randrange(1, 40))] for _ in range(count)]
+from support.ranks.families import FAMILIES
+from support.ranks.prompts import prompts
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,1 @@
+"""Helpers of the tests: fakes, processes that tests start, generators of load, the simulated world."""

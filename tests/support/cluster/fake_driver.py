@@ -1,0 +1,105 @@
+"""A driver with fake replicas in this process."""
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.reconciler import DesiredReplica
+from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.role import Role
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from support.cluster.fake_replica import FakeReplica
+
+SECRET = b"a secret of this test"
+
+
+class FakeDriver:
+    """Runs fake replicas in this process. Tests end them, make them fail, or check the calls."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaName, FakeReplica] = {}
+        self.calls: list[tuple[str, ReplicaName]] = []
+        self.failures: list[StartFailedError] = []  # of the next starts
+        self.refusals: list[PlacementError] = []  # of the next launches
+        self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
+        self.role_gate = asyncio.Event()  # cleared: calls of set_role block
+        self.role_gate.set()
+        self.unresponsive: set[ReplicaName] = set()  # calls of set_role fail
+        self.adopted_state = AdoptedState()  # of an earlier controller
+        self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
+
+    def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
+        """Adds a replica that an earlier controller started."""
+        config = ReplicaConfig(
+            replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
+        )
+        replica = self.replicas[name] = FakeReplica(msgspec.structs.replace(config, role=str(role)))
+        started = replica.start()
+        replica.draining = draining
+        ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
+        self.adopted_state.builds.append(AdoptedBuild(name, ranks, started, role, draining))
+        self.adopted_state.generations[name.replica_id] = name.generation
+        return replica
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+        self.adopt_request = [replica.replica_id for replica in replicas]
+        for build in self.adopted_state.builds:
+            self._deaths[build.name] = asyncio.get_running_loop().create_future()
+        return self.adopted_state
+
+    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = 30.0) -> list[RankFacts]:
+        self.calls.append(("launch", name))
+        if self.refusals:
+            raise self.refusals.pop(0)
+        config = ReplicaConfig(
+            replica_id=name.replica_id,
+            generation=name.generation,
+            model=model.name,
+            source="",
+            secret=SECRET,
+            role=str(role),
+        )
+        self.replicas[name] = FakeReplica(config)
+        self._deaths[name] = asyncio.get_running_loop().create_future()
+        return [RankFacts(0, 1000 + name.generation, "here")]
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.replicas[name].start()
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        return Progress("loading", 0.5)
+
+    async def wait_for_death(self, name: ReplicaName) -> str:
+        return await self._deaths[name]
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        self.calls.append(("profile", name))
+        return self.profiles
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        self.calls.append(("role", name))
+        await self.role_gate.wait()
+        if name in self.unresponsive:
+            raise RoleError(f"{name.replica_id} does not answer")
+        self.replicas[name].set_role(str(role))
+
+    async def drain(self, name: ReplicaName) -> None:
+        self.calls.append(("drain", name))
+        self.replicas[name].drain()
+
+    async def stop(self, name: ReplicaName, seconds: float = 5.0) -> None:
+        self.calls.append(("stop", name))
+        if name in self.replicas:
+            self.replicas.pop(name).stop()
+
+    def kill(self, name: ReplicaName, cause: str = "rank 0 was killed") -> None:
+        """Simulates the death of a rank's process."""
+        self.replicas[name].stop()
+        self._deaths[name].set_result(cause)

@@ -1,0 +1,89 @@
+"""Writes docs/features.md from the report of the tests that ran.
+
+pytest tests/worker/parallel --junitxml=report.xml && python tests/support/ranks/feature_table.py report.xml
+"""
+
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+TARGET = Path(__file__).parents[3] / "docs" / "features.md"
+KINDS = {
+    "llama": "GQA, tied embedding",
+    "llama-bias": "biases everywhere",
+    "qwen2": "q/k/v biases",
+    "qwen3": "norms on q and k",
+    "mistral": "sliding window",
+    "gemma2": "sliding and full layers, soft caps",
+    "gemma3_text": "sliding and full layers, norms on q and k",
+    "granite": "scaled residuals and logits",
+    "phi3": "packed q/k/v and gate/up",
+    "gpt_neox": "packed heads, parallel residual, MHA",
+    "glm4": "packed gate/up, partial rotary",
+    "cohere2": "sliding and full layers, parallel residual",
+    "gpt_oss": "sinks, sliding and full layers, MoE",
+    "mixtral": "MoE",
+    "qwen3_moe": "MoE, norms on q and k",
+    "SmolLM2-135M": "the real model: 9 heads, 3 KV heads",
+}
+ONE_RANK = re.compile(r"test_tokens_of_one_rank\[(?P<family>[\w-]+)\]")
+ORACLE = re.compile(r"test_tokens_between_processes\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
+EXPERTS = re.compile(r"test_whole_experts_per_process\[(?P<family>[\w-]+)-(?P<tp>\d)-(?P<pp>\d)\]")
+REAL = re.compile(r"test_the_real_model_between_processes\[(?P<tp>\d)-(?P<pp>\d)\]")
+CACHED = re.compile(
+    r"test_tokens_after_preemption_and_from_a_cached_prefix\[(?P<family>[\w-]+?)-(?P<tp>\d)-(?P<pp>\d).*\]"
+)
+BOUNDED = re.compile(r"test_a_window_bounds_the_cache\[(?P<tp>\d)-(?P<pp>\d)\]")
+
+HEAD = """# What runs with what
+
+Each mark is a test that ran: greedy tokens in float32, alone and in a mixed batch with chunked prefill, equal to plain
+transformers with the same weights (tiny random configs; the last row is the real model). ✓ passed, ✗ failed, blank: not
+run. `ep`: each rank has whole experts. Above tp 1 pp 1 ranks are processes of one machine, as in production: shared
+memory within a stage, gloo between stages, on CPUs. In the last two columns ranks are threads of one process, whose
+pools the test can look into. Written by `tests/support/ranks/feature_table.py`.
+
+What requests may ask for (seeds, penalties, bias, stops, logprobs, preemption, cached prefixes, cancels) is tested over
+processes at tp 2, pp 2 and both in `tests/worker/parallel/test_process_requests.py`.
+
+"""
+
+
+def outcomes(report: Path) -> list[tuple[str, bool]]:
+    """Name and success of every test that ran."""
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    return [
+        (case.attrib["name"], case.find("failure") is None and case.find("error") is None)
+        for case in cases
+        if case.find("skipped") is None
+    ]
+
+
+def table(results: list[tuple[str, bool]]) -> str:
+    """Families down, splits across."""
+    cells: dict[tuple[str, str], bool] = {}
+    for name, passed in results:
+        for pattern, column in (
+            (ONE_RANK, "tp 1 pp 1"),
+            (ORACLE, "tp {tp} pp {pp}"),
+            (REAL, "tp {tp} pp {pp}"),
+            (EXPERTS, "ep {tp} pp {pp}"),
+            (CACHED, "preempted, cached prefix"),
+            (BOUNDED, "cache bounded by the window"),
+        ):
+            if found := pattern.fullmatch(name):
+                family = {REAL: "SmolLM2-135M", BOUNDED: "mistral"}.get(pattern) or found["family"]
+                key = family, column.format(**found.groupdict())
+                cells[key] = cells.get(key, True) and passed
+    columns = list(dict.fromkeys(column for _, column in cells))
+    columns.sort(key=lambda column: (("tp", "ep", "pr", "ca").index(column[:2]), column))
+    lines = ["| family | what is special | " + " | ".join(columns) + " |", "| --- | --- |" + " :-: |" * len(columns)]
+    for family, kind in KINDS.items():
+        marks = [{True: "✓", False: "✗", None: ""}[cells.get((family, column))] for column in columns]
+        lines.append(f"| {family} | {kind} | " + " | ".join(marks) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(HEAD + table(outcomes(Path(sys.argv[1]))))

@@ -1,0 +1,196 @@
+"""A replica's ranks behind the engine's `StepRunner`: each executes the plans in order, the others after rank 0."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Report, Send
+from headrace_worker.core.transfer.shards import KvShards
+from support.simulation.pair_group import SimPairGroup
+from support.simulation.shadow import RankShadow, Task
+from support.simulation.sim_model import BLOCK, Model, next_tag, next_token
+from support.simulation.transfer_workers import LayerGate, SimTransferWorker
+from support.simulation.world import InvariantViolation, Owner, World
+
+INVALID_TOKEN = 1  # never sampled by the model
+
+
+class StepFailed(Exception):
+    """The model failed on a step."""
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]
+    tags: list[int]
+    invalid: bool = False  # a step failed on it: later tokens are invalid
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: StepPlan
+    tasks: list[Task]
+    result: StepResult
+    fails: bool
+
+
+@dataclass(slots=True)
+class Exposure:
+    """A chunk that ranks may still read or write: its blocks, and the ranks."""
+
+    order: Send | Receive
+    ranks: set[int]
+
+    @property
+    def blocks(self) -> set[int]:
+        return {block for row in self.order.blocks for block in row}
+
+
+class SimRanks:
+    """Rank 0 executes a plan when it is launched; the others later, at the latest when its result is collected."""
+
+    def __init__(
+        self,
+        world: World,
+        owner: Owner,
+        model: Model,
+        shards: KvShards,
+        group_of: Callable[[OpenPair], SimPairGroup],
+        report: Callable[[Report], None],
+        spend: Callable[[], None],
+    ) -> None:
+        self.failing_steps = 0  # steps that will fail
+        self._routed_ranks: dict[int, set[int]] = {}  # ranks with a route, by pair
+        self.computed_in: dict[tuple[int, int, int], int] = {}  # the step that computes a sent chunk's blocks
+        self.collected: set[int] = {0}  # steps that are known to have succeeded; 0: nothing to compute
+        self.exposures: dict[tuple[int, int, int], Exposure] = {}  # by pair, fetch, chunk
+        self._world = world
+        self._owner = owner
+        self._spend = spend  # adds the time of a step
+        self._rows: dict[int, _Row] = {}
+        self._tables: dict[tuple[int, int], dict[int, int]] = {}
+        self._groups = len(model.windows)
+        self._pending: list[deque[_Launched]] = [deque() for _ in shards.ranks]
+        self.transfer_workers = [
+            SimTransferWorker(
+                world, owner, RankShadow(number, shard, model.windows, BLOCK), group_of, report, self._transferred
+            )
+            for number, shard in enumerate(shards.ranks)
+        ]
+
+    def launch(self, plan: StepPlan) -> _Launched:
+        self._expose(plan.orders)
+        launched = self._resolve(plan)
+        fresh = {block for task in launched.tasks for block in task.written(BLOCK)}
+        dropped = {(order.pair, order.fetch) for order in plan.orders if isinstance(order, Drop)}
+        for order in plan.orders:
+            if isinstance(order, Send):
+                late = any(block in fresh for row in order.blocks for block in row)
+                late = late and (order.pair, order.fetch) not in dropped  # zeros are sent, and the blocks may be reused
+                self.computed_in[order.pair, order.fetch, order.chunk] = plan.step if late else 0
+        for rank, pending in enumerate(self._pending):
+            pending.append(launched)
+            if rank:
+                self._world.at(self._world.delay(), lambda rank=rank: self._advance(rank, 1), self._owner)
+        self._advance(0, 1)
+        if launched.fails and self._world.chance(0.5):
+            raise StepFailed
+        return launched
+
+    def collect(self, handle: _Launched) -> StepResult:
+        self._spend()
+        if handle.plan.work:
+            for rank, pending in enumerate(self._pending):
+                while any(entry is handle for entry in pending):
+                    self._advance(rank, 1)
+        if handle.fails:
+            raise StepFailed
+        self.collected.add(handle.plan.step)
+        return handle.result
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _resolve(self, plan: StepPlan) -> _Launched:
+        """Applies the plan to the rows, and returns the work of each rank."""
+        rows, tables = self._rows, self._tables
+        for row in plan.frees:
+            rows.pop(row, None)
+        for init in plan.inits:
+            tags, tag = [], 0
+            for token in init.token_ids:
+                tag = next_tag(tag, token)
+                tags.append(tag)
+            rows[init.row] = _Row(list(init.token_ids), tags)
+            for group in range(self._groups):
+                tables[group, init.row] = {}
+        for update in plan.tables:
+            table = tables[update.group, update.row]
+            for index, block in enumerate(update.block_ids, update.first):
+                table[index] = block
+        fails = bool(plan.work) and self.failing_steps > 0 and len(self._pending) == 1
+        self.failing_steps -= fails
+        tasks, sampled = [], []
+        for work in plan.work:
+            row, stop = rows[work.row], work.start + work.count
+            if stop > len(row.tokens):
+                raise InvariantViolation("a plan computes positions whose tokens do not exist")
+            mine = [dict(tables[group, work.row]) for group in range(self._groups)]
+            row.invalid = row.invalid or fails
+            tasks.append(Task(work.start, stop, row.tags[:stop], mine, row.invalid))
+            if work.sample:
+                if stop != len(row.tokens):
+                    raise InvariantViolation("a token is sampled before its predecessors are computed")
+                token = INVALID_TOKEN if row.invalid else next_token(row.tags[-1])
+                row.tokens.append(token)
+                row.tags.append(next_tag(row.tags[-1], token))
+                sampled.append(token)
+        return _Launched(plan, tasks, StepResult(plan.step, sampled, {}, {}), fails)
+
+    def _advance(self, rank: int, count: int) -> None:
+        for _ in range(min(count, len(self._pending[rank]))):
+            self._execute(rank, self._pending[rank].popleft())
+
+    def _execute(self, rank: int, launched: _Launched) -> None:
+        worker, gate = self.transfer_workers[rank], LayerGate() if launched.tasks else None
+        for order in launched.plan.orders:
+            worker.execute(order, gate)
+            if self._world.chance(0.1):
+                worker.move_some()
+        if launched.tasks:
+            alone = worker.blocks_in_transfer()
+            for task in launched.tasks:
+                both = worker.shadow.compute(task) & alone
+                if both:
+                    raise InvariantViolation(
+                        f"a step on rank {rank} writes blocks {both} that are still being transferred"
+                    )
+        if gate is not None:
+            gate.opened = True
+            worker.opened()
+
+    def _expose(self, orders: list[Order]) -> None:
+        """Records the blocks that transfer workers may access: from the order until it is done or dropped."""
+        for order in orders:
+            match order:
+                case OpenPair(pair, routes=routes, sends=sends):
+                    self._routed_ranks[pair] = {route.source if sends else route.target for route in routes}
+                case Send() | Receive() if any(order.blocks):
+                    ranks = set(self._routed_ranks[order.pair])
+                    self.exposures[order.pair, order.fetch, order.chunk] = Exposure(order, ranks)
+                case Drop(pair, fetch):
+                    self._remove_exposures(lambda key, pair=pair, fetch=fetch: key[:2] == (pair, fetch))
+                case ClosePair(pair):
+                    self._remove_exposures(lambda key, pair=pair: key[0] == pair)
+
+    def _remove_exposures(self, matches: Callable[[tuple[int, int, int]], bool]) -> None:
+        for key in [key for key in self.exposures if matches(key)]:
+            del self.exposures[key]
+
+    def _transferred(self, rank: int, order: Send | Receive) -> None:
+        key = (order.pair, order.fetch, order.chunk)
+        exposure = self.exposures.get(key)
+        if exposure is not None:
+            exposure.ranks.discard(rank)
+            if not exposure.ranks:
+                del self.exposures[key]

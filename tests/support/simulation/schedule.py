@@ -1,0 +1,129 @@
+"""One seed: a cluster, its clients and its faults, from the first event to the last.
+
+`PYTHONPATH=tests .venv/bin/python -m support.simulation.schedule SEED` prints its events;
+`… FIRST --until STOP` runs many.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections import Counter
+from random import Random
+
+import structlog
+
+from support.simulation.faults import Faults, StreamMoves
+from support.simulation.sim_cluster import IDLE_SECONDS, Cluster
+from support.simulation.sim_model import BLOCK, Model
+from support.simulation.sim_replica import Shape
+from support.simulation.sim_router import ClientRequest, Phase
+from support.simulation.world import InvariantViolation, World
+
+SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))
+WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))
+LONGEST = 12 * BLOCK  # of prompt and output
+
+
+def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
+    """Counts of outcomes by name. Raises if an invariant does not hold. Needs a running event loop.
+
+    `moves`: streams are also moved at random times.
+    """
+    world = World(seed, tracing=tracing)
+    random = world.random
+    model = Model(random.choice(WINDOWS), random.randrange(1, 4))
+    shapes = [_shape(random, number, model) for number in range(random.choice((2, 3, 3, 3, 4)))]
+    names = [shape.name for shape in shapes]
+    decoders = set(names) if random.random() < 0.5 else set(names[1:])
+    cluster = Cluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
+    requests = _requests(random)
+    cluster.schedule_requests(requests)
+    Faults(cluster).plan()
+    if moves:
+        StreamMoves(cluster).plan()
+    if tracing:
+        world.log(f"{model}, decoders {sorted(decoders)}")
+        for shape in shapes:
+            world.log(str(shape))
+        for request in requests:
+            world.log(str(request))
+    world.run()
+    cluster.check_end()
+    if world.now > IDLE_SECONDS:
+        raise InvariantViolation(f"the cluster became idle only after {world.now:.1f} s")
+    outcomes = Counter(request.outcome for request in cluster.router.requests)
+    for replica in cluster.replicas:
+        outcomes["fetches"] += replica.engine.exchange.fetcher.counters.started
+        outcomes["fetched"] += replica.engine.exchange.fetcher.counters.done
+        outcomes["preempted"] += replica.scheduler.counters.preemptions
+    outcomes["moved"] = cluster.router.moved
+    outcomes["events"] = world.events
+    return outcomes
+
+
+def _shape(random: Random, number: int, model: Model) -> Shape:
+    tp, pp = random.choice([split for split in SPLITS if model.fits(split[0])])
+    least = len(model.windows) * (LONGEST // BLOCK + 1)
+    return Shape(
+        name=f"r{number}",
+        tp=tp,
+        pp=pp,
+        blocks=1 + least + random.choice((1, 8, 20, 60)),
+        rows=random.choice((2, 4, 8)),
+        budget=random.choice((4, 8, 16, 40)),
+        depth=random.choice((0, 0, 1, 2)),
+        step_seconds=random.choice((0.003, 0.01, 0.02)),
+    )
+
+
+def _requests(random: Random) -> list[ClientRequest]:
+    stems = [[random.randrange(10, 900) for _ in range(6 * BLOCK)] for _ in range(2)]
+    requests = []
+    for number in range(random.randrange(6, 11)):
+        stem = random.choice(stems)[: random.choice((0, 8, 17, 24))]
+        prompt = stem + [random.randrange(10, 900) for _ in range(random.randrange(1, 4 * BLOCK))]
+        disconnects_in = random.choice(list(Phase)) if random.random() < 0.25 else None
+        requests.append(
+            ClientRequest(
+                number=number,
+                arrival=random.random(),
+                prompt=prompt,
+                max_tokens=LONGEST - len(prompt) if disconnects_in else random.randrange(1, 9),
+                salt=random.choice((b"", b"", b"tenant")),
+                priority=random.choice((0, 0, 1)),
+                deadline=random.choice((0.05, 0.3, 1.0)) if random.random() < 0.1 else None,
+                disconnects_in=disconnects_in,
+            )
+        )
+    return requests
+
+
+async def run_in_loop(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
+    return run(seed, moves=moves, tracing=tracing)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
+    parser.add_argument("--moves", action="store_true", help="streams are also moved at random times")
+    options = parser.parse_args()
+    if options.until is None:
+        print(asyncio.run(run_in_loop(options.seed, moves=options.moves, tracing=True)))
+        return
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    total: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    for seed in range(options.seed, options.until):
+        try:
+            total += asyncio.run(run_in_loop(seed, moves=options.moves))
+        except Exception as error:
+            failed[f"{type(error).__name__}: {error}"[:150]] += 1
+            print(seed, type(error).__name__, str(error)[:200], flush=True)
+    print(total)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Replicas, the router and the connections between them."""
+
+from headrace_proto import control_pb2 as control
+from headrace_proto import replica_pb2 as pb
+from headrace_worker.core.transfer.orders import OpenPair
+from support.simulation.pair_group import DataFaults, SimPairGroup
+from support.simulation.sim_model import Model
+from support.simulation.sim_replica import Shape, SimReplica
+from support.simulation.sim_router import ClientRequest, Phase, SimRequest, SimRouter
+from support.simulation.transfer_stream import TransferStream
+from support.simulation.world import InvariantViolation, World
+
+ORPHAN_SECONDS = 1.5
+IDLE_SECONDS = 30.0  # by which all answers and faults are over and everything is released
+
+
+class Cluster:
+    """One seed's cluster."""
+
+    def __init__(
+        self, world: World, model: Model, shapes: list[Shape], decoders: set[str], source_share: float
+    ) -> None:
+        self.world = world
+        self.data_faults = DataFaults()
+        self.streams: list[TransferStream] = []
+        self.pair_groups: dict[bytes, SimPairGroup] = {}
+        self.requests_to_come = 0
+
+        self._model = model
+        self._shapes = {shape.name: shape for shape in shapes}
+        self._decoders = decoders
+        self._generations: dict[str, int] = {}
+        self._replicas: dict[str, SimReplica] = {}
+        self._partitions: dict[frozenset[str], float] = {}
+        self._numbers = 0
+        self._removed: set[str] = set()
+        self._listed = 0
+        self.router = SimRouter(self, source_share)
+        for shape in shapes:
+            self.start(shape.name)
+        self.publish()
+
+    # -- replicas ----------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    @property
+    def replicas(self) -> list[SimReplica]:
+        return [replica for replica in self._replicas.values() if replica.alive]
+
+    def replica_at(self, name: str) -> SimReplica | None:
+        replica = self._replicas.get(name)
+        return replica if replica is not None and replica.alive else None
+
+    def decodes(self, name: str) -> bool:
+        return name in self._decoders
+
+    def build(self, name: str, generation: int) -> SimReplica | None:
+        """This build of a replica, if it is alive."""
+        replica = self.replica_at(name)
+        return replica if replica is not None and self._generations[name] == generation else None
+
+    def start(self, name: str) -> None:
+        self._generations[name] = self._generations.get(name, 0) + 1
+        self._replicas[name] = SimReplica(self, self._shapes[name], self._model, self._generations[name])
+        self.world.at(self.world.delay(), self.publish)
+
+    def publish(self) -> None:
+        """The controller's member list: the newest build of each replica."""
+        self._listed += 1
+        members = [
+            control.Member(
+                identity=pb.ReplicaIdentity(
+                    replica_id=name,
+                    generation=self._generations[name],
+                    role=pb.ROLE_BOTH if self.decodes(name) else pb.ROLE_PREFILL,
+                ),
+                address=name,
+                state=pb.REPLICA_STATE_READY,
+            )
+            for name in self._shapes
+            if name not in self._removed
+        ]
+        self.router.update(control.MemberList(members=members, epoch=b"controller", version=self._listed))
+
+    def kill(self, replica: SimReplica, back_after: float | None) -> None:
+        """At once; every connected process detects it. back_after: seconds until its next build; None = never."""
+        replica.alive = False
+        for stream in self.streams_of(replica):
+            stream.disconnect()
+        for worker in replica.ranks.transfer_workers:
+            for connection in worker.connections.values():
+                connection.close()
+        for router_stream in self.router.streams:
+            if router_stream.replica is replica:
+                router_stream.disconnect()
+        if back_after is None:
+            self._removed.add(replica.name)
+            self.world.at(self.world.delay(), self.publish)
+        else:
+            self.world.at(back_after, lambda: self.start(replica.name))
+
+    # -- connections -------------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def pair_group(self, order: OpenPair) -> SimPairGroup:
+        return self.pair_groups.setdefault(
+            order.rendezvous.token, SimPairGroup(self.world, order.size, self.data_faults)
+        )
+
+    def streams_of(self, replica: SimReplica) -> list[TransferStream]:
+        self.streams = [stream for stream in self.streams if not stream.closed]
+        return [stream for stream in self.streams if replica in (stream.target, stream.source)]
+
+    def partition(self, one: str, other: str, until: float) -> None:
+        """No new connection between the two until then."""
+        self._partitions[frozenset((one, other))] = until
+
+    def unreachable(self, one: SimReplica, other: SimReplica) -> bool:
+        return self._partitions.get(frozenset((one.name, other.name)), 0.0) > self.world.now
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    def schedule_requests(self, requests: list[ClientRequest]) -> None:
+        self.requests_to_come = len(requests)
+
+        def arrive(request: ClientRequest) -> None:
+            self.requests_to_come -= 1
+            self.router.arrive(request)
+
+        self.router.begin()
+        for request in requests:
+            self.world.at(request.arrival, lambda request=request: arrive(request))
+
+    def submit_now(self, request: ClientRequest) -> None:
+        """One more request, now."""
+        self.router.arrive(request)
+
+    def watch(self, replica: SimReplica) -> None:
+        """After a replica's turn: checks orphaned grants; disconnects clients in phases that only the replica knows."""
+        self._check_grants(replica)
+        for request in self.router.requests:
+            if request.replica_name == replica.name and not request.outcome and request.spec.disconnects_in is not None:
+                self._watch(replica, request, request.spec.disconnects_in)
+
+    def _check_grants(self, source: SimReplica) -> None:
+        """A grant without a fetch at its target ends soon, long before its lease."""
+        orphans: dict[tuple[str, int], float] = {}
+        for peer, fetch in source.engine.exchange.granter._grants:
+            stream = source.targets.get(peer)
+            if stream is None or stream.disturbed or stream.target.unhealthy or source.unhealthy:
+                continue
+            if fetch not in stream.target.engine.exchange.fetcher._fetches:
+                since = orphans[peer, fetch] = source.orphans.get((peer, fetch), self.world.now)
+                if self.world.now - since > ORPHAN_SECONDS:
+                    raise InvariantViolation(f"{source.name} holds a grant for fetch {fetch} of {peer}, which is over")
+        source.orphans = orphans
+
+    def _watch(self, replica: SimReplica, request: SimRequest, phase: Phase) -> None:
+        attempt = request.attempt
+        inside = replica.engine._requests.get(attempt.id) if attempt is not None else None
+        if inside is None:
+            return
+        fetch = next((f for f in replica.engine.exchange.fetcher._fetches.values() if f.request is inside), None)
+        current = {
+            Phase.QUEUED: fetch is None and inside.row < 0,
+            Phase.REQUESTED: fetch is not None and fetch.reserved is None,
+            Phase.GRANTED: fetch is not None and fetch.reserved is not None and not fetch.chunks,
+            Phase.MOVING: fetch is not None and bool(fetch.chunks),
+            Phase.COMMITTED: fetch is not None and any(chunk.committed for chunk in fetch.chunks),
+            Phase.PREFILL: inside.row >= 0 and inside.started is not None and not request.tokens,
+        }
+        if current.get(phase):
+            self.world.at(self.world.delay(), lambda: request.disconnect())
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def check_end(self) -> None:
+        """When no event is left. Raises InvariantViolation."""
+        for request in self.router.requests:
+            if not request.outcome:
+                raise InvariantViolation(f"request {request.spec.number} has no outcome")
+        if self.requests_to_come:
+            raise InvariantViolation("a client was never served")
+        for replica in self.replicas:
+            if not replica.stopped:
+                replica.invariants.idle()

@@ -1,0 +1,184 @@
+"""One control stream from a target to a source; its ends behave like `server/transfer_{client,service}.py`."""
+
+from collections import deque
+from typing import TYPE_CHECKING, cast
+
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.messages import FromSource, ToSource
+from headrace_worker.server.transfer_convert import source_frame, target_frame, to_source_message, to_target_message
+from support.simulation.sim_model import MAX_MODEL_LEN, VOCABULARY
+from support.simulation.world import Fifo
+
+if TYPE_CHECKING:
+    from support.simulation.sim_replica import SimReplica
+
+HELLO_SECONDS = 3.0
+_END = object()
+
+
+class _FakeRendezvousHost:
+    """Replaces a RendezvousHost, of which only the rendezvous is used."""
+
+    def __init__(self, number: int) -> None:
+        self.rendezvous = Rendezvous("127.0.0.1", 1, 1, number.to_bytes(32, "big"))
+
+
+class TransferStream:
+    """Opened by the target's first message to an address."""
+
+    def __init__(self, target: "SimReplica", address: str) -> None:
+        self.target = target
+        self.address = address
+        self.source: SimReplica | None = None
+        self.name = ""  # the target's name at the source
+        self.disturbed = False  # a message was delayed or lost on it
+        self.message_faults = 0  # messages that will be lost, duplicated or swapped
+        self._world = world = target.world
+        self._rendezvous_host = _FakeRendezvousHost(target.cluster.next_number())
+        self._open = False  # both have sent hello
+        self._target_closed = self._source_closed = False
+        self._waiting: deque[ToSource] = deque()
+        self._up: Fifo | None = None
+        self._down = Fifo(world, target, self._target_receives)
+        self._swapped: list[tuple[Fifo, object]] = []
+        world.at(world.delay(), self._reach, target)
+        world.at(HELLO_SECONDS, lambda: None if self._open else self._time_out(), target)
+
+    @property
+    def closed(self) -> bool:
+        return self._target_closed and (self.source is None or self._source_closed)
+
+    # -- interface of the ends ---------------------------------------------------------------------------------
+
+    def send_to_source(self, message: ToSource) -> None:
+        """Sends a message of the target."""
+        if not self._open or self._up is None:
+            self._waiting.append(message)
+        else:
+            self._put(self._up, message)
+
+    def send_to_target(self, message: FromSource) -> None:
+        """Sends a message of the source."""
+        if not self._source_closed:
+            self._put(self._down, message)
+
+    def close(self) -> None:
+        """The target closes the stream; the source detects it after a delay."""
+        self._target_closed = True
+        self._notify_source()
+
+    def close_from_source(self) -> None:
+        """The source closes the stream, after its last message."""
+        self._end_source()
+        self._down.put(_END)
+
+    def disconnect(self) -> None:
+        """Both ends detect it, each after its own delay."""
+        world = self._world
+        world.at(world.delay(), self._end_target, self.target)
+        self._notify_source()
+
+    def hold(self, until: float) -> None:
+        """Delays all messages until then."""
+        self.disturbed = True
+        self._down.held_until = until
+        if self._up is not None:
+            self._up.held_until = until
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _reach(self) -> None:
+        """The target's call arrives, if the source is running and reachable."""
+        if self._target_closed:
+            return
+        cluster, world = self.target.cluster, self._world
+        source = cluster.replica_at(self.address)
+        if source is None or cluster.unreachable(self.target, source):
+            world.at(world.delay(), self._end_target, self.target)
+            return
+        self.source = source
+        self._up = Fifo(world, source, self._source_receives)
+        world.at(world.delay(), self._accept, source)
+
+    def _accept(self) -> None:
+        source = self.source
+        assert source is not None
+        reason = source.pair_registry.find_mismatch(self.target.identity, self.target.shards)
+        if reason or source.stopped:
+            self._source_closed = True
+            self._down.put(_END)
+            return
+        self.name = source.name_of(self)
+        order = source.pair_registry.as_source(self._rendezvous_host.rendezvous, self.target.shards)
+        source.command(lambda exchange: exchange.open_target(self.name, order))
+        if self._source_closed:
+            self._end_source()
+            return
+        self._down.put(None)
+
+    def _target_receives(self, item: object) -> None:
+        target = self.target
+        if self._target_closed:
+            return
+        if item is _END:
+            self._end_target()
+        elif item is None:
+            self._open = True
+            assert self.source is not None and self._up is not None
+            order = target.pair_registry.as_target(cast(RendezvousHost, self._rendezvous_host), self.source.shards)
+            target.command(lambda exchange: exchange.fetcher.open_pair(self.address, order))
+            while self._waiting:
+                self._put(self._up, self._waiting.popleft())
+        else:
+            message = to_target_message(source_frame(cast(FromSource, item)))
+            target.command(lambda exchange: exchange.receive_from_source(self.address, message))
+
+    def _source_receives(self, item: object) -> None:
+        if self._source_closed or self.source is None:
+            return
+        frame = target_frame(cast(ToSource, item))
+        message = to_source_message(frame, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
+        self.source.command(lambda exchange: exchange.receive_from_target(self.name, message))
+
+    def _time_out(self) -> None:
+        if not self._target_closed:
+            self._end_target()
+            self._notify_source()
+
+    def _end_target(self) -> None:
+        """The target detects that the stream has ended."""
+        if self._target_closed:
+            return
+        self._target_closed = True
+        self.target.source_disconnected(self)
+        self._notify_source()
+
+    def _notify_source(self) -> None:
+        if self.source is not None:
+            self._world.at(self._world.delay(), self._end_source, self.source)
+
+    def _end_source(self) -> None:
+        if not self._source_closed:
+            self._source_closed = True
+            if self.name and self.source is not None:
+                self.source.target_disconnected(self)
+
+    def _put(self, fifo: Fifo, message: object) -> None:
+        world = self._world
+        if self.message_faults and world.chance(0.5):
+            self.message_faults -= 1
+            self.disturbed = True
+            kind = world.random.randrange(3)
+            if world.tracing:
+                world.log(f"faulty stream: {('loses', 'duplicates', 'swaps')[kind]} {message}")
+            if kind == 0:
+                return
+            if kind == 2:
+                self._swapped.append((fifo, message))
+                return
+            fifo.put(message)
+        fifo.put(message)
+        for late, swapped in self._swapped:
+            late.put(swapped)
+        self._swapped.clear()

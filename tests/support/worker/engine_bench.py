@@ -1,0 +1,80 @@
+"""An engine with a fake runner, stepped by the test."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from headrace_worker.core.engine import Engine
+from headrace_worker.core.kv.manager import KVManager
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Request
+from headrace_worker.core.scheduler import Scheduler
+from support.worker.fake_runner import FakeRunner
+
+
+class Clock:
+    """A clock that is advanced by the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """An engine with the fake runner, and access to its parts."""
+
+    engine: Engine
+    runner: FakeRunner
+    scheduler: Scheduler
+    kv: KVManager
+    clock: Clock
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def request(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        salt: bytes = b"",
+        stop_ids: frozenset[int] = frozenset(),
+        **options: object,
+    ) -> Request:
+        """A request with a new id."""
+        fields: dict[str, object] = {
+            "attempt_id": self.random.randbytes(16),
+            "tokens": list(prompt),
+            "prompt_len": len(prompt),
+            "max_len": len(prompt) + max_tokens,
+            "sampling": RowSampling(temperature=0.0),
+            "stop_ids": stop_ids,
+            "chain": self.kv.start_chain(salt, ""),
+            "arrival": self.clock(),
+        }
+        return Request(**fields | options)  # type: ignore[arg-type]
+
+    def run(self, requests: list[Request], steps: int = 10_000) -> dict[bytes, list[int]]:
+        """Submits all and steps until idle, checking integrity at every step. Returns the emitted tokens."""
+        emitted: dict[bytes, list[int]] = {request.attempt_id: [] for request in requests}
+        for request in requests:
+            assert self.engine.submit(request) is None
+        self.step_until_idle(emitted, steps)
+        return emitted
+
+    def step_until_idle(self, emitted: dict[bytes, list[int]], steps: int = 10_000) -> None:
+        for _ in range(steps):
+            if not self.engine.has_work:
+                return
+            for output in self.engine.step():
+                tokens = emitted.setdefault(output.attempt_id, [])
+                assert output.first_index == len(tokens) or not output.token_ids
+                tokens.extend(output.token_ids)
+            self.scheduler.check()
+            self.clock.now += 0.01
+        raise AssertionError("the engine does not become idle")
+
+
+def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLayout:
+    groups = tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows))
+    return CacheLayout(block_size, groups, 4)

@@ -1,0 +1,49 @@
+"""Tiny random models of each family, saved by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINY: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 9, "head_dim": 12},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": None},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+}
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """Save a tiny random model of a family with transformers; norms are not all ones."""
+    options = dict(FAMILIES[family])
+    config = AutoConfig.for_model(options.pop("model_type", family), **TINY | options)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
