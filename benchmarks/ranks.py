@@ -51,7 +51,7 @@ class LayoutReplica:
             Prompt([random.randrange(20, 40_000) for _ in range(PROMPT)], OUTPUT, ignore_eos=True) for _ in range(batch)
         ]
         torch.set_num_threads(self.threads)
-        offline = OfflineEngine.of(self.assembly)
+        offline = OfflineEngine(self.assembly)
         done = offline.generate(prompts)
         first = max(completion.first_token_at for completion in done)
         last = max(completion.last_token_at for completion in done)

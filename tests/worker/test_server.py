@@ -37,7 +37,9 @@ class ServedEngine:
         self.loop = EngineLoop(bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report))
         layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
         shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
-        pair_registry = PairRegistry(lambda: identity, shards, self.loop, "127.0.0.1", lambda pair, opened: None)
+        pair_registry = PairRegistry(
+            lambda: identity, shards, self.loop.commands, "127.0.0.1", lambda pair, opened: None
+        )
         self.description = Description(facts, b"t" * (3 << 19))
         self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, SECRET)
         self.address = self.server.start(self.servicer)

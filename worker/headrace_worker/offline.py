@@ -42,15 +42,9 @@ class Completion:
 class OfflineEngine:
     """Generates for batches of prompts with continuous batching."""
 
-    def __init__(self, config: ReplicaConfig, model: LoadedModel | None = None) -> None:
-        self.assembly: Assembly = assemble(config, model=model)
-
-    @classmethod
-    def of(cls, assembly: Assembly) -> "OfflineEngine":
-        """For an assembled engine, possibly of several ranks."""
-        made = cls.__new__(cls)
-        made.assembly = assembly
-        return made
+    def __init__(self, engine: ReplicaConfig | Assembly, model: LoadedModel | None = None) -> None:
+        """`engine`: a configuration to assemble one for, or an assembled one, possibly of several ranks."""
+        self.assembly = engine if isinstance(engine, Assembly) else assemble(engine, model=model)
 
     def generate(self, prompts: Sequence[Prompt], after_step: Callable[[], None] = lambda: None) -> list[Completion]:
         """Completions in the order of the prompts. `after_step` is called after every step."""

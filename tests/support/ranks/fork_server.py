@@ -83,7 +83,7 @@ def run_rank(order: dict[str, Any]) -> str:
 
 def keep_busy(replica: Any) -> None:
     """Submits requests endlessly, as the server does."""
-    loop = replica._loop
+    loop = replica._running.loop
     start_chain = loop._engine.scheduler.kv.start_chain
     while True:
         prompt = [random.randrange(3, 300) for _ in range(random.randrange(1, 40))]

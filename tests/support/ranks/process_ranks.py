@@ -182,7 +182,7 @@ class ProcessReplica:
         except Exception as error:
             self.team.detector.fail(str(error))
             raise
-        self.offline = OfflineEngine.of(assembly)
+        self.offline = OfflineEngine(assembly)
 
     def run(
         self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_worker.core.plan import StepPlan, StepResult
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Report, Send
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
 from support.simulation.pair_group import SimPairGroup
 from support.simulation.shadow import RankShadow, Task
@@ -57,7 +57,7 @@ class SimRanks:
         model: Model,
         shards: KvShards,
         group_of: Callable[[OpenPair], SimPairGroup],
-        report: Callable[[Report], None],
+        report: Callable[[TransferReport], None],
         spend: Callable[[], None],
     ) -> None:
         self.failing_steps = 0  # steps that will fail

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, cast
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher, derive_key
-from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.request import Finish, Output
 from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
-from headrace_worker.core.transfer.orders import OpenPair, Report
+from headrace_worker.core.transfer.orders import OpenPair, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
 from headrace_worker.server.convert import to_load, to_request
 from headrace_worker.server.pairs import PairRegistry
@@ -76,7 +76,7 @@ class SimReplica:
         self.ranks = SimRanks(self.world, self, model, self.shards, self._pair_group, self._reported, self._spend)
         self.engine = Engine(self.scheduler, self.ranks, self.clock, max(shape.depth, shape.pp - 1), ranks)
         self.pair_registry = PairRegistry(
-            lambda: self.identity, self.shards, cast(EngineLoop, None), "127.0.0.1", lambda number, host: None
+            lambda: self.identity, self.shards, CommandQueue(), "127.0.0.1", lambda number, host: None
         )
         self.invariants = Invariants(self)
         self.sources: dict[str, TransferStream] = {}
@@ -265,10 +265,10 @@ class SimReplica:
     def _pair_group(self, order: OpenPair) -> "SimPairGroup":
         return self.cluster.pair_group(order)
 
-    def _reported(self, report: Report) -> None:
+    def _reported(self, report: TransferReport) -> None:
         if self.world.tracing:
             self.world.log(f"{self.name} report {report}")
         self._report_queues[report.rank].put(report)
 
     def _report_received(self, report: object) -> None:
-        self.command(lambda exchange: exchange.handle_report(cast(Report, report)))
+        self.command(lambda exchange: exchange.handle_report(cast(TransferReport, report)))

@@ -15,8 +15,8 @@ from headrace_worker.core.transfer.orders import (
     PairFailed,
     Receive,
     Received,
-    Report,
     Send,
+    TransferReport,
 )
 from headrace_worker.core.transfer.shards import Route
 from support.simulation.pair_group import Piece, SimPairGroup, Trailer
@@ -224,7 +224,7 @@ class SimTransferWorker:
         owner: Owner,
         shadow: RankShadow,
         group_of: Callable[[OpenPair], SimPairGroup],
-        report: Callable[[Report], None],
+        report: Callable[[TransferReport], None],
         transferred: Callable[[int, Send | Receive], None],
     ) -> None:
         self.world = world

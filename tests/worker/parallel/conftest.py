@@ -112,7 +112,7 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
         hasher = BlockHasher(derive_key(b"s"))
         kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"))
         engine = Engine(Scheduler(limits, kv, time.monotonic), ThreadedRunner(runners), time.monotonic)
-        offline = OfflineEngine.of(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128))  # type: ignore[arg-type]
+        offline = OfflineEngine(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128))  # type: ignore[arg-type]
         return ShardedReplica(models, runners, offline)
 
     return make

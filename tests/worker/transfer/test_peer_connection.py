@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Report, Send
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_routes
 from headrace_worker.kv_transfer import peer_connection as module
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
@@ -46,7 +46,7 @@ class QueuePairGroup:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnection, Tensor, list[TransferReport]]]:
     """make(sends): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
 
     class FakePairGroup(QueuePairGroup):
@@ -54,26 +54,26 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnecti
 
     monkeypatch.setattr(module, "PairGroup", FakePairGroup)
 
-    def end(sends: bool) -> tuple[PeerConnection, Tensor, list[Report]]:
+    def end(sends: bool) -> tuple[PeerConnection, Tensor, list[TransferReport]]:
         pool = torch.randn(2, 8, 2, 4, 8) if sends else torch.zeros(2, 8, 2, 4, 8)
         caches: Any = {layer: LayerCache(0, pool, 0) for layer in (0, 1)}
-        reports: list[Report] = []
+        reports: list[TransferReport] = []
         order = OpenPair(1, Rendezvous("", 1, 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
         connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, reports.append)
-        connection.start(None)
+        connection.start()
         return connection, pool, reports
 
     return end
 
 
-def _wait(reports: list[Report], count: int) -> None:
+def _wait(reports: list[TransferReport], count: int) -> None:
     end = time.monotonic() + 10
     while len(reports) < count:
         assert time.monotonic() < end, reports
         time.sleep(0.001)
 
 
-def test_a_chunk_arrives(make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]]) -> None:
+def test_a_chunk_arrives(make: Callable[[bool], tuple[PeerConnection, Tensor, list[TransferReport]]]) -> None:
     source, mine, _ = make(True)
     target, theirs, reports = make(False)
     source.enqueue(Send(1, 7, 0, ((3, 5),)), None)
@@ -87,7 +87,7 @@ def test_a_chunk_arrives(make: Callable[[bool], tuple[PeerConnection, Tensor, li
 
 
 def test_a_dropped_fetch_writes_nothing_and_is_reported_as_failed(
-    make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]],
+    make: Callable[[bool], tuple[PeerConnection, Tensor, list[TransferReport]]],
 ) -> None:
     source, _, _ = make(True)
     target, theirs, reports = make(False)
@@ -103,7 +103,7 @@ def test_a_dropped_fetch_writes_nothing_and_is_reported_as_failed(
 
 
 def test_an_unexpected_chunk_ends_the_pair(
-    make: Callable[[bool], tuple[PeerConnection, Tensor, list[Report]]],
+    make: Callable[[bool], tuple[PeerConnection, Tensor, list[TransferReport]]],
 ) -> None:
     """Else every later chunk would be off by one, and all fetches of the pair would fail."""
     source, _, _ = make(True)

@@ -42,7 +42,7 @@ class FakePairRegistry:
         self.shards_message = SHARDS
         fetcher = SimpleNamespace(open_pair=lambda source, order: self.events.append("opened"))
         exchange = SimpleNamespace(fetcher=fetcher, source_lost=lambda source: self.events.append("lost"))
-        self.loop = SimpleNamespace(exchange=lambda action: action(exchange))
+        self.commands = SimpleNamespace(exchange=lambda action: action(exchange))
 
     def open_rendezvous(self) -> Any:
         return SimpleNamespace(rendezvous=Rendezvous("127.0.0.1", 1, 1, bytes(32)))

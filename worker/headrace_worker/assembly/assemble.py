@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.step_thread import StepThread
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
+from headrace_worker.assembly.transfer_reports import to_commands
 from headrace_worker.comm.parallel_context import SINGLE
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.engine import Engine, StepRunner
+from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, KvSize, request_limit, size_kv
+from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.core.step_runner import StepRunner
+from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.device.choice import free_memory, use_device
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.kv_shards import kv_shards
@@ -25,12 +30,10 @@ from headrace_worker.ranks.runner import MultiRankRunner
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.activations import step_bytes
-from headrace_worker.runner.graphs import MIXED_TOKENS, Recorder
+from headrace_worker.runner.graphs import MIXED_TOKENS, GraphRecorder
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.warmup import GPU_BUDGET, warm_up
-
-Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Assembly:
     limits: SchedulerLimits
     max_model_len: int
     ranks: MultiRankRunner | None = None  # with several ranks: the runner of all of them
+    commands: CommandQueue = field(default_factory=CommandQueue)  # for the loop that drives the engine
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,7 +67,8 @@ class RankPart:
 
 def assemble_part(
     config: ReplicaConfig,
-    report: Report = lambda stage, fraction: None,
+    report_transfer: Callable[[TransferReport], None],
+    report: Progress = ignore_progress,
     model: LoadedModel | None = None,
     team: Team | None = None,
 ) -> RankPart:
@@ -90,29 +95,30 @@ def assemble_part(
     pools = KVPools.of(model, size.num_blocks)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
-    transfers = TransferWorker(rank, config.host, shards, pools.layers)
+    transfers = TransferWorker(rank, config.host, shards, pools.layers, report_transfer)
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
     return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs)
 
 
 def assemble(
     config: ReplicaConfig,
-    report: Report = lambda stage, fraction: None,
+    report: Progress = ignore_progress,
     model: LoadedModel | None = None,
     team: Team | None = None,
     profiler: StepProfiler | None = None,
-    recorder: Recorder | None = None,
+    recorder: GraphRecorder | None = None,
 ) -> Assembly:
     """A whole engine, or rank 0's part of one that also runs the team's other ranks. Raises a HeadraceError.
 
     `recorder`: records steps for replay, instead of the device's own recorder.
     """
-    part = assemble_part(config, report, model, team)
+    commands = CommandQueue()
+    part = assemble_part(config, to_commands(commands), report, model, team)
     model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
     ranks = None
     if team is not None:
         team.gather_all(0)  # the pools of all ranks are allocated
-        ranks = MultiRankRunner(runner, StageRunner.of(model, runner, team), team)
+        ranks = MultiRankRunner(runner, StageRunner(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report, config.max_num_batched_tokens)
     notes = record_steps(config, stepper, recorder or choose_recorder(config, model.device), report)
@@ -143,7 +149,7 @@ def assemble(
     ) in warm.steps:  # so that routers have a prediction from the first request on
         engine.latency.observe(prefill, decoding, kv_tokens, seconds)
     notes = [*notes, loop_note(depth, config)]
-    return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, ranks, notes)
+    return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, ranks, commands, notes)
 
 
 def _step_memory(config: ReplicaConfig, model: LoadedModel, rows: int) -> int:

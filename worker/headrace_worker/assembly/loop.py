@@ -2,16 +2,16 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.core.engine import Engine, LoadSnapshot
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.request import Finish, Output, Request
-from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
+from headrace_worker.core.transfer.exchange import Outbound
 
 log = structlog.get_logger(__name__)
 
@@ -38,14 +38,20 @@ class EngineLoop:
     request that it held gets a cancelled output in a last report, and `failure` is the cause.
     """
 
-    def __init__(self, engine: Engine, sink: Callable[[StepReport], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        engine: Engine,
+        sink: Callable[[StepReport], None],
+        commands: CommandQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`commands`: for an engine that others send commands to before its loop exists."""
+        self.commands = commands or CommandQueue()
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._engine = engine
         self._sink = sink
         self._clock = clock
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], Output | None]] = deque()
         self._stopping = False
         self._draining = False
         self._step = 0
@@ -62,46 +68,33 @@ class EngineLoop:
 
     def submit(self, request: Request) -> None:
         """Queues a request for the engine; its outputs, a refusal included, are passed to the sink."""
-        self._command(lambda: self._accept(request))
+        self.commands.put(lambda engine: self._accept(request))
 
     def cancel(self, attempt_id: bytes) -> None:
         """Ends an attempt; unknown ids are ignored, as the attempt may just have ended."""
-        self._command(lambda: self._engine.cancel(attempt_id))
+        self.commands.put(lambda engine: engine.cancel(attempt_id))
 
     def drain(self) -> None:
         """Refuses new requests from now on; current ones continue."""
         self._draining = True
-        self._command(lambda: None)
-
-    def exchange(self, action: Callable[[TransferExchange], None]) -> None:
-        """Runs `action` with the engine's exchange, on the loop's thread."""
-
-        def command() -> None:
-            action(self._engine.exchange)
-
-        self._command(command)
+        self.commands.wake()
 
     def run_empty_step(self) -> None:
         """Runs an empty step when the engine has no work."""
-        self._command(self._engine.run_empty_step)
+        self.commands.put(Engine.run_empty_step)
 
     def abandon(self, error: BaseException) -> None:
         """The runner is lost, and the loop's thread may be blocked in it: sets `ended` at once."""
         self.failure = self.failure or error
-        self._command(lambda: None)
+        self.commands.wake()
         self.ended.set()
 
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the loop after the current step; remaining requests get a cancelled output."""
         self._stopping = True
-        self._command(lambda: None)
+        self.commands.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-
-    def _command(self, command: Callable[[], Output | None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
 
     def _accept(self, request: Request) -> Output | None:
         if self._draining:
@@ -128,25 +121,15 @@ class EngineLoop:
             self.ended.set()
 
     def _run_once(self) -> None:
-        self._wait_for_work()
-        outputs = [output for command in self._take_commands() if (output := command()) is not None]
+        if not self._engine.has_work:
+            self.commands.wait(IDLE_TICK)
+        outputs = [output for command in self.commands.take() if (output := command(self._engine)) is not None]
         if self._engine.has_work or self._engine.exchange.busy:
             outputs += self._engine.step()
         for output in outputs:
             if output.finish is not None:
                 self._held.discard(output.attempt_id)
         self._report(outputs)
-
-    def _wait_for_work(self) -> None:
-        with self._wake:
-            if not self._commands and not self._engine.has_work:
-                self._wake.wait(IDLE_TICK)
-
-    def _take_commands(self) -> list[Callable[[], Output | None]]:
-        with self._wake:
-            commands = list(self._commands)
-            self._commands.clear()
-        return commands
 
     def _report(self, outputs: list[Output]) -> None:
         self._step += 1

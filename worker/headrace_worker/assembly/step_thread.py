@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_worker.core.engine import StepRunner
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.step_runner import StepRunner
 
 
 @dataclass(slots=True)

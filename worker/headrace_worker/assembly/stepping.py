@@ -1,19 +1,16 @@
 """How steps run: one at a time or one ahead, kernel by kernel or replayed."""
 
-from collections.abc import Callable
-from typing import Protocol
-
 import structlog
 import torch
 
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.engine import RunnerBrokenError
+from headrace_worker.core.progress import Progress
+from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.ranks.recording import RecordingFailedError
-from headrace_worker.runner.graphs import MIXED_TOKENS, CudaRecorder, Recorder
+from headrace_worker.runner.graphs import MIXED_TOKENS, CudaRecorder, GraphRecorder
+from headrace_worker.runner.model_runner import ModelRunner
 
 log = structlog.get_logger(__name__)
-
-Report = Callable[[str, float], None]
 
 
 def choose_depth(config: ReplicaConfig, device: torch.device) -> tuple[int, bool]:
@@ -38,17 +35,7 @@ def loop_note(depth: int, config: ReplicaConfig) -> str:
     return "Steps: one at a time (--async-scheduling on plans the next one while one runs)."
 
 
-class Recordable(Protocol):
-    """A runner of one rank, or the one that represents all ranks."""
-
-    def record(
-        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None]
-    ) -> tuple[list[int], list[int]]: ...
-
-    def clear(self, blocks: int, rows: int = 1) -> None: ...
-
-
-def choose_recorder(config: ReplicaConfig, device: torch.device) -> Recorder | None:
+def choose_recorder(config: ReplicaConfig, device: torch.device) -> GraphRecorder | None:
     """The device's recorder of steps, the same on every rank; None if it cannot or must not record.
 
     Ranks on GPUs communicate through NCCL, with `--deterministic` too, and NCCL can be recorded. On CPUs there is
@@ -59,7 +46,9 @@ def choose_recorder(config: ReplicaConfig, device: torch.device) -> Recorder | N
     return CudaRecorder(device)  # pragma: no cover - needs a GPU
 
 
-def record_steps(config: ReplicaConfig, runner: Recordable, recorder: Recorder | None, report: Report) -> list[str]:
+def record_steps(
+    config: ReplicaConfig, runner: ModelRunner, recorder: GraphRecorder | None, report: Progress
+) -> list[str]:
     """Records steps for replay where that is possible; returns sentences for the start-up notes.
 
     Only recording shows whether a model's code waits for the device, as that of routed experts may. Raises

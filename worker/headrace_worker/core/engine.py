@@ -1,20 +1,21 @@
 """The engine: requests in, outputs out, one step at a time. No thread, no socket, no tensor of its own."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.latency import StepCost, StepLatency
-from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.scheduled_step import ScheduledStep
 from headrace_worker.core.scheduler import GUIDE_FAILED, Scheduler
 from headrace_worker.core.scheduler_counters import SchedulerCounters
+from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
 from headrace_worker.core.transfer.orders import Order
@@ -23,26 +24,6 @@ log = structlog.get_logger(__name__)
 
 MAX_FAILED_STEPS = 8
 """Consecutive steps that may raise, each failing or isolating a request, before the runner counts as broken."""
-
-
-class StepRunner(Protocol):
-    """Executes plans, without waiting for the device. Handles are collected in the order of launches.
-
-    For a guided plan `launch` only begins the forward pass. `draw` is called once the masks are ready, before the next
-    launch.
-    """
-
-    def launch(self, plan: StepPlan) -> Any: ...
-
-    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None:
-        """`masks` by index into the tokens that the plan samples; rows without one are unconstrained."""
-        ...
-
-    def collect(self, handle: Any) -> StepResult: ...
-
-
-class RunnerBrokenError(Exception):
-    """Raised by a runner that cannot continue: another rank is lost, or the device is in error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.group import Receiving, Sending
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Report, Send
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, Route
 from headrace_worker.kv_transfer.chunk_bytes import (
     TRAILER_BYTES,
@@ -60,13 +60,16 @@ class PeerConnection:
         host: str,
         shards: KvShards,
         caches: Mapping[int, LayerCache],
-        report: Callable[[Report], None],
+        report: Callable[[TransferReport], None],
+        opened: RendezvousHost | None = None,
     ) -> None:
+        """`opened`: the pair's rendezvous, on rank 0 of the target."""
         self._order = order
         self._rank = rank
         self._host = host
         self._caches = caches
         self._report = report
+        self._opened = opened
         self._first_head = shards.ranks[rank].heads[0]
         mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
         self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
@@ -78,8 +81,7 @@ class PeerConnection:
         self._pair_group: PairGroup | None = None
         self._thread = threading.Thread(target=self._run, name=f"headrace-pair-{order.pair}", daemon=True)
 
-    def start(self, opened: RendezvousHost | None) -> None:
-        self._opened = opened
+    def start(self) -> None:
         self._thread.start()
 
     def enqueue(self, order: Send | Receive, gate: LayerGate | None) -> None:

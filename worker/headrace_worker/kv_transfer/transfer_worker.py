@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Report, Send
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
@@ -55,12 +55,14 @@ class TransferWorker:
         host: str,
         shards: KvShards,
         caches: dict[int, LayerCache],
+        report: Callable[[TransferReport], None],
     ) -> None:
+        """`report` is called on the threads of the connections."""
         self.shards = shards
         self._rank = rank
         self._host = host
         self._caches = caches
-        self.report: Callable[[Report], None] = lambda report: None  # set before the first order
+        self._report = report
         self._connections: dict[int, PeerConnection] = {}
         self._opened: dict[int, RendezvousHost] = {}
         self._written: WrittenLayers | None = None
@@ -76,9 +78,17 @@ class TransferWorker:
         for order in orders:
             match order:
                 case OpenPair():
-                    connection = PeerConnection(order, self._rank, self._host, self.shards, self._caches, self.report)
+                    connection = PeerConnection(
+                        order,
+                        self._rank,
+                        self._host,
+                        self.shards,
+                        self._caches,
+                        self._report,
+                        self._opened.pop(order.pair, None),
+                    )
                     self._connections[order.pair] = connection
-                    connection.start(self._opened.pop(order.pair, None))
+                    connection.start()
                 case ClosePair(pair):
                     closed = self._connections.pop(pair, None)
                     if closed is not None:

@@ -1,7 +1,6 @@
 """Load a model: find its files, build it, fill it with weights, apply changes from outside, collect its facts."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout
+from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_device, choose_dtype, set_threads
 from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
@@ -24,8 +24,6 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill
-
-Report = Callable[[str, float], None]  # (phase, fraction done)
 
 
 @dataclass(slots=True)
@@ -58,7 +56,7 @@ class LoadedModel:
 
 def load(
     config: ReplicaConfig,
-    report: Report = lambda phase, fraction: None,
+    report: Progress = ignore_progress,
     plan: surgery.SurgeryPlan | None = None,
     parallel: ParallelContext = SINGLE,
 ) -> LoadedModel:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace_proto.errors import ModelLoadError
+from headrace_worker.core.progress import Progress
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
 from headrace_worker.model.sharding.shard import Sharding
-
-Report = Callable[[str, float], None]  # (phase, fraction done)
 
 
 class Weights(Protocol):
@@ -113,7 +112,7 @@ def check_name(name: str, known: Mapping[str, object]) -> None:
 
 
 def fill(
-    model: nn.Module, weights: Weights, sharding: Sharding, device: torch.device, dtype: torch.dtype, report: Report
+    model: nn.Module, weights: Weights, sharding: Sharding, device: torch.device, dtype: torch.dtype, report: Progress
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 

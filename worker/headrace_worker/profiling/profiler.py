@@ -35,7 +35,7 @@ long again."""
 _IDLE = nullcontext()
 
 
-class Recorder(Protocol):
+class TraceRecorder(Protocol):
     """One recording. All but `write` are called on the thread that runs the steps."""
 
     def start(self) -> None: ...
@@ -57,8 +57,8 @@ class Window:
         self.deadline = began + seconds
         self.recorded = 0
         self.note = ""
-        self.probe: Recorder | None = None  # the recording of the first step, used if no other step follows
-        self.recorder: Recorder | None = None
+        self.probe: TraceRecorder | None = None  # the recording of the first step, used if no other step follows
+        self.recorder: TraceRecorder | None = None
         self.first = self.last = 0.0
         self._done = threading.Event()
         self._report: ProfileReport | None = None
@@ -87,7 +87,7 @@ class StepProfiler:
         self,
         folder: Path,
         label: str,
-        make: Callable[[], Recorder],
+        make: Callable[[], TraceRecorder],
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -191,7 +191,7 @@ class StepProfiler:
         window.probe = None
         threading.Thread(target=self._write, args=(window, recorder), name="headrace-profile", daemon=True).start()
 
-    def _write(self, window: Window, recorder: Recorder) -> None:
+    def _write(self, window: Window, recorder: TraceRecorder) -> None:
         now = self._now()
         path = self._folder / f"{self._label}-{now:%Y%m%dT%H%M%S}-{now.microsecond // 1000:03}.trace.json.gz"
         try:
@@ -225,11 +225,11 @@ def make_profiler(config: ReplicaConfig, rank: int) -> StepProfiler | None:
     """This rank's profiler if the replica has a folder for profiles. Raises ProfileFolderError."""
     if config.profile_dir is None:
         return None
-    from headrace_worker.profiling.recorder import TorchRecorder
+    from headrace_worker.profiling.recorder import TorchTraceRecorder
 
     folder = Path(config.profile_dir)
     _check(folder)
-    return StepProfiler(folder, f"{config.replica_id}-g{config.generation}-r{rank}", TorchRecorder)
+    return StepProfiler(folder, f"{config.replica_id}-g{config.generation}-r{rank}", TorchTraceRecorder)
 
 
 def _check(folder: Path) -> None:

@@ -15,7 +15,7 @@ from headrace_worker.profiling.trace_table import top_operators
 _LEVEL = 3  # of gzip: a tenth of the size at little cost
 
 
-class TorchRecorder:
+class TorchTraceRecorder:
     """One recording of the thread that starts it."""
 
     def __init__(self) -> None:

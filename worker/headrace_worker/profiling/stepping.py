@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_worker.core.engine import StepRunner
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.step_runner import StepRunner
+from headrace_worker.model.load import LoadedModel
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.messages import Step
 from headrace_worker.ranks.stage import StageResult, StageRunner
+from headrace_worker.ranks.team import Team
+from headrace_worker.runner.runner import Runner
 
 
 class ProfiledRunner:
@@ -32,8 +35,10 @@ class ProfiledRunner:
 class ProfiledStage(StageRunner):
     """A profiled rank's part of every step, on ranks other than 0."""
 
-    profiler: StepProfiler
+    def __init__(self, model: LoadedModel, runner: Runner, team: Team, profiler: StepProfiler) -> None:
+        super().__init__(model, runner, team)
+        self._profiler = profiler
 
     def run(self, step: Step) -> StageResult:
-        with self.profiler.step(step.plan):
+        with self._profiler.step(step.plan):
             return super().run(step)

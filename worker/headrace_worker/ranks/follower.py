@@ -12,7 +12,7 @@ from headrace_worker.ranks.messages import Answer, Clear, Draw, Record, Step, St
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.graphs import GraphRecorder
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 class Follower:
     """Runs rank 0's commands on its own thread, until `Stop` or until a rank is lost."""
 
-    def __init__(self, stage: StageRunner, team: Team, recorder: Recorder | None = None) -> None:
+    def __init__(self, stage: StageRunner, team: Team, recorder: GraphRecorder | None = None) -> None:
         """`recorder`: for `Record` commands; rank 0 has one exactly where the others do."""
         self.failure: BaseException | None = None
         self.ended = threading.Event()

@@ -13,7 +13,7 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.store_all_gather import StoreAllGather
-from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.graphs import GraphRecorder
 
 RECORD_TIMEOUT_SECONDS = 60.0
 
@@ -27,7 +27,7 @@ class CollectiveRecorder:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         all_gather: StoreAllGather,
         detector: FailureDetector,
         timeout: float = RECORD_TIMEOUT_SECONDS,

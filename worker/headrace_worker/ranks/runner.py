@@ -9,16 +9,16 @@ import torch
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.engine import RunnerBrokenError
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.ranks.channel import Channel
 from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, Record, Step, Stop
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.graphs import GraphRecorder
 from headrace_worker.runner.runner import Runner
 
 Result = TypeVar("Result")
@@ -88,7 +88,7 @@ class MultiRankRunner:
         self._guarded(lambda: self._clear(blocks, rows))
 
     def record(
-        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
         """Record steps on all ranks of a replica of one stage; returns the sizes.
 
@@ -115,7 +115,7 @@ class MultiRankRunner:
         self._stage.runner.clear(blocks, rows)
 
     def _record(
-        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None]
+        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None]
     ) -> tuple[list[int], list[int]]:
         self._channel.send_command(Record(max_tokens))
         return self._stage.record(recorder, max_tokens, done)

@@ -15,7 +15,6 @@ they are sent with its next commands.
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import structlog
 import torch
@@ -29,7 +28,7 @@ from headrace_worker.ranks.messages import Drawn, Step
 from headrace_worker.ranks.recording import CollectiveRecorder
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.batch import Batch
-from headrace_worker.runner.graphs import Recorder
+from headrace_worker.runner.graphs import GraphRecorder
 from headrace_worker.runner.runner import Runner
 from headrace_worker.sampler import NO_MASKS, SampleOutput
 
@@ -58,19 +57,15 @@ class _Drawing:
 class StageRunner:
     """Runs this rank's part of every step, in the order of the commands."""
 
-    @classmethod
-    def of(cls, model: LoadedModel, runner: Runner, team: Team) -> Self:
+    def __init__(self, model: LoadedModel, runner: Runner, team: Team) -> None:
         """For a rank's loaded part of a model."""
-        return cls(runner, team, int(model.config.hidden_size), model.dtype)
-
-    def __init__(self, runner: Runner, team: Team, hidden_size: int, dtype: torch.dtype) -> None:
         self.runner = runner
         self._team = team
         # Not `gather_all`: a follower's other thread uses that until all ranks are warm.
         self._all_gather = team.new_all_gather("record")
         self._topology = team.topology
-        self._hidden_size = hidden_size
-        self._dtype = dtype
+        self._hidden_size = int(model.config.hidden_size)
+        self._dtype = model.dtype
         self._drawings: dict[int, _Drawing] = {}
         self._sent: deque[Sending] = deque()
         self._undrawn: tuple[Batch, Tensor | None] | None = None
@@ -100,7 +95,7 @@ class StageRunner:
         return self._draw(batch, out, NO_MASKS)
 
     def record(
-        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
         """Record steps, on all ranks of a replica of one stage; returns the sizes, which are the same on all.
 

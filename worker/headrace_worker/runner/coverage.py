@@ -5,14 +5,13 @@ sequences, one or several, and the sampling options of the rows. The contents do
 are in one block per cache group, which is reset afterwards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from headrace_worker.core.guide import Mask
 from headrace_worker.core.layout import CacheLayout
-from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
+from headrace_worker.runner.model_runner import ModelRunner
 
 OPTIONS = (
     RowSampling(temperature=0.0),
@@ -31,20 +30,7 @@ _FEW = (2, 8, 32, 64)  # tokens of a small prompt
 _SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the previous one
 
 
-class CoverRunner(Protocol):
-    """A runner of one rank, or the one that represents all ranks."""
-
-    layout: CacheLayout
-    max_rows: int
-    max_len: int
-
-    def launch(self, plan: StepPlan) -> Any: ...
-    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None: ...
-    def collect(self, handle: Any) -> StepResult: ...
-    def clear(self, blocks: int, rows: int = 1) -> None: ...
-
-
-def cover(runner: CoverRunner, budget: int, done: Callable[[float], None] = lambda fraction: None) -> None:
+def cover(runner: ModelRunner, budget: int, done: Callable[[float], None] = lambda fraction: None) -> None:
     """Run all of these steps, of up to `budget` tokens each; resets rows and pools."""
     plans = list(covering_plans(runner.layout, runner.max_rows, runner.max_len, budget))
     for place, plan in enumerate(plans):

@@ -30,7 +30,7 @@ MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 Forward = Callable[[Batch], Tensor | None]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Makes a step replayable. Each step is warmed up, then recorded."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class StepGraphs:
     """All recorded sizes of one runner."""
 
     def __init__(
-        self, layout: CacheLayout, rows: RowState, forward: Forward, vocab_size: int, recorder: Recorder
+        self, layout: CacheLayout, rows: RowState, forward: Forward, vocab_size: int, recorder: GraphRecorder
     ) -> None:
         self._layout = layout
         self._rows = rows

@@ -22,7 +22,7 @@ from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, gather
-from headrace_worker.runner.graphs import Recorder, StepGraphs, decode_sizes, mixed_sizes
+from headrace_worker.runner.graphs import GraphRecorder, StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
@@ -115,7 +115,7 @@ class Runner:
 
     @torch.inference_mode()
     def record(
-        self, recorder: Recorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
         """Record steps of up to `max_tokens` tokens, for a model that is all on this rank or stage; returns the sizes.
 

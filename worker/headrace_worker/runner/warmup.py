@@ -1,18 +1,12 @@
 """Warm-up before the replica is ready: on a GPU kernels are compiled; then prefill and decode steps are timed."""
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import torch
-
-from headrace_worker.core.guide import Mask
-from headrace_worker.core.layout import CacheLayout
-from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, StepResult, TableUpdate, Work
+from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
+from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.runner.coverage import cover
-
-Report = Callable[[str, float], None]
+from headrace_worker.runner.model_runner import ModelRunner
 
 STEP_LIMIT = 0.5  # seconds: heartbeats and cancels are handled between steps
 _MARGIN = 0.8  # of the limit: the machine may slow down, and long contexts cost more
@@ -31,24 +25,7 @@ class WarmupResult:
     steps: tuple[tuple[int, int, int, float], ...] = ()  # prefill tokens, decoding rows, KV tokens, seconds
 
 
-class WarmRunner(Protocol):
-    """A runner of one rank, or the one that represents all ranks."""
-
-    layout: CacheLayout
-    num_blocks: int
-    max_rows: int
-    max_len: int
-    device: torch.device
-
-    def launch(self, plan: StepPlan) -> Any: ...
-    def draw(self, handle: Any, masks: Mapping[int, Mask]) -> None: ...
-    def collect(self, handle: Any) -> StepResult: ...
-    def clear(self, blocks: int, rows: int = 1) -> None: ...
-
-
-def warm_up(
-    runner: WarmRunner, report: Report = lambda phase, fraction: None, budget: int | None = None
-) -> WarmupResult:
+def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int | None = None) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
 
@@ -89,7 +66,7 @@ def _blocks(group: int, entries: int) -> list[int]:
     return list(range(first, first + entries))
 
 
-def _timed(runner: WarmRunner, plan: StepPlan) -> float:
+def _timed(runner: ModelRunner, plan: StepPlan) -> float:
     started = time.perf_counter()
     runner.collect(runner.launch(plan))
     return time.perf_counter() - started

@@ -1,10 +1,10 @@
-"""What both ends of a transfer stream need: the replica's identity, its KV shards, and its step loop."""
+"""What both ends of a transfer stream need: the replica's identity, its KV shards, and the commands to its engine."""
 
 import itertools
 from collections.abc import Callable
 
 from headrace_proto import replica_pb2 as pb
-from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.orders import OpenPair
@@ -19,13 +19,13 @@ class PairRegistry:
         self,
         identity: Callable[[], pb.ReplicaIdentity],
         shards: KvShards,
-        loop: EngineLoop,
+        commands: CommandQueue,
         host: str,
         set_rendezvous_host: Callable[[int, RendezvousHost], None],
     ) -> None:
         """`set_rendezvous_host` is called with a pair's rendezvous before its order."""
         self.shards = shards
-        self.loop = loop
+        self.commands = commands
         self._identity = identity
         self._host = host
         self._set_rendezvous_host = set_rendezvous_host

@@ -83,7 +83,7 @@ class TransferClient:
             if self._tasks.get(source) is asyncio.current_task():
                 del self._tasks[source]
         log.warning("kv_source_lost", source=source, reason=reason)
-        self._pair_registry.loop.exchange(lambda exchange: exchange.source_lost(source))
+        self._pair_registry.commands.exchange(lambda exchange: exchange.source_lost(source))
 
     async def _run_stream(self, source: str, call: Any, opened: RendezvousHost) -> None:
         pair_registry = self._pair_registry
@@ -103,7 +103,7 @@ class TransferClient:
         if mismatch:
             raise InvalidTransferError(mismatch)
         order = pair_registry.as_target(opened, shards)
-        pair_registry.loop.exchange(lambda exchange: exchange.fetcher.open_pair(source, order))
+        pair_registry.commands.exchange(lambda exchange: exchange.fetcher.open_pair(source, order))
         try:
             await run_duplex(self._read(source, call), self._write(self._outgoing[source], call))
         finally:
@@ -114,7 +114,7 @@ class TransferClient:
             self._receive(source, to_target_message(frame))
 
     def _receive(self, source: str, message: FromSource) -> None:
-        self._pair_registry.loop.exchange(lambda exchange: exchange.receive_from_source(source, message))
+        self._pair_registry.commands.exchange(lambda exchange: exchange.receive_from_source(source, message))
 
     async def _write(self, queue: "asyncio.Queue[ToSource]", call: Any) -> None:
         while True:

@@ -64,7 +64,7 @@ class TransferService:
         name = f"{first.hello.identity.replica_id}#{next(self._numbers)}"
         queue = self._outgoing[name] = asyncio.Queue()
         order = pair_registry.as_source(rendezvous, shards)
-        pair_registry.loop.exchange(lambda exchange: exchange.open_target(name, order))
+        pair_registry.commands.exchange(lambda exchange: exchange.open_target(name, order))
         reader = asyncio.create_task(self._read(name, frames))
         reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -76,7 +76,7 @@ class TransferService:
         finally:
             reader.cancel()
             del self._outgoing[name]
-            pair_registry.loop.exchange(lambda exchange: exchange.granter.peer_lost(name))
+            pair_registry.commands.exchange(lambda exchange: exchange.granter.peer_lost(name))
 
     async def _read(self, name: str, frames: AsyncIterator[pb.TargetFrame]) -> None:
         try:
@@ -88,4 +88,4 @@ class TransferService:
             log.warning("kv_target_refused", target=name, reason=str(error))
 
     def _receive(self, name: str, message: ToSource) -> None:
-        self._pair_registry.loop.exchange(lambda exchange: exchange.receive_from_target(name, message))
+        self._pair_registry.commands.exchange(lambda exchange: exchange.receive_from_target(name, message))

@@ -10,7 +10,7 @@ from headrace_worker.core.transfer.fetch import FetchLimits
 from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.granting import Granter, GrantLimits
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, Report
+from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, TransferReport
 
 
 class Outbound(Struct):
@@ -101,7 +101,7 @@ class TransferExchange:
     def open_target(self, target: str, order: OpenPair) -> None:
         self.granter.open_pair(target, order, self._clock())
 
-    def handle_report(self, report: Report) -> None:
+    def handle_report(self, report: TransferReport) -> None:
         """Handles a report of any rank's transfer worker."""
         self.fetcher.handle_report(report, self._clock())
         if isinstance(report, PairFailed):

@@ -27,7 +27,7 @@ from headrace_worker.core.transfer.messages import (
     Renew,
     ToSource,
 )
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, Report
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, TransferReport
 from headrace_worker.core.transfer.shards import wanted_blocks
 
 
@@ -170,7 +170,7 @@ class Fetcher:
                 fetch.chunks[chunk].committed = True
                 self._finish_if_complete(fetch, now)
 
-    def handle_report(self, report: Report, now: float) -> None:
+    def handle_report(self, report: TransferReport, now: float) -> None:
         """Handles a report of a transfer worker of this replica."""
         if isinstance(report, PairFailed):
             for peer, known in self._peers.items():

@@ -79,4 +79,4 @@ class PairFailed(Struct, frozen=True, tag="failed"):
     error: str
 
 
-Report = Received | PairFailed
+TransferReport = Received | PairFailed

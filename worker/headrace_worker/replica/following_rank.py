@@ -1,0 +1,63 @@
+"""A rank that runs the commands of rank 0."""
+
+import time
+
+from headrace_worker.assembly.assemble import assemble_part
+from headrace_worker.assembly.stepping import choose_recorder
+from headrace_worker.assembly.transfer_reports import to_rank_0
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.progress import Progress
+from headrace_worker.profiling import StepProfiler
+from headrace_worker.profiling.stepping import ProfiledStage
+from headrace_worker.ranks.follower import Follower
+from headrace_worker.ranks.stage import StageRunner
+from headrace_worker.ranks.team import Team
+from headrace_worker.replica.start_facts import freeze_loaded, start_facts
+from headrace_worker.runner.graphs import GraphRecorder
+
+STOP_SECONDS = 4.0
+
+
+class FollowingRank:
+    """Any rank but rank 0, ready once it is constructed."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        boot_id: bytes,
+        report: Progress,
+        team: Team,
+        profiler: StepProfiler | None = None,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
+        """Blocks until all ranks are warm. Raises a HeadraceError with a sentence when this one cannot start."""
+        started = time.monotonic()
+        part = assemble_part(config, to_rank_0(team.detector), report, team=team)
+        model, runner = part.model, part.runner
+        stage = StageRunner(model, runner, team) if profiler is None else ProfiledStage(model, runner, team, profiler)
+        self._team = team
+        self._transfers = part.transfers
+        self.loop = Follower(stage, team, recorder or choose_recorder(config, team.device))
+        self.loop.start()
+        freeze_loaded()
+        team.gather_all(0)  # pools are allocated: rank 0 warms all ranks up
+        team.barrier()
+        report("ready", 1.0)
+        self.started = start_facts(
+            config,
+            boot_id,
+            model,
+            part.size,
+            address="",
+            max_model_len=part.max_model_len,
+            max_num_seqs=part.max_num_seqs,
+            max_num_batched_tokens=0,
+            load_seconds=time.monotonic() - started,
+            team_notes=team.notes,
+        )
+
+    def stop(self) -> None:
+        """Waits for rank 0's `Stop`, then ends the connections. Idempotent."""
+        self.loop.join(STOP_SECONDS)
+        self._transfers.stop()
+        self._team.close()

@@ -1,0 +1,135 @@
+"""One rank of a replica, as the process that runs it sees it: start, wait, stop, and what an operator may change."""
+
+import os
+import threading
+
+from headrace_proto.errors import EngineDeadError, HeadraceError
+from headrace_proto.role import parse_role
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.rendezvous import RendezvousHost
+from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.progress import Progress, ignore_progress
+from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
+from headrace_worker.ranks.team import Team
+from headrace_worker.replica.following_rank import FollowingRank
+from headrace_worker.replica.serving_rank import ServingRank
+from headrace_worker.runner.graphs import GraphRecorder
+
+PROFILE_DELAY_SECONDS = 0.3  # after the end of rank 0's window: those of the other ranks started a little later
+PROFILE_WRITE_SECONDS = 30.0
+
+
+class Replica:
+    """One rank of one replica, in this process. No Ray here: the `cluster` package wraps this in an actor.
+
+    With several ranks, rank 0 opens the rendezvous and has the engine and the server; the others run its commands.
+    All that exists only while the rank runs is in its `ServingRank` or `FollowingRank`.
+    """
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        rank: int = 0,
+        report: Progress = ignore_progress,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
+        """`recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder."""
+        self._config = config
+        self._rank = rank
+        self._report = report
+        self._recorder = recorder
+        self._boot_id = os.urandom(16)
+        self._opened: RendezvousHost | None = None
+        self._team: Team | None = None
+        self._profiler: StepProfiler | None = None
+        self._running: ServingRank | FollowingRank | None = None
+
+    def open_rendezvous(self) -> Rendezvous:
+        """On rank 0 of several: the rendezvous to pass to `start` of all ranks. Raises RendezvousError."""
+        self._opened = RendezvousHost(self._config.host)
+        return self._opened.rendezvous
+
+    def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:
+        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot.
+
+        With several ranks all must be started with the same `rendezvous`. When one fails, all do.
+        """
+        self._profiler = make_profiler(self._config, self._rank)
+        if self._profiler is not None:
+            self._report("preparing the profiler", 0.0)
+            self._profiler.warm_up()
+        if rendezvous is None:
+            return self._serve(None)
+        self._report("connecting to the other ranks", 0.0)
+        self._team = team = Team(self._config, self._rank, rendezvous, self._opened)
+        try:
+            return team.detector.guard(lambda: self._follow(team) if self._rank else self._serve(team))
+        except Exception as error:
+            team.detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+            raise
+
+    def _serve(self, team: Team | None) -> ReplicaStarted:
+        parts = (self._config, self._boot_id, self._report, team, self._profiler, self._recorder)
+        self._running = running = ServingRank(*parts)
+        return running.started
+
+    def _follow(self, team: Team) -> ReplicaStarted:
+        parts = (self._config, self._boot_id, self._report, team, self._profiler, self._recorder)
+        self._running = running = FollowingRank(*parts)
+        return running.started
+
+    def wait(self) -> None:
+        """Blocks until `stop`. Raises EngineDeadError when the rank's loop fails, or another rank is lost."""
+        if self._running is None:
+            raise EngineDeadError("the replica was not started")
+        loop = self._running.loop
+        loop.ended.wait()
+        failure = loop.failure
+        if isinstance(failure, RankLostError | RunnerBrokenError):
+            raise EngineDeadError(str(failure)) from failure
+        if failure is not None:
+            raise EngineDeadError(f"the step loop ended: {type(failure).__name__}") from failure
+
+    def set_role(self, name: str) -> None:
+        """On rank 0, from any thread: changes the replica's role for routers; current requests continue.
+
+        Raises UnknownRoleError.
+        """
+        role = parse_role(name)
+        if isinstance(self._running, ServingRank):
+            self._running.set_role(role)
+
+    def drain(self) -> None:
+        """Refuses new requests; current ones continue."""
+        if isinstance(self._running, ServingRank):
+            self._running.loop.drain()
+
+    def profile(self, steps: int, seconds: float) -> ProfileReport:
+        """Records this rank's next steps, and waits for the trace. To be called on all ranks at the same time.
+
+        Raises ProfileRefusedError, ProfileFailedError.
+        """
+        return self.begin_profile(steps, seconds).wait(seconds + PROFILE_WRITE_SECONDS)
+
+    def begin_profile(self, steps: int, seconds: float) -> Window:
+        """As `profile`, but does not wait. Raises ProfileRefusedError."""
+        if self._profiler is None:
+            raise ProfileRefusedError("this replica has no folder for profiles: serve with --profile DIR")
+        window = self._profiler.open(steps, seconds)
+        if isinstance(self._running, ServingRank):
+            # A rank that waits for a step does not check the deadline.
+            timer = threading.Timer(seconds + PROFILE_DELAY_SECONDS, self._running.loop.run_empty_step)
+            timer.daemon = True
+            timer.start()
+        return window
+
+    def stop(self) -> None:
+        """Ends the loop, then the server once the last frames are sent. Idempotent, from any thread.
+
+        With several ranks all must be stopped: the others end when rank 0 sends `Stop`.
+        """
+        if self._running is not None:
+            self._running.stop()
+        elif self._team is not None:
+            self._team.close()

@@ -1,0 +1,100 @@
+"""Rank 0: the engine, the loop that drives it, and the gRPC server."""
+
+import time
+
+from headrace_proto.role import Role, parse_role
+from headrace_worker.assembly.assemble import assemble
+from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.assembly.transfer_reports import forward_notes
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.progress import Progress
+from headrace_worker.profiling import StepProfiler
+from headrace_worker.ranks.team import Team
+from headrace_worker.replica.start_facts import freeze_loaded, start_facts
+from headrace_worker.runner.graphs import GraphRecorder
+from headrace_worker.server.describe import describe
+from headrace_worker.server.pairs import PairRegistry
+from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.servicer import Servicer
+
+STOP_SECONDS = 10.0
+LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank may not end
+
+
+class ServingRank:
+    """Serves once it is constructed."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        boot_id: bytes,
+        report: Progress,
+        team: Team | None = None,
+        profiler: StepProfiler | None = None,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
+        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
+        started = time.monotonic()
+        assembly = assemble(config, report, team=team, profiler=profiler, recorder=recorder)
+        freeze_loaded()
+        if team is not None:
+            team.barrier()
+        report("listening", 0.0)
+        self._team = team
+        self._ranks = assembly.ranks
+        self._transfers = transfers = assembly.transfers
+        self._server = server = ReplicaServer(config.host, config.port, config.secret)
+        try:
+            self.loop = loop = EngineLoop(
+                assembly.engine, lambda done: server.call_soon(servicer.deliver, done), assembly.commands
+            )
+            self._description = description = describe(assembly, config, boot_id)
+            if team is not None:
+                forward_notes(team.detector, loop.commands)
+            pair_registry = PairRegistry(
+                lambda: description.identity,
+                transfers.shards,
+                loop.commands,
+                config.host,
+                transfers.set_rendezvous_host,
+            )
+            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, config.secret)
+            address = server.start(servicer)
+        except BaseException:
+            server.stop()
+            raise
+        loop.commands.exchange(lambda exchange: exchange.compute_for_others(parse_role(config.role).prefills))
+        loop.start()
+        if team is not None:
+            team.detector.on_loss(loop.abandon)
+        report("ready", 1.0)
+        self.started = start_facts(
+            config,
+            boot_id,
+            assembly.model,
+            assembly.size,
+            address=address,
+            max_model_len=assembly.max_model_len,
+            max_num_seqs=assembly.limits.max_num_seqs,
+            max_num_batched_tokens=assembly.limits.max_num_batched_tokens,
+            load_seconds=time.monotonic() - started,
+            team_notes=team.notes if team is not None else (),
+            notes=assembly.notes,
+        )
+
+    def set_role(self, role: Role) -> None:
+        """Changes the role for routers. From any thread."""
+        self._description.set_role(role.number)
+        self.loop.commands.exchange(lambda exchange: exchange.compute_for_others(role.prefills))
+
+    def stop(self) -> None:
+        """Ends the loop, the other ranks, then the server once the last frames are sent. Idempotent."""
+        lost = self._team is not None and self._team.detector.failure is not None
+        self.loop.stop(LOST_STOP_SECONDS if lost else STOP_SECONDS)
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.stop()
+        self._transfers.stop()
+        if self._team is not None:
+            self._team.close()
+        self._server.stop()

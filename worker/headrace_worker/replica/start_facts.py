@@ -1,0 +1,55 @@
+"""The facts that a rank reports once it is ready."""
+
+import gc
+import os
+from collections.abc import Sequence
+
+from headrace_kernels import describe
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.core.kv.sizing import KvSize
+from headrace_worker.model.load import LoadedModel
+
+
+def start_facts(
+    config: ReplicaConfig,
+    boot_id: bytes,
+    model: LoadedModel,
+    size: KvSize,
+    *,
+    address: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    load_seconds: float,
+    team_notes: Sequence[str],
+    notes: Sequence[str] = (),
+) -> ReplicaStarted:
+    """`address` and `max_num_batched_tokens` are rank 0's: empty and 0 on the others."""
+    return ReplicaStarted(
+        model=config.model,
+        address=address,
+        boot_id=boot_id,
+        pid=os.getpid(),
+        device=str(model.device),
+        dtype=model.dtype_name,
+        revision=model.source.revision,
+        threads=model.threads,
+        tp=config.tp,
+        pp=config.pp,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_blocks=size.num_blocks - 1,
+        kv_bytes=size.num_bytes,
+        block_size=model.layout.block_size,
+        weight_bytes=model.weight_bytes,
+        load_seconds=load_seconds,
+        defaults=model.facts.defaults,
+        notes=[*describe(), *model.notes, *team_notes, size.note, *notes],
+    )
+
+
+def freeze_loaded() -> None:
+    """Loaded objects are never freed: a full collection would traverse all of them in the middle of a step."""
+    gc.collect()
+    gc.freeze()
