@@ -475,18 +475,18 @@ class PairRendezvous(_message.Message):
     def __init__(self, host: _Optional[str] = ..., store_port: _Optional[int] = ..., link_port: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class TargetFrame(_message.Message):
-    __slots__ = ("hello", "ask", "cancel", "done", "renew")
+    __slots__ = ("hello", "request", "cancel", "done", "renew")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    ASK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     hello: TargetHello
-    ask: FetchAsk
+    request: FetchRequest
     cancel: int
     done: int
     renew: bool
-    def __init__(self, hello: _Optional[_Union[TargetHello, _Mapping]] = ..., ask: _Optional[_Union[FetchAsk, _Mapping]] = ..., cancel: _Optional[int] = ..., done: _Optional[int] = ..., renew: _Optional[bool] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[TargetHello, _Mapping]] = ..., request: _Optional[_Union[FetchRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., done: _Optional[int] = ..., renew: _Optional[bool] = ...) -> None: ...
 
 class TargetHello(_message.Message):
     __slots__ = ("contract_version", "identity", "shards", "rendezvous")
@@ -500,25 +500,25 @@ class TargetHello(_message.Message):
     rendezvous: PairRendezvous
     def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., rendezvous: _Optional[_Union[PairRendezvous, _Mapping]] = ...) -> None: ...
 
-class FetchAsk(_message.Message):
-    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "have_blocks", "cached_only", "priority", "patience_ms")
+class FetchRequest(_message.Message):
+    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "held_blocks", "cached_only", "priority", "timeout_ms")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    HAVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     tenant_salt: bytes
     adapter: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    have_blocks: int
+    held_blocks: int
     cached_only: bool
     priority: int
-    patience_ms: int
-    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., have_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+    timeout_ms: int
+    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., held_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SourceFrame(_message.Message):
     __slots__ = ("hello", "granted", "refused", "offer", "commit", "failed")

@@ -21,8 +21,8 @@ def test_an_extreme_prediction_makes_no_fetch_endless(make_bench: Callable[..., 
     bench = make_bench()
     exchange = bench.engine.exchange
     assert exchange.begin(bench.request(list(range(1, 40)), source="there"), seconds_per_token=1e15)
-    ((_, ask),) = exchange.take_outbound().to_sources
-    assert target_frame(ask).ask.patience_ms == 1000 * exchange.fetcher.limits.max_seconds
+    ((_, message),) = exchange.take_outbound().to_sources
+    assert target_frame(message).request.timeout_ms == 1000 * exchange.fetcher.limits.max_seconds
     bench.clock.now += exchange.fetcher.limits.silence + 0.1
     exchange.tick()
     assert len(exchange.fetcher) == 0 and len(bench.scheduler.waiting) == 1

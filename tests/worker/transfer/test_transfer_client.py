@@ -11,13 +11,13 @@ import pytest
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.messages import Ask, Cancel, ToSource
+from headrace_worker.core.transfer.messages import Cancel, FetchRequest, ToSource
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
-UNENCODABLE = Ask(1, b"", "", [1, 2, 3, 4], 0, max_seconds=1e12)  # more milliseconds than fit into the frame
+UNENCODABLE = FetchRequest(1, b"", "", [1, 2, 3, 4], 0, timeout=1e12)  # more milliseconds than fit into the frame
 
 
 class Source(ReplicaServicer):
@@ -72,7 +72,7 @@ async def conversation(first: ToSource) -> tuple[list[str], list[str | None]]:
     client = TransferClient(pair_registry, b"secret")  # type: ignore[arg-type]
     try:
         client.send(address, first)
-        await until(lambda: "lost" in pair_registry.events or "ask" in source.received)
+        await until(lambda: "lost" in pair_registry.events or "request" in source.received)
         client.send(address, Cancel(2))
         await until(lambda: "cancel" in source.received)
     finally:
@@ -82,13 +82,13 @@ async def conversation(first: ToSource) -> tuple[list[str], list[str | None]]:
 
 
 def test_messages_arrive_on_one_stream() -> None:
-    events, received = asyncio.run(conversation(Ask(1, b"", "", [1, 2, 3, 4], 0, max_seconds=2.0)))
-    assert events == ["opened"] and received == ["hello", "ask", "cancel"]
+    events, received = asyncio.run(conversation(FetchRequest(1, b"", "", [1, 2, 3, 4], 0, timeout=2.0)))
+    assert events == ["opened"] and received == ["hello", "request", "cancel"]
 
 
 def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureFixture[str]) -> None:
-    """The step loop must be notified: a fetch whose Ask was never sent would wait in vain, and the source releases the
-    blocks of earlier fetches with the stream, not with their lease.
+    """The step loop must be notified: a fetch whose request was never sent would wait in vain, and the source releases
+    the blocks of earlier fetches with the stream, not with their lease.
     """
     events, received = asyncio.run(conversation(UNENCODABLE))
     assert events == ["opened", "lost", "opened"] and received == ["hello", "hello", "cancel"]

@@ -148,7 +148,7 @@ class Engine:
             cost=self.latency.cost,
             counters=scheduler.counters,
             fetches=self.exchange.fetcher.counters,
-            grants=self.exchange.granter.counters.granted,
+            grants=self.exchange.granter.granted,
         )
 
     def take_cache_changes(self) -> list[CacheChange]:

@@ -3,11 +3,11 @@
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import (
-    Ask,
     Cancel,
     Commit,
     Done,
     Failed,
+    FetchRequest,
     FromSource,
     Granted,
     Offer,
@@ -74,18 +74,18 @@ def to_rendezvous(message: pb.PairRendezvous) -> Rendezvous:
 
 def target_frame(message: ToSource) -> pb.TargetFrame:
     match message:
-        case Ask():
-            ask = pb.FetchAsk(
+        case FetchRequest():
+            request = pb.FetchRequest(
                 fetch=message.fetch,
                 tenant_salt=message.tenant_salt,
                 adapter=message.adapter,
                 token_ids=message.token_ids,
-                have_blocks=message.have,
+                held_blocks=message.held,
                 cached_only=not message.compute,
                 priority=message.priority,
-                patience_ms=max(1, int(message.max_seconds * 1000)) if message.max_seconds else 0,
+                timeout_ms=max(1, int(message.timeout * 1000)) if message.timeout else 0,
             )
-            return pb.TargetFrame(ask=ask)
+            return pb.TargetFrame(request=request)
         case Cancel(fetch):
             return pb.TargetFrame(cancel=fetch)
         case Done(fetch):
@@ -97,20 +97,20 @@ def target_frame(message: ToSource) -> pb.TargetFrame:
 def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: int) -> ToSource:
     """Raises InvalidTransferError."""
     match frame.WhichOneof("message"):
-        case "ask":
-            ask = frame.ask
-            ids = list(ask.token_ids)
+        case "request":
+            request = frame.request
+            ids = list(request.token_ids)
             if not ids or len(ids) > max_model_len or max(ids) >= vocab_size:
                 raise InvalidTransferError("the tokens are not of this model's vocabulary or context length")
-            return Ask(
-                ask.fetch,
-                ask.tenant_salt,
-                ask.adapter,
+            return FetchRequest(
+                request.fetch,
+                request.tenant_salt,
+                request.adapter,
                 ids,
-                ask.have_blocks,
-                not ask.cached_only,
-                ask.priority,
-                ask.patience_ms / 1000,
+                request.held_blocks,
+                not request.cached_only,
+                request.priority,
+                request.timeout_ms / 1000,
             )
         case "cancel":
             return Cancel(frame.cancel)

@@ -8,7 +8,8 @@ from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.transfer.fetch import FetchLimits
 from headrace_worker.core.transfer.fetching import Fetcher
-from headrace_worker.core.transfer.granting import Granter, GrantLimits
+from headrace_worker.core.transfer.grant import GrantLimits
+from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, TransferReport
 
@@ -59,11 +60,10 @@ class TransferExchange:
 
         `seconds_per_token`: predicted time to compute a token here.
         """
-        self.granter.seconds_per_token = seconds_per_token
         now = self._clock()
         for request in self.fetcher.tick(now):
             self._scheduler.add(request)
-        self.granter.tick(now)
+        self.granter.tick(now, seconds_per_token)
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from headrace_worker.core.kv.manager import BlockTable
 from headrace_worker.core.request import Request
+from headrace_worker.core.transfer.messages import Offer
 from headrace_worker.core.transfer.shards import Span
 
 
@@ -20,6 +21,11 @@ class FetchLimits:
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
+
+    def timeout(self, local_seconds: float, until_deadline: float | None) -> float:
+        """Seconds that a fetch may take, by those to compute the blocks here and those left to the request."""
+        timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
+        return timeout if until_deadline is None else min(timeout, self.deadline_share * until_deadline)
 
 
 @dataclass(slots=True)
@@ -50,13 +56,13 @@ class Chunk:
 
 @dataclass(slots=True)
 class Fetch:
-    """A fetch, from its Ask until its request is queued."""
+    """A fetch, from its request to the source until its request is queued."""
 
     number: int
     peer: str
     request: Request
     blocks: int
-    have: int  # leading blocks that this replica has already
+    local_blocks: int  # leading blocks that this replica has already
     held: BlockTable
     wanted: list[Span]  # per cache group
     deadline: float
@@ -67,12 +73,12 @@ class Fetch:
 
     @property
     def offered(self) -> int:
-        return self.chunks[-1].stop if self.chunks else self.have
+        return self.chunks[-1].stop if self.chunks else self.local_blocks
 
     @property
     def usable(self) -> int:
         """Number of leading blocks that can be used."""
-        stop = self.have
+        stop = self.local_blocks
         for chunk in self.chunks:
             if not chunk.usable:
                 break
@@ -84,3 +90,18 @@ class Fetch:
         """Blocks among the usable ones that the source had in its prefix cache."""
         usable = self.usable
         return sum(chunk.cached for chunk in self.chunks if chunk.stop <= usable)
+
+    def add_chunk(self, offer: Offer, ranks: int) -> tuple[tuple[int, ...], ...] | None:
+        """Adds the next chunk, for `ranks` ranks; returns its blocks by cache group, None if it is invalid."""
+        if self.reserved is None or (offer.chunk, offer.first) != (len(self.chunks), self.offered):
+            return None
+        if not offer.first < offer.stop <= self.blocks or offer.cached > offer.stop - offer.first:
+            return None
+        blocks = []
+        for row, (start, stop) in zip(self.reserved, self.wanted, strict=True):
+            first, last = max(start, offer.first), min(stop, offer.stop)
+            blocks.append(tuple(row[first - start : last - start]) if last > first else ())
+        if tuple(len(row) for row in blocks) != offer.counts:
+            return None
+        self.chunks.append(Chunk(offer.first, offer.stop, set(range(ranks)), offer.cached))
+        return tuple(blocks)

@@ -1,8 +1,8 @@
 """The target's side: blocks of a prompt fetched from another replica before the request is queued. Pure.
 
-    begin ─▶ asked ── Granted, blocks reserved ─▶ moving ── every chunk committed, received by all ranks ─▶ published
-               │ Refused, too few blocks             │ Failed, peer lost, silence, deadline
-               └──────────────▶ the request is queued ◀┘   and computes here what is not cached
+    begin ─▶ requested ── Granted, blocks reserved ─▶ moving ── all chunks committed, received by all ranks ─▶ published
+                 │ Refused, too few blocks              │ Failed, peer lost, silence, deadline
+                 └─────────▶ the request is queued ◀────┘   and computes here what is not cached
 
 A fetch only fills the prefix cache: whatever its result, the request is queued afterwards and starts from what is
 cached. Blocks that a rank may still write are quarantined until the order that forbids it is in a launched plan.
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.request import Fetched, Request
-from headrace_worker.core.transfer.fetch import Chunk, Fetch, FetchCounters, FetchLimits
+from headrace_worker.core.transfer.fetch import Fetch, FetchCounters, FetchLimits
 from headrace_worker.core.transfer.messages import (
-    Ask,
     Cancel,
     Commit,
     Done,
     Failed,
+    FetchRequest,
     FromSource,
     Granted,
     Offer,
@@ -36,7 +36,6 @@ class _Peer:
     pair: int | None = None  # once an OpenPair was ordered
     avoid_until: float = 0.0
     renewed: float = 0.0
-    violated: bool = False
 
 
 class Fetcher:
@@ -65,12 +64,19 @@ class Fetcher:
         return bool(self._ready)
 
     def begin(
-        self, request: Request, peer: str, now: float, local: float, queued: int = 0, *, compute: bool = True
+        self,
+        request: Request,
+        peer: str,
+        now: float,
+        seconds_per_token: float,
+        queued: int = 0,
+        *,
+        compute: bool = True,
     ) -> bool:
         """Starts a fetch for a request; False if it is not worthwhile or impossible, and the request must be queued.
 
-        `local`: predicted seconds to compute a token here; `queued`: tokens ahead in the local queue. Without `compute`
-        the source only sends cached blocks.
+        `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue. Without
+        `compute` the source only sends cached blocks.
         """
         kv, limits = self._kv, self.limits
         known = self._peers.setdefault(peer, _Peer())
@@ -80,12 +86,10 @@ class Fetcher:
         have = hit.tokens // kv.block_size
         if blocks - have < limits.min_blocks or now < known.avoid_until:
             return False
-        alone = (queued + (blocks - have) * kv.block_size) * local
-        deadline = now + min(max(limits.min_seconds, limits.slowdown * alone), limits.max_seconds)
-        if request.deadline is not None:
-            deadline = min(deadline, now + limits.deadline_share * (request.deadline - now))
-            if deadline <= now:
-                return False  # the request expires in the queue
+        local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
+        timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
+        if timeout <= 0:
+            return False  # the request expires in the queue
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
         self._fetches[self._number] = Fetch(
@@ -96,12 +100,12 @@ class Fetcher:
             have,
             kv.new_table(hit),
             wanted,
-            deadline,
+            now + timeout,
             started=now,
             last_received=now,
         )
         self.counters.started += 1
-        ask = Ask(
+        message = FetchRequest(
             self._number,
             request.tenant_salt,
             request.adapter,
@@ -109,9 +113,9 @@ class Fetcher:
             have,
             compute,
             request.priority,
-            deadline - now,
+            timeout,
         )
-        self.messages.append((peer, ask))
+        self.messages.append((peer, message))
         return True
 
     def cancel(self, request: Request) -> None:
@@ -146,8 +150,8 @@ class Fetcher:
             self._reject_peer(peer, now)
             return
         if fetch is None and not isinstance(message, Refused | Failed):
-            # The fetch has ended meanwhile, and the source may not know: the Ask may have been sent on the stream that
-            # followed the one whose loss ended the fetch here.
+            # The fetch has ended meanwhile, and the source may not know: its message may have been sent on the
+            # stream that followed the one whose loss ended the fetch here.
             self.messages.append((peer, Cancel(message.fetch)))
         if isinstance(message, Offer):
             self._handle_offer(peer, fetch, message, now)
@@ -157,7 +161,8 @@ class Fetcher:
         fetch.last_received = now
         match message:
             case Granted(blocks=blocks):
-                if not fetch.have < blocks <= fetch.blocks or (fetch.reserved is not None and blocks != fetch.blocks):
+                changed = fetch.reserved is not None and blocks != fetch.blocks
+                if changed or not fetch.local_blocks < blocks <= fetch.blocks:
                     self._reject_peer(peer, now)
                     return
                 self._reserve(fetch, blocks)
@@ -224,7 +229,7 @@ class Fetcher:
             return
         if blocks < fetch.blocks:
             fetch.blocks = blocks
-            fetch.wanted = wanted_blocks(self._kv.windows, self._kv.block_size, fetch.have, blocks)
+            fetch.wanted = wanted_blocks(self._kv.windows, self._kv.block_size, fetch.local_blocks, blocks)
         counts = [stop - start for start, stop in fetch.wanted]
         spare = int(self._kv.pool.total * self.limits.watermark)
         if sum(counts) + spare > self._kv.pool.available:
@@ -243,21 +248,11 @@ class Fetcher:
         blocks: tuple[tuple[int, ...], ...] = ()
         if fetch is not None:
             fetch.last_received = now
-            spans = [
-                (max(start, offer.first), min(stop, offer.stop)) if fetch.reserved is not None else (0, 0)
-                for start, stop in fetch.wanted
-            ]
-            counts = tuple(max(0, stop - start) for start, stop in spans)
-            valid = (offer.chunk, offer.first) == (len(fetch.chunks), fetch.offered)
-            valid = valid and offer.first < offer.stop <= fetch.blocks and offer.cached <= offer.stop - offer.first
-            if not valid or counts != offer.counts or fetch.reserved is None:
+            added = fetch.add_chunk(offer, self._ranks)
+            if added is None:
                 self._reject_peer(peer, now)
                 return
-            blocks = tuple(
-                tuple(row[start - wanted[0] : stop - wanted[0]]) if stop > start else ()
-                for row, (start, stop), wanted in zip(fetch.reserved, spans, fetch.wanted, strict=True)
-            )
-            fetch.chunks.append(Chunk(offer.first, offer.stop, set(range(self._ranks)), offer.cached))
+            blocks = added
         self.orders.append(Receive(pair, offer.fetch, offer.chunk, offer.counts, blocks))
 
     def _finish_if_complete(self, fetch: Fetch, now: float) -> None:
@@ -280,7 +275,7 @@ class Fetcher:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
         unsafe: list[int] = []
         usable, size = fetch.usable, self._kv.block_size
-        fetch.request.fetched = Fetched(fetch.have * size, usable * size, fetch.cached * size)
+        fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached * size)
         for group, row in enumerate(fetch.reserved or []):
             start = fetch.wanted[group][0]
             kept = max(0, min(len(row), usable - start))

@@ -1,26 +1,28 @@
 """The source's side: prompts computed for other replicas, and blocks pushed to them. Pure.
 
-    ask ─▶ granted: a request without sampling is queued ── steps ─▶ chunks: Send in the step's plan, Offer at once,
-             │                                                        Commit when the step is known to have computed it
-             └─▶ held until Done; dropped on Cancel, preemption, the target's loss or silence
+    FetchRequest ─▶ granted: a request without sampling is queued
+                      │ steps ─▶ chunks: Send in the step's plan, Offer at once,
+                      │                  Commit when the step is known to have computed it
+                      └─▶ held until Done; dropped on Cancel, preemption, the target's loss or silence
 
-The answer to an Ask never waits for memory that other requests hold: there are enough blocks now, or it is refused.
+The answer to a request never waits for memory that other requests hold: there are enough blocks now, or it is refused.
 Blocks are held until every rank of the target has them. A grant that ends earlier puts a `Drop` into the next plan,
 ahead of anything that could use its blocks again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from headrace_worker.core.kv.manager import BlockTable, KVManager
+from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.scheduler import Scheduler
+from headrace_worker.core.transfer.grant import Grant, GrantLimits
 from headrace_worker.core.transfer.messages import (
-    Ask,
     Cancel,
     Commit,
     Done,
     Failed,
+    FetchRequest,
     FromSource,
     Granted,
     Offer,
@@ -28,39 +30,7 @@ from headrace_worker.core.transfer.messages import (
     ToSource,
 )
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Send
-from headrace_worker.core.transfer.shards import Span, wanted_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class GrantLimits:
-    """Times in seconds, on this replica's clock."""
-
-    max_grants: int = 64  # at a time
-    lease: float = 5.0  # without a message of the target until its grants end
-    renew: float = 0.5  # between two renewals to a target
-    watermark: float = 0.05  # share of the pool that grants leave to running requests
-
-
-@dataclass(slots=True)
-class GrantCounters:
-    """Monotonic."""
-
-    granted: int = 0
-    refused: int = 0
-    dropped: int = 0
-
-
-@dataclass(slots=True)
-class _Grant:
-    peer: str
-    fetch: int
-    blocks: int
-    wanted: list[Span]  # per cache group
-    request: Request | None  # until all is computed
-    table: BlockTable | None = None  # from then on; before, the request's table that chunks were sent from
-    sent: int = 0  # leading blocks that the target has, or that were sent
-    chunks: int = 0
-    uncommitted: list[tuple[int, int]] = field(default_factory=list)  # (step, chunk)
+from headrace_worker.core.transfer.shards import wanted_blocks
 
 
 @dataclass(slots=True)
@@ -75,15 +45,15 @@ class Granter:
 
     def __init__(self, scheduler: Scheduler, limits: GrantLimits | None = None) -> None:
         self.limits = limits or GrantLimits()
-        self.counters = GrantCounters()
+        self.granted = 0  # since boot
         self.computes_for_others = True  # depends on the replica's role
-        self.seconds_per_token = 0.0  # as predicted now; 0 = not known yet
+        self._seconds_per_token = 0.0  # as predicted now; 0 = not known yet
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
         self.close_peers: list[str] = []  # to disconnect
         self._scheduler = scheduler
         self._kv: KVManager = scheduler.kv
-        self._grants: dict[tuple[str, int], _Grant] = {}
+        self._grants: dict[tuple[str, int], Grant] = {}
         self._peers: dict[str, _Peer] = {}
         self._number = 0
 
@@ -116,8 +86,8 @@ class Granter:
             return
         known.last_received = now
         match message:
-            case Ask():
-                self._handle_ask(peer, message, now)
+            case FetchRequest():
+                self._handle_request(peer, message, now)
             case Cancel(fetch):
                 grant = self._grants.get((peer, fetch))
                 if grant is not None:
@@ -127,8 +97,9 @@ class Granter:
                 if grant is not None:
                     self._release(grant)
 
-    def tick(self, now: float) -> None:
-        """Handles expired leases and renewals."""
+    def tick(self, now: float, seconds_per_token: float) -> None:
+        """Handles expired leases and renewals. `seconds_per_token`: predicted time to compute a token here."""
+        self._seconds_per_token = seconds_per_token
         for peer, known in list(self._peers.items()):
             mine = [grant for grant in self._grants.values() if grant.peer == peer]
             if not mine:
@@ -180,25 +151,24 @@ class Granter:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _handle_ask(self, peer: str, ask: Ask, now: float) -> None:
-        reason = self._refusal(peer, ask)
+    def _handle_request(self, peer: str, message: FetchRequest, now: float) -> None:
+        reason = self._refusal(peer, message)
         if reason:
-            self.counters.refused += 1
-            self.messages.append((peer, Refused(ask.fetch, reason)))
+            self.messages.append((peer, Refused(message.fetch, reason)))
             return
         kv = self._kv
-        blocks = len(ask.token_ids) // kv.block_size
-        chain = kv.start_chain(ask.tenant_salt, ask.adapter)
-        kv.extend_chain(chain, ask.token_ids, blocks)
-        hit = kv.lookup(chain, len(ask.token_ids))
-        if not ask.compute and hit.tokens // kv.block_size > ask.have:
+        blocks = len(message.token_ids) // kv.block_size
+        chain = kv.start_chain(message.tenant_salt, message.adapter)
+        kv.extend_chain(chain, message.token_ids, blocks)
+        hit = kv.lookup(chain, len(message.token_ids))
+        if not message.compute and hit.tokens // kv.block_size > message.held:
             blocks = hit.tokens // kv.block_size
-        wanted = wanted_blocks(kv.windows, kv.block_size, ask.have, blocks)
-        grant = _Grant(peer, ask.fetch, blocks, wanted, None, sent=ask.have)
+        wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks)
+        grant = Grant(peer, message.fetch, blocks, wanted, None, sent=message.held)
         if hit.tokens == blocks * kv.block_size:
             grant.table = kv.new_table(hit)
-            if ask.compute:  # else the blocks belong to a stream that was migrated
-                self._scheduler.counters.count_lookup(len(ask.token_ids), hit.tokens)
+            if message.compute:  # else the blocks belong to a stream that was migrated
+                self._scheduler.counters.count_lookup(len(message.token_ids), hit.tokens)
         else:
             reserved = sum(
                 kv.blocks_for(len(other.request.tokens))
@@ -206,49 +176,48 @@ class Granter:
                 if other.request is not None and other.request.table is None
             )
             spare = int(kv.pool.total * self.limits.watermark)
-            if not ask.compute or kv.cost_of(hit, len(ask.token_ids)) + reserved + spare > kv.pool.available:
-                self.counters.refused += 1
-                reason = "the source has too few free blocks" if ask.compute else "the source has not cached it"
-                self.messages.append((peer, Refused(ask.fetch, reason)))
+            if not message.compute or kv.cost_of(hit, len(message.token_ids)) + reserved + spare > kv.pool.available:
+                reason = "the source has too few free blocks" if message.compute else "the source has not cached it"
+                self.messages.append((peer, Refused(message.fetch, reason)))
                 return
             self._number += 1
             grant.request = Request(
                 attempt_id=b"grant" + self._number.to_bytes(11, "big"),
-                tokens=list(ask.token_ids),
-                prompt_len=len(ask.token_ids),
-                max_len=len(ask.token_ids) + 1,
+                tokens=list(message.token_ids),
+                prompt_len=len(message.token_ids),
+                max_len=len(message.token_ids) + 1,
                 sampling=RowSampling(),
                 stop_ids=frozenset(),
                 chain=chain,
                 arrival=now,
-                priority=ask.priority,
-                tenant_salt=ask.tenant_salt,
-                adapter=ask.adapter,
+                priority=message.priority,
+                tenant_salt=message.tenant_salt,
+                adapter=message.adapter,
                 prefill_only=True,
             )
             self._scheduler.add(grant.request)
-        self.counters.granted += 1
-        self._grants[peer, ask.fetch] = grant
-        self.messages.append((peer, Granted(ask.fetch, blocks)))
+        self.granted += 1
+        self._grants[peer, message.fetch] = grant
+        self.messages.append((peer, Granted(message.fetch, blocks)))
         if grant.request is None:
             self._push(grant, self._peers[peer], blocks, 0)
 
-    def _refusal(self, peer: str, ask: Ask) -> str:
-        if not self.computes_for_others and ask.compute:
+    def _refusal(self, peer: str, message: FetchRequest) -> str:
+        if not self.computes_for_others and message.compute:
             return "this replica computes no prompts for others"
         if len(self._grants) >= self.limits.max_grants or self._scheduler.is_full:
             return "the source is full"
-        if (peer, ask.fetch) in self._grants:
+        if (peer, message.fetch) in self._grants:
             return "this fetch was requested already"
-        size = self._kv.block_size
-        if not ask.token_ids or len(ask.token_ids) % size or not 0 <= ask.have < len(ask.token_ids) // size:
-            return "an ask is for whole blocks, at least one"
-        ahead = self._scheduler.missing_tokens + len(ask.token_ids) - ask.have * size
-        if ask.compute and ask.max_seconds and ahead * self.seconds_per_token > ask.max_seconds:
+        size, tokens = self._kv.block_size, len(message.token_ids)
+        if not tokens or tokens % size or not 0 <= message.held < tokens // size:
+            return "a fetch is for whole blocks, at least one"
+        ahead = self._scheduler.missing_tokens + tokens - message.held * size
+        if message.compute and message.timeout and ahead * self._seconds_per_token > message.timeout:
             return "the source's queue is too long"
         return ""
 
-    def _push(self, grant: _Grant, known: _Peer, ready: int, step: int) -> None:
+    def _push(self, grant: Grant, known: _Peer, ready: int, step: int) -> None:
         """Sends the blocks up to `ready` that were not sent yet."""
         first = grant.sent
         if ready <= first or grant.table is None:
@@ -271,19 +240,18 @@ class Granter:
         if not step:
             self.processed(0)
 
-    def _fail(self, grant: _Grant, known: _Peer, reason: str) -> None:
+    def _fail(self, grant: Grant, known: _Peer, reason: str) -> None:
         self.messages.append((grant.peer, Failed(grant.fetch, reason)))
         self._drop(grant, known)
 
-    def _drop(self, grant: _Grant, known: _Peer | None) -> None:
+    def _drop(self, grant: Grant, known: _Peer | None) -> None:
         """Ends a grant before the target has all blocks."""
-        self.counters.dropped += 1
         del self._grants[grant.peer, grant.fetch]
         if known is not None and grant.chunks:
             self.orders.append(Drop(known.pair, grant.fetch))
         self._release(grant)
 
-    def _release(self, grant: _Grant) -> None:
+    def _release(self, grant: Grant) -> None:
         if grant.request is not None:
             if grant.request.finish is None:
                 self._scheduler.end(grant.request, Finish.CANCELLED)

@@ -1,23 +1,24 @@
 """Control messages between source and target, as plain data.
 
-target ── Ask ──▶ source      Granted | Refused at once; then per chunk an Offer when its step is planned, and a Commit
-       ── Renew, Cancel, Done ──▶      when the step is known to have computed it; Failed when no more will follow
+target ── FetchRequest ─────────▶ source    Granted | Refused at once; then per chunk an Offer when its step is planned,
+       ── Renew, Cancel, Done ──▶           and a Commit when the step is known to have computed it; Failed when no more
+                                            will follow
 """
 
 from msgspec import Struct
 
 
-class Ask(Struct, frozen=True):
+class FetchRequest(Struct, frozen=True):
     """Compute the blocks of these tokens, and push those that the target does not have."""
 
     fetch: int
     tenant_salt: bytes
     adapter: str
     token_ids: list[int]  # a whole number of blocks
-    have: int  # leading blocks that the target holds
+    held: int  # leading blocks that the target holds
     compute: bool = True  # else only what is cached is sent, or nothing
     priority: int = 0
-    max_seconds: float = 0.0  # a source that predicts more refuses; 0 = no limit
+    timeout: float = 0.0  # seconds; a source that predicts more refuses; 0 = no limit
 
 
 class Cancel(Struct, frozen=True):
@@ -73,5 +74,5 @@ class Failed(Struct, frozen=True):
     reason: str
 
 
-ToSource = Ask | Cancel | Done | Renew
+ToSource = FetchRequest | Cancel | Done | Renew
 FromSource = Granted | Refused | Offer | Commit | Failed
