@@ -5,21 +5,26 @@ the other ranks), and the scheduler may build the next plan before this step's t
 which positions of a row are computed, and the runner keeps the row's tokens, sampled ones included.
 """
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from headrace_worker.core.transfer.orders import Order
 
 
 class RowSampling(Struct, frozen=True):
-    """Sampling options of one row; a disabled option has its neutral value."""
+    """Sampling options of one row, named as in the contract's `Sampling`; a disabled option has its neutral value.
+
+    `examples`: values for which warm-up runs the option, so that a GPU compiles its kernels.
+    """
 
     temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    top_p: Annotated[float, Meta(examples=[0.9])] = 1.0
+    top_k: Annotated[int, Meta(examples=[20])] = 0
+    min_p: Annotated[float, Meta(examples=[0.05])] = 0.0
+    repetition_penalty: Annotated[float, Meta(examples=[1.1])] = 1.0
+    presence_penalty: Annotated[float, Meta(examples=[0.5])] = 0.0
+    frequency_penalty: Annotated[float, Meta(examples=[0.5])] = 0.0
     seed: int = 0  # u64
     choice_index: int = 0
     min_tokens: int = 0

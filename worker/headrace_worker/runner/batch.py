@@ -44,8 +44,6 @@ class HostBatch:
     sample_index: NDArray[np.int64]  # [R]
     drawn_rows: NDArray[np.int64]  # [R]
     drawn_positions: NDArray[np.int64]  # [R]
-    sample_rows: list[int]
-    sample_positions: list[int]
     max_query_len: int
     max_seq_len: int
 
@@ -79,8 +77,8 @@ class HostBatch:
             sample_index,
             drawn_rows,
             drawn_positions,
-            self.sample_rows,
-            self.sample_positions,
+            self.drawn_rows.tolist(),
+            self.drawn_positions.tolist(),
         )
 
     def padded(self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int) -> "HostBatch":
@@ -139,8 +137,6 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int) -> HostB
         sample_index=offsets[1:][drawing] - 1,
         drawn_rows=drawn_rows,
         drawn_positions=drawn_positions,
-        sample_rows=drawn_rows.tolist(),
-        sample_positions=drawn_positions.tolist(),
         max_query_len=int(count.max(initial=0)),
         max_seq_len=longest,
     )

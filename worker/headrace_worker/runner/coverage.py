@@ -6,6 +6,7 @@ are in one block per cache group, which is reset afterwards.
 """
 
 from collections.abc import Callable, Iterator
+from typing import get_type_hints
 
 import numpy as np
 
@@ -13,14 +14,18 @@ from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
 from headrace_worker.runner.model_runner import ModelRunner
 
+
+def _each_option() -> Iterator[RowSampling]:
+    """Each option with its examples, alone."""
+    for name, declared in get_type_hints(RowSampling, include_extras=True).items():
+        for meta in getattr(declared, "__metadata__", ()):
+            yield from (RowSampling(temperature=1.0, **{name: value}) for value in meta.examples)
+
+
 OPTIONS = (
     RowSampling(temperature=0.0),
     RowSampling(temperature=1.0),
-    RowSampling(temperature=1.0, top_k=20),
-    RowSampling(temperature=1.0, top_p=0.9),
-    RowSampling(temperature=1.0, min_p=0.05),
-    RowSampling(temperature=1.0, repetition_penalty=1.1),
-    RowSampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5),
+    *_each_option(),
     RowSampling(temperature=0.0, repetition_penalty=1.1, logprobs=0),
     RowSampling(temperature=0.0, logit_bias=((0, 1.0),)),
     RowSampling(temperature=0.0, min_tokens=1 << 30, stop_token_ids=(0,)),
@@ -64,6 +69,10 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
     for options in OPTIONS:
         yield step([Work(0, 0, 1, True)], [start(0, 1, options)])
     yield step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
+    # Filtered rows come after the others in a batch, so that their noise keys may begin at any address.
+    if rows > 1:
+        mixed = [start(0, 1, RowSampling(temperature=1.0)), start(1, 1, RowSampling(temperature=1.0, top_k=20))]
+        yield step([Work(0, 0, 1, True), Work(1, 0, 1, True)], mixed)
     # Few tokens: alone, in a chunk that samples nothing, beside a request that decodes.
     for few in _FEW:
         if few < min(max_len, budget):

@@ -128,15 +128,15 @@ class StepGraphs:
         padded = self._pad(host, step)
         packed = pack(padded.arrays)
         step.packed.copy_(packed.pin_memory() if step.packed.is_cuda else packed, non_blocking=True)
-        drawing = len(host.sample_rows)
+        drawing = len(host.drawn_rows)
         batch = step.batch
         return replace(
             batch,
             sample_index=batch.sample_index[:drawing],
             drawn_rows=batch.drawn_rows[:drawing],
             drawn_positions=batch.drawn_positions[:drawing],
-            sample_rows=host.sample_rows,
-            sample_positions=host.sample_positions,
+            sample_rows=host.drawn_rows.tolist(),
+            sample_positions=host.drawn_positions.tolist(),
             recorded=step,
         )
 

@@ -20,6 +20,8 @@ _FINISH = {
 
 
 _MAX_UINT32 = 2**32 - 1
+_CONVERTED = {"top_p", "top_k", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs"}
+_COPIED = tuple(name for name in RowSampling.__struct_fields__ if name not in _CONVERTED)
 
 
 class InvalidSubmitError(Exception):
@@ -80,16 +82,10 @@ def to_request(
 def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int) -> RowSampling:
     """Sampling options for the sampler; a filter that has no effect becomes its neutral value."""
     return RowSampling(
-        temperature=options.temperature,
+        **{name: getattr(options, name) for name in _COPIED},
         top_p=options.top_p if 0 < options.top_p < 1 else 1.0,
         top_k=options.top_k if options.top_k < vocab_size else 0,
-        min_p=options.min_p,
         repetition_penalty=options.repetition_penalty or 1.0,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        seed=options.seed,
-        choice_index=options.choice_index,
-        min_tokens=options.min_tokens,
         stop_token_ids=stop_ids,
         logit_bias=tuple(sorted(options.logit_bias.items())),
         logprobs=options.logprobs if options.HasField("logprobs") else None,
