@@ -15,7 +15,6 @@ from headrace_kernels.ops import (
     rope_write_kv,
     row_logsumexp,
     silu_mul,
-    silu_mul_pair,
     write_kv,
 )
 
@@ -34,6 +33,5 @@ __all__ = [
     "rope_write_kv",
     "row_logsumexp",
     "silu_mul",
-    "silu_mul_pair",
     "write_kv",
 ]

@@ -80,11 +80,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return catalog.SILU_MUL.best(gate_up)(gate_up)
 
 
-def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of two tensors [..., I]."""
-    return catalog.SILU_MUL_PAIR.best(gate)(gate, up)
-
-
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of query [T, H, D] and key [T, K, D] by cos, sin [T, R]: half-rotation of the first R of D.
 

@@ -75,14 +75,14 @@ def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(
 
 def test_counts_take_memory_only_for_rows_that_need_them(bench):
     b = bench(VOCAB)
-    empty = b.sampler._penalties.counts_memory()
+    empty = b.sampler._penalties._counts.nbytes
     for row in range(60):
         b.start(row, [1], repetition_penalty=1.2)
-    assert b.sampler._penalties.counts_memory() == empty
+    assert b.sampler._penalties._counts.nbytes == empty
     for _ in range(50):
         b.start(70, [1], presence_penalty=1.0)
         b.start(71, [1], presence_penalty=1.0)
-    assert b.sampler._penalties.counts_memory() <= 4 * empty
+    assert b.sampler._penalties._counts.nbytes <= 4 * empty
 
 
 def test_bias_and_min_tokens(bench):

@@ -68,20 +68,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.silu_mul_pair``."""
-    if not (_fits(gate) and _fits(up)):
-        return reference.silu_mul_pair(gate, up)
-    gates, ups = _rows(gate), _rows(up)
-    count, size = gates.shape
-    out = torch.empty(gate.shape)
-    _silu_mul(
-        out.data_ptr(), gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), count, size,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.apply_rope``; in place."""
     if not (_fits(query) and _fits(key) and _fits(cos)):

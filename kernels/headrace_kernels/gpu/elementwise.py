@@ -65,14 +65,9 @@ def _two_levels(x: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.silu_mul``."""
+    if gate_up.dtype not in FLOATS:
+        return reference.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu_mul_pair(gate, up)
-
-
-def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.silu_mul_pair``."""
-    if gate.dtype not in FLOATS or up.dtype is not gate.dtype or gate.shape != up.shape:
-        return reference.silu_mul_pair(gate, up)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     size = gate.shape[-1]
     if out.numel() == 0:

@@ -24,11 +24,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [..., I]."""
-    return functional.silu(gate) * up
-
-
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates pairs (d, d + R/2) of the first R = cos.shape[-1] dimensions of each head."""
     return _rotate(query, cos[:, None], sin[:, None]), _rotate(key, cos[:, None], sin[:, None])

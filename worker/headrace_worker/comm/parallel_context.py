@@ -55,9 +55,5 @@ class ParallelContext:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def is_single(self) -> bool:
-        return self.tp.size == 1 and self.pp_size == 1
-
 
 SINGLE = ParallelContext(SingleRank())

@@ -13,11 +13,6 @@ class Deadlines:
         self._heap: list[tuple[float, int, Request]] = []
         self._counter = 0
 
-    @property
-    def next(self) -> float | None:
-        """The earliest deadline; it may be that of a request which has ended."""
-        return self._heap[0][0] if self._heap else None
-
     def add(self, request: Request) -> None:
         if request.deadline is not None:
             self._counter += 1

@@ -67,9 +67,6 @@ class Scheduler:
     def is_full(self) -> bool:
         return len(self.waiting) >= self.limits.max_waiting
 
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next
-
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked its lengths and `is_full`."""
         self.waiting.push(request)

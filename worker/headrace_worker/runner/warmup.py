@@ -19,8 +19,6 @@ _SMALLEST, _LARGEST = 32, 4096
 class WarmupResult:
     """Measured step times and the token budget that follows from them."""
 
-    prefill_tokens_per_s: float
-    decode_step_s: float  # one sequence
     max_num_batched_tokens: int
     steps: tuple[tuple[int, int, int, float], ...] = ()  # prefill tokens, decoding rows, KV tokens, seconds
 
@@ -58,7 +56,7 @@ def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int
         budget = max(_SMALLEST, min(_LARGEST, fitting_tokens // block_size * block_size))
     steps = [(0, 1, tokens + 1 + n, seconds) for n, seconds in enumerate(decode)]
     steps.append((tokens, 0, tokens, prefill[-1]))
-    return WarmupResult(tokens / prefill[-1], fixed, budget, tuple(steps))
+    return WarmupResult(budget, tuple(steps))
 
 
 def _blocks(group: int, entries: int) -> list[int]:

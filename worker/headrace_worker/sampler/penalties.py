@@ -105,7 +105,3 @@ class PenaltyState:
         slot = self._free_slots.pop()
         self._counts[slot] = 0
         return slot
-
-    def counts_memory(self) -> int:
-        """Bytes of the counts."""
-        return self._counts.nbytes

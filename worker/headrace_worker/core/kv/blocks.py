@@ -59,10 +59,6 @@ class BlockPool:
     def cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def quarantined(self) -> int:
-        return len(self._quarantined)
-
     def allocate(self, count: int) -> list[int]:
         """Allocates `count` blocks with unknown contents; evicts cached ones when no free ones are left.
 
@@ -139,15 +135,6 @@ class BlockPool:
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
-
-    def clear_cache(self) -> int:
-        """Removes all contents; blocks in use stay referenced, unshared from now on. Returns the number removed."""
-        digests = list(self._by_digest.values())
-        for block in digests:
-            self._remove_content(block)
-        self._free.extend(self._cached)
-        self._cached.clear()
-        return len(digests)
 
     def contents(self) -> Iterator[Content]:
         """Every indexed content."""
