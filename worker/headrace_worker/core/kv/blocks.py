@@ -59,6 +59,10 @@ class BlockPool:
     def cached(self) -> int:
         return len(self._cached)
 
+    @property
+    def quarantined(self) -> int:
+        return len(self._quarantined)
+
     def allocate(self, count: int) -> list[int]:
         """Allocates `count` blocks with unknown contents; evicts cached ones when no free ones are left.
 
