@@ -99,7 +99,7 @@ def test_this_machine_has_cores_and_memory() -> None:
 _NVML = """
 typedef struct { unsigned long long total, free, used; } Memory;
 static int gpus[2];
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = &gpus[index]; return 0; }

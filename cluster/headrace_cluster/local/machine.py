@@ -1,6 +1,5 @@
 """Cores, memory and GPUs of this machine, for a Ray that is started on it. Imports neither torch nor Ray."""
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,25 +31,24 @@ def this_machine() -> Machine:
     return Machine(available_cores(), available_memory(), count, max(memories, default=0))
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
 def _nvidia_memory() -> tuple[int, ...]:
-    """Bytes of each NVIDIA GPU, from the driver's management library (NVML); empty without a driver."""
+    """Bytes of each NVIDIA GPU, from the driver's management library (NVML); empty without it or its bindings."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        import pynvml
+    except ImportError:
         return ()
-    if nvml.nvmlInit_v2():
+
+    def memory_of(index: int) -> int:
+        try:
+            return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).total)
+        except pynvml.NVMLError:
+            return 0  # a GPU that does not answer is counted, as Ray does
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return ()
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    memories = []
-    for index in range(count.value):
-        handle, memory = ctypes.c_void_p(), _Memory()
-        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-        memories.append(int(memory.total))
-    nvml.nvmlShutdown()
-    return tuple(memories)
+    try:
+        return tuple(memory_of(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
