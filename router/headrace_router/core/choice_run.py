@@ -171,7 +171,7 @@ class ChoiceRun(Generic[C]):
         self.replica, self._source = replica, source
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
         if source is not None and source.computes:
-            source.replica.add_remote_prompt(attempt.id, len(request.prompt_token_ids) + self._output_tokens)
+            source.replica.remote_prompts[attempt.id] = len(request.prompt_token_ids) + self._output_tokens
 
     def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The stream's last replica, or a prefill replica if it is predicted to be faster."""
@@ -253,8 +253,9 @@ class ChoiceRun(Generic[C]):
         self._placement.sweep()
 
     def _remove_remote_prompt(self, attempt: Attempt) -> None:
+        """The prompt is computed, or not needed any more."""
         if self._source is not None:
-            self._source.replica.remove_remote_prompt(attempt.id)
+            self._source.replica.remote_prompts.pop(attempt.id, None)
 
     def _release_kept(self) -> None:
         if self._kept is not None:

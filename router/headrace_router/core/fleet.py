@@ -68,19 +68,15 @@ class Fleet(Generic[C]):
         if members.epoch and members.epoch == epoch and members.version < version:
             return
         self._version = members.epoch, members.version
-        listed: set[tuple[str, str, int]] = set()
+        listed: dict[tuple[str, str, int], Member] = {}
         for member in members.members:
             if member.state in (REPLICA_STATE_DEAD, REPLICA_STATE_STARTING) or not member.address:
                 continue
-            key = member.address, member.identity.replica_id, member.identity.generation
-            listed.add(key)
-            if key in self._links:
-                self._links[key].state.set_listing(member)
-            else:
-                self._links[key] = self._open_link(member)
+            listed[member.address, member.identity.replica_id, member.identity.generation] = member
         for key, link in self._links.items():
-            if key not in listed:
-                link.state.retire()
+            link.state.listing = listed.pop(key, None)
+        for key, member in listed.items():
+            self._links[key] = self._open_link(member)
         self._known = {
             entry.name: ServedModel(entry.name, tuple(entry.aliases), entry.created or self._started)
             for entry in members.models
@@ -98,7 +94,7 @@ class Fleet(Generic[C]):
             else:
                 replica.stalled_checks = 0
         for key, link in list(self._links.items()):
-            if link.state.retired_and_idle:
+            if link.state.listing is None and not link.state.attempts:  # running attempts may finish
                 del self._links[key]
                 link.close()
 

@@ -39,6 +39,7 @@ class ReplicaState(Generic[C]):
         on_send: Callable[[], None],
     ) -> None:
         """`on_send` is called when the outbox has messages for the replica."""
+        self.listing: Member | None = member  # the newest entry of the member list; None = no longer a member
         self.address = member.address
         self.identity: ReplicaIdentity = member.identity
         self.model = self.revision = ""  # until it is described
@@ -48,6 +49,7 @@ class ReplicaState(Generic[C]):
         self.load = Load()
         self.connected = False
         self.attempts: dict[bytes, Attempt] = {}
+        self.remote_prompts: dict[bytes, int] = {}  # by attempt: tokens that another replica will fetch from this one
         self.outbox = Outbox(on_send)
         self.stalled_checks = 0  # consecutive, by the fleet
         self._clock = clock
@@ -55,11 +57,6 @@ class ReplicaState(Generic[C]):
         self._step = -1
         self._heartbeat = 0.0
         self._unreported: deque[tuple[int, int]] = deque()  # newest step when it was sent, tokens to compute there
-        self._remote_prompts: dict[bytes, int] = {}
-        self.retired = False
-        self._listed_ready = False
-        self._listed_role: Role = member.identity.role
-        self.set_listing(member)
 
     # What policies read
 
@@ -70,7 +67,9 @@ class ReplicaState(Generic[C]):
     @property
     def role(self) -> Role:
         """As the controller lists it; without a controller, as the replica reports it."""
-        return self._listed_role or self.identity.role
+        if self.listing is not None and self.listing.identity.role:
+            return self.listing.identity.role
+        return self.identity.role
 
     @property
     def unreported(self) -> int:
@@ -85,7 +84,7 @@ class ReplicaState(Generic[C]):
     @property
     def remote_prompt_tokens(self) -> int:
         """Tokens of this router's prompts that other replicas fetch from this one, not known to be computed."""
-        return sum(self._remote_prompts.values())
+        return sum(self.remote_prompts.values())
 
     @property
     def seconds_since_step(self) -> float:
@@ -95,11 +94,7 @@ class ReplicaState(Generic[C]):
     @property
     def stalled(self) -> bool:
         """Whether the step loop has not moved for longer than a long step would explain."""
-        return self.stalled_for(STALL_SECONDS)
-
-    def stalled_for(self, seconds: float) -> bool:
-        """Whether it is stalled by a limit of at least `seconds`."""
-        return self.seconds_since_step > self.stall_limit(seconds)
+        return self.seconds_since_step > self.stall_limit(STALL_SECONDS)
 
     def stall_limit(self, seconds: float) -> float:
         """Seconds without a step until it counts as stalled, at least `seconds`."""
@@ -117,24 +112,8 @@ class ReplicaState(Generic[C]):
 
     @property
     def _usable(self) -> bool:
-        listed = self._listed_ready and not self.retired
+        listed = self.listing is not None and self.listing.state == REPLICA_STATE_READY
         return self.connected and self.facts is not None and listed and not self.load.draining and not self.stalled
-
-    @property
-    def retired_and_idle(self) -> bool:
-        return self.retired and not self.attempts
-
-    # The member list of the controller
-
-    def set_listing(self, member: Member) -> None:
-        """Applies the newest entry of the member list."""
-        self._listed_ready = member.state == REPLICA_STATE_READY
-        self._listed_role = member.identity.role
-        self.retired = False
-
-    def retire(self) -> None:
-        """No longer a member: it gets no new attempts; running ones may finish."""
-        self.retired = True
 
     # Attempts
 
@@ -156,14 +135,6 @@ class ReplicaState(Generic[C]):
         self._unreported.append((self._step, tokens))
         self.outbox.submit(submit)
         return attempt
-
-    def add_remote_prompt(self, attempt_id: bytes, tokens: int) -> None:
-        """Another replica will fetch a prompt of `tokens` tokens from this one."""
-        self._remote_prompts[attempt_id] = tokens
-
-    def remove_remote_prompt(self, attempt_id: bytes) -> None:
-        """That prompt is computed, or not needed any more. No-op when it is unknown."""
-        self._remote_prompts.pop(attempt_id, None)
 
     def newest_started(self) -> Attempt | None:
         """The newest attempt that has produced tokens: it has the least KV to transfer."""

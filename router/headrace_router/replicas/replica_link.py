@@ -85,7 +85,7 @@ class ReplicaLink:
                     log.exception("replica link failed", replica=replica.replica_id)
                     reason = "internal error"
                 replica.disconnect()
-                if replica.retired:
+                if replica.listing is None:
                     return
                 log.warning("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
                 backoff = FIRST_BACKOFF if time.monotonic() - began > 5 else min(2 * backoff, LAST_BACKOFF)
@@ -138,7 +138,7 @@ class ReplicaLink:
             if frame is grpc.aio.EOF:
                 return
             stepped = replica.receive(frame)
-            if not stepped and replica.stalled_for(self._links.stall_seconds):
+            if not stepped and replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
                 raise ConnectionError("the replica sends frames, but its step loop does not advance")
             if frame.HasField("hello"):
                 log.info("replica connected", replica=replica.replica_id, address=replica.address)

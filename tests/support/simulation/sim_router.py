@@ -268,7 +268,7 @@ class SimLink:
             return
         replica = self._router.cluster.build(self.state.replica_id, self.state.identity.generation)
         if replica is None or replica.stopped or replica.frozen_until > self._router.world.now:
-            if self._router.busy and (replica is not None or not self.state.retired):
+            if self._router.busy and (replica is not None or self.state.listing is not None):
                 self._router.world.at(RECONNECT_SECONDS, self._connect)
             return
         self.stream = RouterStream(self, replica)
