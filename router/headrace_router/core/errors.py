@@ -1,20 +1,38 @@
-"""Every failure that a client may see: its HTTP status, OpenAI error object and gRPC code in one place."""
+"""Every failure that a client may see, with its HTTP status, OpenAI error object and gRPC code: a table of classes."""
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from headrace_proto.errors import HeadraceError
 
 MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes (RELIABILITY R15)
 
 
+class ErrorRow(TypedDict, total=False):
+    """What clients receive besides the sentence."""
+
+    status: int
+    kind: str
+    code: str | None
+    grpc_code: str  # the name of a grpc.StatusCode
+    retry_after: int | None  # seconds; None = sending it again will not help, or the client cannot know when
+
+
 class ApiError(HeadraceError):
-    """A failure with a sentence for the client. Subclasses set status and codes; the message never quotes prompts."""
+    """A failure with a sentence for the client; the message never quotes prompts.
+
+    A subclass states its row as class arguments; what it omits is its parent's.
+    """
 
     status = 500
     kind = "server_error"
     code: str | None = "internal_error"
-    grpc_code: str = "INTERNAL"  # the name of a grpc.StatusCode
-    retry_after: int | None = None  # seconds
+    grpc_code = "INTERNAL"
+    retry_after: int | None = None
+
+    def __init_subclass__(cls, **row: Unpack[ErrorRow]) -> None:
+        super().__init_subclass__()
+        for name, value in row.items():
+            setattr(cls, name, value)
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -28,135 +46,77 @@ class ApiError(HeadraceError):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-class InvalidRequestError(ApiError):
+class InvalidRequestError(ApiError, status=400, kind="invalid_request_error", code=None, grpc_code="INVALID_ARGUMENT"):
     """The request is wrong; sending it again will not help."""
 
-    status = 400
-    kind = "invalid_request_error"
-    code: str | None = None
-    grpc_code = "INVALID_ARGUMENT"
 
-
-class ContextLengthError(InvalidRequestError):
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     """Prompt, or prompt and output together, do not fit the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class UnsupportedError(InvalidRequestError):
+class UnsupportedError(InvalidRequestError, code="unsupported_parameter"):
     """A field of the API that this server does not implement: refused by name, never ignored."""
 
-    code = "unsupported_parameter"
 
-
-class AuthenticationError(ApiError):
-    """No API key, or an unknown one."""
-
-    status = 401
-    kind = "invalid_request_error"
-    code = "invalid_api_key"
-    grpc_code = "UNAUTHENTICATED"
-
-
-class NotFoundError(ApiError):
-    """No such route."""
-
-    status = 404
-    kind = "invalid_request_error"
-    code = "not_found"
-    grpc_code = "NOT_FOUND"
-
-
-class ModelNotFoundError(NotFoundError):
-    """No such model."""
-
-    code = "model_not_found"
-
-
-class MethodNotAllowedError(ApiError):
-    """The route exists, for other methods."""
-
-    status = 405
-    kind = "invalid_request_error"
-    code = "method_not_allowed"
-    grpc_code = "UNIMPLEMENTED"
-
-
-class RequestTimeoutError(ApiError):
-    """The client did not send its body in time."""
-
-    status = 408
-    kind = "invalid_request_error"
-    code = "request_timeout"
-    grpc_code = "DEADLINE_EXCEEDED"
-
-
-class BodyTooLargeError(ApiError):
-    """The body exceeds the limit."""
-
-    status = 413
-    kind = "invalid_request_error"
-    code = "request_too_large"
-    grpc_code = "RESOURCE_EXHAUSTED"
-
-
-class MediaTypeError(ApiError):
+class MediaTypeError(InvalidRequestError, status=415, code="unsupported_media_type"):
     """The body is not declared as plain application/json."""
 
-    status = 415
-    kind = "invalid_request_error"
-    code = "unsupported_media_type"
-    grpc_code = "INVALID_ARGUMENT"
+
+class AuthenticationError(InvalidRequestError, status=401, code="invalid_api_key", grpc_code="UNAUTHENTICATED"):
+    """No API key, or an unknown one."""
 
 
-class QuotaError(ApiError):
-    """The caller's own limit is reached (429)."""
-
-    status = 429
-    kind = "rate_limit_error"
-    code = "rate_limit_exceeded"
-    grpc_code = "RESOURCE_EXHAUSTED"
-    retry_after = 1
+class NotFoundError(InvalidRequestError, status=404, code="not_found", grpc_code="NOT_FOUND"):
+    """No such route."""
 
 
-class OverloadedError(ApiError):
-    """The server has no capacity now (503); the same request may succeed later."""
-
-    status = 503
-    kind = "overloaded_error"
-    code = "overloaded"
-    grpc_code = "RESOURCE_EXHAUSTED"
-    retry_after = 1
+class ModelNotFoundError(NotFoundError, code="model_not_found"):
+    """No such model."""
 
 
-class NoReplicaError(OverloadedError):
+class MethodNotAllowedError(InvalidRequestError, status=405, code="method_not_allowed", grpc_code="UNIMPLEMENTED"):
+    """The route exists, for other methods."""
+
+
+class RequestTimeoutError(InvalidRequestError, status=408, code="request_timeout", grpc_code="DEADLINE_EXCEEDED"):
+    """The client did not send its body in time."""
+
+
+class BodyTooLargeError(InvalidRequestError, status=413, code="request_too_large", grpc_code="RESOURCE_EXHAUSTED"):
+    """The body exceeds the limit."""
+
+
+class QuotaError(
+    ApiError,
+    status=429,
+    kind="rate_limit_error",
+    code="rate_limit_exceeded",
+    grpc_code="RESOURCE_EXHAUSTED",
+    retry_after=1,
+):
+    """The caller's own limit is reached."""
+
+
+class OverloadedError(
+    ApiError, status=503, kind="overloaded_error", code="overloaded", grpc_code="RESOURCE_EXHAUSTED", retry_after=1
+):
+    """The server has no capacity now; the same request may succeed later."""
+
+
+class NoReplicaError(OverloadedError, code="no_replica_ready", grpc_code="UNAVAILABLE", retry_after=2):
     """No replica of the model is ready."""
 
-    code = "no_replica_ready"
-    grpc_code = "UNAVAILABLE"
-    retry_after = 2
 
-
-class ReplicaLostError(OverloadedError):
+class ReplicaLostError(OverloadedError, kind="server_error", code="replica_lost", grpc_code="UNAVAILABLE"):
     """The replica that ran the request was lost."""
 
-    kind = "server_error"
-    code = "replica_lost"
-    grpc_code = "UNAVAILABLE"
 
-
-class DeadlineError(ApiError):
+class DeadlineError(ApiError, status=504, code="deadline_exceeded", grpc_code="DEADLINE_EXCEEDED"):
     """The request's deadline passed."""
 
-    status = 504
-    code = "deadline_exceeded"
-    grpc_code = "DEADLINE_EXCEEDED"
 
-
-class GenerationFailedError(ApiError):
+class GenerationFailedError(ApiError, code="generation_failed"):
     """The replica failed this request; its other requests continue."""
-
-    code = "generation_failed"
 
 
 class InternalError(ApiError):

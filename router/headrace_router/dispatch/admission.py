@@ -12,11 +12,8 @@ from headrace_router.core.limits import Limits
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 
-class ShuttingDownError(OverloadedError):
+class ShuttingDownError(OverloadedError, code="shutting_down", grpc_code="UNAVAILABLE"):
     """The router is shutting down."""
-
-    code = "shutting_down"
-    grpc_code = "UNAVAILABLE"
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request again.")

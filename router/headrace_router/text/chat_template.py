@@ -15,10 +15,8 @@ from jinja2.utils import Namespace
 from headrace_router.core.errors import InvalidRequestError
 
 
-class ChatTemplateError(InvalidRequestError):
+class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
     """The model has no usable chat template, or the template rejects these messages."""
-
-    code = "chat_template_error"
 
 
 class ChatTemplate:

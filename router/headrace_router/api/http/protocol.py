@@ -10,11 +10,8 @@ from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.limits import Limits
 
 
-class HeadersTooLargeError(InvalidRequestError):
+class HeadersTooLargeError(InvalidRequestError, status=431, code="headers_too_large"):
     """Request line and headers exceed the limit."""
-
-    status = 431
-    code = "headers_too_large"
 
 
 class BoundedProtocol(HttpToolsProtocol):

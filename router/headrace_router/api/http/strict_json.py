@@ -8,10 +8,8 @@ import orjson
 from headrace_router.core.errors import InvalidRequestError
 
 
-class JsonError(InvalidRequestError):
+class JsonError(InvalidRequestError, code="invalid_json"):
     """The body is not acceptable JSON."""
-
-    code = "invalid_json"
 
 
 def parse(body: bytes, max_depth: int) -> Any:
