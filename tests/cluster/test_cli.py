@@ -120,6 +120,17 @@ def test_config_schema_is_json() -> None:
     schema = json.loads(_run("config", "schema").stdout)
     assert schema["additionalProperties"] is False
     assert {"models", "routers", "auth", "limits"} <= set(schema["properties"])
+    tp = schema["$defs"]["PoolSpec"]["properties"]["tp"]
+    assert (tp["flag"], tp["help"]) == ("--prefill-tp, --decode-tp", "--tp of the prefill or decode pool")
+    assert "{pool}" not in json.dumps(schema)
+
+
+def test_an_empty_config_file_is_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("# nothing yet\n")
+    for done in (_run("config", "show", "-f", str(path)), _run("config", "show", HEADRACE_CONFIG=str(path))):
+        assert done.returncode == 0 and yaml.safe_load(done.stdout)["models"][0]["name"] == "smollm2"
+        assert f"the config file {path} is empty: it sets nothing" in done.stderr
 
 
 def test_an_unknown_variable_is_a_warning() -> None:

@@ -76,7 +76,7 @@ def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]
         "headrace: m-1: ready, 2 running, 0 waiting",
         "headrace: m-1: draining, 2 running, 0 waiting",
         "headrace: m-1: draining, 1 running, 0 waiting",
-        "headrace: m-1 is drained; bring it back with: headrace undrain m-1",
+        "headrace: m-1 is drained; bring it back with: ./headrace undrain m-1",
     ]
     assert admin.requests[0] == ("/drain", {"replica": "m-1", "seconds": 3.5, "force": False})
     again = _run(admin, "drain", "m-1", "--force", "--json")
@@ -201,6 +201,27 @@ def test_a_rejected_rollout_prints_its_sentence(scripted: Callable[[Responses], 
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace:   m-1 was not rolled: m-1 is starting")
     unknown = _run(admin, "rollout", "m-7")
     assert (unknown.returncode, unknown.stderr) == (1, "headrace: there is no replica 'm-7'; there are: m-0, m-1\n")
+
+
+def test_a_rollout_waits_for_a_replica_that_is_built_again(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    """It died after the status was read: the server refuses until it is ready."""
+    down = [_entry("m-0", "dead", note="crash loop; next try in 2 s"), _entry("m-0", "dead", note="crash loop")]
+    up = [_entry("m-0", "starting", 2), _entry("m-0", "ready", 2), _entry("m-0", "ready", 3)]
+    rejection = _rejection("m-0 is dead: run rollout again when it is ready")
+    begun = (200, {"generation": 2, "seconds": 1, "beside": False})
+    polls = _polls(*([entry] for entry in (_entry("m-0"), down[0], *down, *up)))
+    admin = scripted({"/status": polls, "/rollout": [rejection, begun]})
+    done = _run(admin, "rollout")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[:4] == [
+        "headrace: m-0 is dead; waiting until it is ready",
+        "headrace: m-0: dead: crash loop",
+        "headrace: m-0: starting",
+        "headrace: m-0: its next build starts after it has ended",
+    ]
+    drained = _polls([_entry("m-0")], [_entry("m-0", "starting")], [_entry("m-0", "drained")])
+    done = _run(scripted({"/status": drained, "/rollout": [rejection]}), "rollout")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace:   m-0 was not rolled: it is drained")
 
 
 def test_a_rollout_continues_with_the_next_controller(scripted: Callable[[Responses], ScriptedAdmin]) -> None:

@@ -125,7 +125,9 @@ def test_a_choice_without_a_match_lists_running_servers() -> None:
 )
 def test_the_banner_has_commands_that_reach_this_server(server: ServeState, flag: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("HEADRACE_COMMAND", "../headrace")
-    hints = banner(server, {}, {}, 1.0, keys=KeyRules.of(parse_spec({}))).hint.splitlines()
+    shown = banner(server, {}, {}, 1.0, keys=KeyRules.of(parse_spec({})))
+    assert ("(../headrace router --controller " in str(shown.rows)) != bool(server.http_url)
+    hints = shown.hint.splitlines()
     assert f"Stop it:     Ctrl-C, or ../headrace stop {flag}" in hints
     assert f"Look at it:  ../headrace status {flag}" in hints
     assert (f"Talk to it:  ../headrace chat {flag}" in hints) == bool(server.http_url)

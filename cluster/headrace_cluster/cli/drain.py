@@ -22,7 +22,9 @@ def drain_replica(
 ) -> None:
     """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the server."""
     entry = await_drained(AdminClient(choice), replica, seconds, force=force)
-    _print_result(entry, f"{replica} is drained; bring it back with: headrace undrain {replica}", as_json=as_json)
+    _print_result(
+        entry, f"{replica} is drained; bring it back with: {program_name()} undrain {replica}", as_json=as_json
+    )
 
 
 def undrain_replica(choice: ServerChoice, replica: str, *, as_json: bool = False) -> None:

@@ -3,12 +3,21 @@
 from typing import Any
 
 from headrace_cluster.cli.client import AdminClient, ServerError
-from headrace_cluster.cli.drain import POLL_SECONDS, START_SECONDS, STOP_SECONDS, Entry, in_flight, watch_replica
+from headrace_cluster.cli.drain import (
+    POLL_SECONDS,
+    START_SECONDS,
+    STOP_SECONDS,
+    Entry,
+    in_flight,
+    progress,
+    watch_replica,
+)
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
 
+REBUILT_STATES = ("dead", "starting", "unhealthy")  # such a replica becomes ready again by itself
 NO_RECORD_SECONDS = 5.0  # without an effect on the replica, after which the request counts as lost
 
 
@@ -57,7 +66,7 @@ def _roll_model(client: AdminClient, entries: list[Entry], options: dict[str, An
 
 def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
     body = {"replica": replica, **options}
-    begun = _post_rollout(client, {name: value for name, value in body.items() if value is not None})
+    begun = _begin(client, {name: value for name, value in body.items() if value is not None})
     show_message(f"{replica}: its next build starts {'beside it' if begun['beside'] else 'after it has ended'}")
 
     unchanged = 0  # consecutive polls that found no rollout of the replica
@@ -79,6 +88,34 @@ def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
 
     watch_replica(client, replica, done, _progress, START_SECONDS + begun["seconds"] + STOP_SECONDS)
     show_message(f"{replica} is rolled")
+
+
+def _begin(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
+    """Requests the rollout of a replica; one that is down is waited for while it is built again."""
+    replica = body["replica"]
+    while True:
+        try:
+            return _post_rollout(client, body)
+        except ServerError:
+            entries = client.await_status()["replicas"]
+            state = next((entry["state"] for entry in entries if entry["id"] == replica), "")
+            if state not in REBUILT_STATES:
+                raise
+        show_message(f"{replica} is {state}; waiting until it is ready")
+        watch_replica(client, replica, _is_up, _stage, START_SECONDS)
+
+
+def _is_up(entry: Entry) -> bool:
+    if entry["state"] in REBUILT_STATES:
+        return False
+    if entry["state"] != "ready":
+        raise ServerError(f"it is {entry['state']}")
+    return True
+
+
+def _stage(entry: Entry) -> str:
+    """Without the seconds of a countdown, which would be a line each."""
+    return progress(entry).partition("; next try in ")[0]
 
 
 def _post_rollout(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.secret_file import read_or_generate
+from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
@@ -18,7 +19,8 @@ def run_router(spec: ClusterSpec, controller: str) -> int:
 
     if spec.control.secret_file is None:
         raise SpecError(
-            "a router needs the cluster's secret: --secret-file FILE (`headrace controller` shows the path of its own)"
+            "a router needs the cluster's secret: --secret-file FILE "
+            f"(`{program_name()} controller` shows the path of its own)"
         )
     if not port_of(controller):
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
@@ -34,7 +36,10 @@ def run_from_stdin(parent: int) -> int:
     try:
         config = decode_config(sys.stdin.read())
     except (ValueError, KeyError):
-        print("headrace: --config-stdin is for `headrace serve`; use --controller and --secret-file", file=sys.stderr)
+        print(
+            f"headrace: --config-stdin is for `{program_name()} serve`; use --controller and --secret-file",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     return _run()(config)
 

@@ -17,15 +17,16 @@ def _spec(given: dict[str, Any], config: Path | None) -> Any:
     import os
 
     from headrace_cluster.launch.display import show_message, use_log_format
-    from headrace_cluster.spec.settings import build_spec, unknown_variables
+    from headrace_cluster.spec.settings import build_spec
 
     requested = given.get("log_format") or os.environ.get("HEADRACE_LOG_FORMAT", "").strip()
     if requested == "json":  # errors in the spec are then JSON lines on stderr, too
         use_log_format("json")
-    spec = build_spec(given, config)
+    warnings: list[str] = []  # shown once the format of the lines is known
+    spec = build_spec(given, config, warn=warnings.append)
     if spec.logs.format == "json":
         use_log_format("json")
-    for sentence in unknown_variables(os.environ):
+    for sentence in warnings:
         show_message(sentence, "warning")
     return spec
 
@@ -85,6 +86,6 @@ def config_schema() -> None:
     """Print the JSON schema of the spec."""
     import json
 
-    from headrace_cluster.spec.cluster_spec import ClusterSpec
+    from headrace_cluster.spec.schema import spec_schema
 
-    print(json.dumps(ClusterSpec.model_json_schema(), indent=2))
+    print(json.dumps(spec_schema(), indent=2))

@@ -10,6 +10,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Record, State, another_answers
 from headrace_cluster.errors import DrainError
+from headrace_cluster.program import program_name
 
 POLL_SECONDS = 0.05
 
@@ -63,7 +64,7 @@ class Drains:
                 f"{replica_id} is {'drained' if record.held else record.state}: run rollout again when it is ready"
             )
         if record.rolling or surges.following(record) is not None or replica_id in surges.leaving:
-            raise DrainError(f"{replica_id} is being rolled already; see `headrace status`")
+            raise DrainError(f"{replica_id} is being rolled already; see `{program_name()} status`")
         seconds = self._seconds if seconds is None else seconds
         self._pending[record.name] = seconds
         beside = self._reconciler.roll(replica_id, allow_gap=allow_gap)
@@ -125,7 +126,7 @@ class Drains:
         if not record.held:
             return ""
         if record.state is State.DRAINED:
-            return f"drained; `headrace undrain {record.replica_id}` brings it back"
+            return f"drained; `{program_name()} undrain {record.replica_id}` brings it back"
         left = self._deadlines.get(record.name, 0.0) - self._clock()
         return f"draining: what still runs in {left:.0f} s moves" if left > 0 else "draining: it is being stopped"
 

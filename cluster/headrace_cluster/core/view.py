@@ -13,6 +13,7 @@ class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """All that a controller needs. The spec is JSON text, since it is a pydantic model."""
 
     spec: str
+    program: str  # the command in hints: this process was not called by its name
     secret: bytes
     admin_key: str
     loopback: bool  # all processes are on this machine: bind loopback only

@@ -79,7 +79,9 @@ def banner(
         ]
     rows.append(("admin", f"{state.admin_url}  (its key is kept for you)"))
     if not state.http_url:
-        rows.append(("control", f"{state.control_address}  (headrace router --controller {state.control_address})"))
+        rows.append(
+            ("control", f"{state.control_address}  ({program_name()} router --controller {state.control_address})")
+        )
         rows.append(("secret", state.secret_file))
     if state.ray_dashboard:
         token = f"  (token: cat {state.ray_token_file})" if state.ray_token_file else ""

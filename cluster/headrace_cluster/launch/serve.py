@@ -26,6 +26,7 @@ from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.run_logs import RunFolder, log_path
 from headrace_cluster.local.secret_file import read_or_generate
 from headrace_cluster.local.sockets import exposed_note, listeners
+from headrace_cluster.program import program_name
 from headrace_cluster.ray import local_ray
 from headrace_cluster.ray.connection import RayConnection, connect, open_cleanup
 from headrace_cluster.ray.controller_handle import ControllerHandle
@@ -146,6 +147,7 @@ class Serve:
     def _controller_args(self, ray: RayConnection, logs: RunFolder) -> ControllerArgs:
         return ControllerArgs(
             spec=self._spec.model_dump_json(exclude={"auth"}),
+            program=program_name(),
             secret=self._secret,
             admin_key=self._record.state.admin_key,
             loopback=ray.link.owned,

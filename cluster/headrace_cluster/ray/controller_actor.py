@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace_cluster import program
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
@@ -31,6 +32,7 @@ class ControllerActor:
 
     def __init__(self, args: bytes) -> None:
         self._args = msgspec.msgpack.decode(args, type=ControllerArgs)
+        os.environ[program.VARIABLE] = self._args.program
         self._spec = ClusterSpec.model_validate_json(self._args.spec)
         if self._args.log_folder:
             path = log_path(Path(self._args.log_folder), "controller")

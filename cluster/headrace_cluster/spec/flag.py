@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 PREFIX = "HEADRACE_"
+POOL = "{pool}"  # in flags and help: the name of the section that holds the field
 ARGUMENT = "MODEL"  # the one setting that is an argument without a flag
 _NUMBERS = (bool, int, float, Path)
 
@@ -66,13 +67,13 @@ def _setting(field: FieldInfo, extra: dict[str, str], path: tuple[str, ...]) -> 
     choices = _choices(field.annotation)
     values = extra.get("values", "|".join(choices))
     pool = path[-2] if len(path) > 1 else ""
-    text = (extra.get("help") or field.description or "").replace("{pool}", pool)
+    text = (extra.get("help") or field.description or "").replace(POOL, pool)
     default = "on" if field.default is True and values else field.default
     has_default = default not in (None, False, "") and isinstance(default, int | float | str)
-    if has_default and "{pool}" not in extra["flag"]:
+    if has_default and POOL not in extra["flag"]:
         text += f" [default: {default}]"
     return Setting(
-        flag=extra["flag"].replace("{pool}", pool),
+        flag=extra["flag"].replace(POOL, pool),
         path=path,
         kind=str if values else _kind(field.annotation),
         help=text,

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,23 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def build_spec(
-    flags: Mapping[str, Any], config: Path | None = None, environ: Mapping[str, str] | None = None
+    flags: Mapping[str, Any],
+    config: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    warn: Callable[[str], None] = lambda sentence: None,
 ) -> ClusterSpec:
     """The spec from all sources. Raises SpecError.
 
-    flags: by setting name; None = not given.
+    flags: by setting name; None = not given. warn: gets a sentence per source that sets nothing: most likely a mistake.
     """
     environ = os.environ if environ is None else environ
     if config is None and environ.get("HEADRACE_CONFIG", "").strip():
         config = Path(environ["HEADRACE_CONFIG"].strip())
     data = read_file(config) if config is not None else {}
+    if config is not None and not data:
+        warn(f"the config file {config} is empty: it sets nothing")
+    for sentence in unknown_variables(environ):
+        warn(sentence)
     given: dict[str, Any] = dict(from_environment(environ))
     keys = [key.strip() for key in environ.get("HEADRACE_API_KEYS", "").split(",") if key.strip()]
     if keys:
