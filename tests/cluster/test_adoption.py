@@ -1,6 +1,7 @@
 """What a controller takes over from a killed one: which builds, which records, and when routers are notified."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,9 +101,9 @@ def test_role_and_draining_are_taken_from_rank_0() -> None:
 def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
     config = ReplicaConfig(replica_id="m-0", model="m", source="m", secret=b"s" * 32)
     same = {"generation": 7, "role": "decode", "cpu_threads": 3}
-    assert fingerprint(msgspec.structs.replace(config, **same)) == fingerprint(config)
+    assert fingerprint(dataclasses.replace(config, **same)) == fingerprint(config)
     for change in ({"secret": b"t" * 32}, {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}):
-        assert fingerprint(msgspec.structs.replace(config, **change)) != fingerprint(config)
+        assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
 
 
 # -- which records --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The actor around a replica, without Ray: its report to a controller that did not start it, and its end."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
@@ -49,7 +50,7 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     before = _report(actor)
     assert (before.node, before.gpus, before.started, before.ended) == ("127.0.0.1", ["3"], None, False)
     # Of the controller's config, although the rank has set its own address in it.
-    assert before.fingerprint == fingerprint(msgspec.structs.replace(CONFIG, generation=9))
+    assert before.fingerprint == fingerprint(dataclasses.replace(CONFIG, generation=9))
     _start(actor)
     up = _report(actor)
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
@@ -60,7 +61,7 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
 
 
 def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:
-    actor = make(msgspec.structs.replace(CONFIG, model="refuse"))
+    actor = make(dataclasses.replace(CONFIG, model="refuse"))
     outcome = msgspec.msgpack.decode(actor.start(msgspec.msgpack.encode(StartArgs())), type=StartOutcome)
     assert (outcome.final, outcome.lacks_resources) == (True, True), "two builds side by side may be the cause"
     assert _report(actor).started is None

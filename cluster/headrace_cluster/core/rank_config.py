@@ -1,6 +1,7 @@
 """Messages between the controller and a rank's actor: plain data, msgpack-encoded."""
 
 from collections.abc import Collection
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -52,13 +53,13 @@ def fingerprint(config: ReplicaConfig) -> bytes:
 
     All fields count except the generation, the role (it may change at run time) and what is derived from the machine.
     """
-    same = msgspec.structs.replace(config, generation=0, role="both", cpu_threads=None)
+    same = replace(config, generation=0, role="both", cpu_threads=None)
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 
 def replica_config(model: ModelSpec, *, leave_out: Collection[str] = (), **own: Any) -> ReplicaConfig:
     """A replica of `model`: every setting that both name alike, but those to `leave_out`; then what is `own`."""
-    shared = ModelSpec.model_fields.keys() & set(ReplicaConfig.__struct_fields__) - set(leave_out)
+    shared = ModelSpec.model_fields.keys() & {field.name for field in fields(ReplicaConfig)} - set(leave_out)
     values = {name: getattr(model, name) for name in shared} | {"model": model.name}
     if "defaults" in values:
         values["defaults"] = model.defaults.model_dump(exclude_none=True)

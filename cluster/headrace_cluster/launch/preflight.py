@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -86,7 +87,7 @@ def _file(config: ReplicaConfig, revision: str) -> Path | None:
     """The file of the result. None for a model with its own code, which may change while the revision does not."""
     if config.trust_remote_code:
         return None
-    same = msgspec.structs.replace(config, model="", source="", revision=revision)
+    same = replace(config, model="", source="", revision=revision)
     versions = [version(name) for name in ("headrace", "torch", "transformers")]
     digest = blake2b(msgspec.msgpack.encode([same, versions]), digest_size=16)
     return state.home() / "footprints" / digest.hexdigest()

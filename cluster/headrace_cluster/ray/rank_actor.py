@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -45,7 +46,7 @@ class RankActor:
         self._fingerprint = fingerprint(self._config)
         self._node = str(ray.util.get_node_ip_address())
         if self._config.host == NODE_HOST:
-            self._config = msgspec.structs.replace(self._config, host=self._node)
+            self._config = replace(self._config, host=self._node)
         self._rank = rank
         self._replica_class = replica_class
         self._replica: Any = None
@@ -91,7 +92,7 @@ class RankActor:
         if args.gpu is not None:
             # CUDA reads this at its first use, which is later.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(args.visible_gpus)
-            self._config = msgspec.structs.replace(self._config, device=f"cuda:{args.gpu}")
+            self._config = replace(self._config, device=f"cuda:{args.gpu}")
         return self._guarded(lambda: StartOutcome(started=self._start(args.rendezvous)))
 
     def progress(self) -> tuple[str, float]:

@@ -8,10 +8,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
-from headrace_cluster.spec.flag import flag
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.process_specs import AdminSpec, ControlSpec, HealthSpec, LogsSpec, RaySpec, RoutersSpec
 from headrace_cluster.spec.section import Section
+from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
 from headrace_router.core.limits import Limits
 

@@ -1,8 +1,8 @@
 """The command-line flag and the environment variable of a setting, as the spec's fields declare them.
 
-A field with `json_schema_extra=flag("--max-model-len")` has that flag, the variable HEADRACE_MAX_MODEL_LEN and a line
-of `--help` made of its description and default; no other file names it. `{pool}` in a flag stands for the name of the
-section that holds the field.
+A field with `json_schema_extra=flag("--max-model-len")` (headrace_proto.flag) has that flag, the variable
+HEADRACE_MAX_MODEL_LEN and a line of `--help` made of its description and default; no other file names it. `{pool}` in a
+flag stands for the name of the section that holds the field.
 """
 
 import types
@@ -18,12 +18,6 @@ PREFIX = "HEADRACE_"
 POOL = "{pool}"  # in flags and help: the name of the section that holds the field
 ARGUMENT = "MODEL"  # the one setting that is an argument without a flag
 _NUMBERS = (bool, int, float, Path)
-
-
-def flag(name: str, *, help: str = "", values: str = "", short: str = "") -> dict[str, Any]:
-    """For `json_schema_extra`. `help`: instead of the description; `values`: how its values are written."""
-    given = {"flag": name, "help": help, "values": values, "short": short}
-    return {key: value for key, value in given.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +47,9 @@ class Setting:
 
 
 def settings_of(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """The settings of a section of the spec and of the sections within, in the order of their declaration."""
-    for name, field in section.model_fields.items():
+    """The settings of a section of the spec and of the sections within, as declared; inherited ones come last."""
+    for name in sorted(section.model_fields, key=lambda name: name not in section.__annotations__):
+        field = section.model_fields[name]
         extra = field.json_schema_extra
         inner = _section(field.annotation)
         if isinstance(extra, dict) and "flag" in extra:

@@ -5,13 +5,21 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from headrace_cluster.spec.flag import flag
 from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import Bytes, Section
+from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
+from headrace_worker.core.config import ReplicaSettings
 
 EMBEDDED_MODEL = "smollm2"
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
@@ -71,7 +79,7 @@ class DefaultsSpec(SamplingOptions):
     model_config = ConfigDict(frozen=True)
 
 
-class ModelSpec(Section):
+class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by its config, which mypy does not read
     """One model and how its replicas are built. A value of none is chosen by the worker and shown at start."""
 
     name: str = Field(
@@ -88,11 +96,6 @@ class ModelSpec(Section):
         description="Hub id, folder, .gguf file, or the embedded 'smollm2'",
         json_schema_extra=flag("MODEL"),
     )
-    revision: str | None = Field(
-        default=None,
-        description="of the Hub repository",
-        json_schema_extra=flag("--revision", help="branch, tag or commit of the Hub repository"),
-    )
     replicas: int | None = Field(
         default=None,
         ge=1,
@@ -102,63 +105,14 @@ class ModelSpec(Section):
     )
     prefill: PoolSpec | None = Field(default=None, description="replicas that only compute prompts; with decode")
     decode: PoolSpec | None = Field(default=None, description="replicas that decode; with prefill, instead of replicas")
-    tp: int = Field(default=1, ge=1, le=1024, description="ranks that share each layer", json_schema_extra=flag("--tp"))
-    pp: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="stages, one after the other",
-        json_schema_extra=flag("--pp", help="pipeline stages"),
-    )
-    ep: bool = Field(
-        default=False,
-        description="each of the tp ranks has whole experts, instead of a part of each",
-        json_schema_extra=flag("--ep"),
-    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where ranks compute", json_schema_extra=flag("--device")
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="of weights and KV cache",
-        json_schema_extra=flag("--dtype", help="format of weights and KV cache"),
-    )
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
-        default="auto",
-        description="of the weights; dummy: random ones",
-        json_schema_extra=flag("--load-format", help="format of the files; dummy: random weights"),
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=1,
-        description="prompt + output tokens of one request",
-        json_schema_extra=flag("--max-model-len"),
     )
     kv_cache_memory: Bytes | None = Field(
         default=None,
         ge=1 << 20,
         description="per rank, e.g. 2GiB",
         json_schema_extra=flag("--kv-cache-memory", help="KV cache per rank, such as 2GiB"),
-    )
-    block_size: int = Field(
-        default=16, ge=1, le=1024, description="tokens per KV-cache block", json_schema_extra=flag("--block-size")
-    )
-    max_num_seqs: int | None = Field(
-        default=None,
-        ge=1,
-        description="requests that run at a time in one replica",
-        json_schema_extra=flag("--max-num-seqs"),
-    )
-    max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of one step", json_schema_extra=flag("--max-num-batched-tokens")
-    )
-    max_waiting: int = Field(default=4096, ge=1, description="requests queued at a replica before it rejects more")
-    cpu_threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="of one rank; none = cores / ranks on a node",
-        json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
     )
     cpu_share: float = Field(
         default=0.05,
@@ -167,28 +121,10 @@ class ModelSpec(Section):
         description="of Ray's CPUs that one rank on a CPU reserves",
         json_schema_extra=flag("--cpu-share", help="Ray CPUs that a rank on a CPU reserves"),
     )
-    async_scheduling: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="plan a step while the one before it runs; auto: on GPUs",
-        json_schema_extra=flag("--async-scheduling"),
-    )
-    cuda_graphs: Literal["full", "off"] = Field(
-        default="full", description="replay whole steps on GPUs", json_schema_extra=flag("--cuda-graphs")
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="a request's bits do not depend on the batch; slower",
-        json_schema_extra=flag("--deterministic"),
-    )
     profile: Path | None = Field(
         default=None,
         description="folder for profiles of steps, on the ranks' nodes",
         json_schema_extra=flag("--profile", help="folder for profiles, which the command profile records"),
-    )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="run Python code that comes with the model",
-        json_schema_extra=flag("--trust-remote-code"),
     )
     defaults: Annotated[DefaultsSpec, BeforeValidator(_json_object)] = Field(
         default=DefaultsSpec(),
@@ -197,6 +133,12 @@ class ModelSpec(Section):
             "--defaults", values="JSON", help='for requests that leave it open: {"max_tokens": 512, …}'
         ),
     )
+
+    @model_serializer(mode="wrap")
+    def _own_first(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`config show` prints the name first, and the settings of the ranks last."""
+        data = dump(self)
+        return {name: data[name] for name in sorted(data, key=lambda name: name in ReplicaSettings.__annotations__)}
 
     @model_validator(mode="after")
     def _shared(self) -> Self:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace_cluster.spec.flag import flag
 from headrace_cluster.spec.section import Bytes, Port, Section
+from headrace_proto.flag import flag
 from headrace_router.core.policy import PolicyName
 
 

@@ -1,9 +1,8 @@
 """A driver with fake replicas in this process."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable
-
-import msgspec
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
@@ -38,7 +37,7 @@ class FakeDriver:
         config = ReplicaConfig(
             replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
         )
-        replica = self.replicas[name] = FakeReplica(msgspec.structs.replace(config, role=str(role)))
+        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=str(role)))
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]

@@ -6,6 +6,7 @@ engine's. That is greedy decoding position by position. If the two best logits a
 such ties are counted and must be rare.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -35,7 +36,7 @@ class Subject:
         self.loaded = loaded
 
     def engine(self, **options: Any) -> OfflineEngine:
-        fields = {field: getattr(self.config, field) for field in self.config.__struct_fields__}
+        fields = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         defaults = {"max_num_seqs": 32, "max_model_len": 200, "kv_cache_memory": 1 << 28}
         return OfflineEngine(ReplicaConfig(**fields | defaults | options), self.loaded)
 

@@ -1,39 +1,134 @@
 """Configuration of a replica. Built by the `cluster` package from the spec; plain data, sent to each rank."""
 
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
 from msgspec import Struct
+from pydantic import Field
+
+from headrace_proto.flag import flag
 
 
-class ReplicaConfig(Struct, frozen=True, kw_only=True):
-    """One replica. None means: chosen by the worker, from the model and the machine, and reported at start."""
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """The settings of a model that its ranks receive as they are: the only declaration of each.
+
+    The spec of a model has the same fields (`headrace_cluster.spec.model_spec`), checked there by what `Field` says.
+    None means: chosen by the worker, from the model and the machine, and reported at start.
+    """
+
+    revision: Annotated[
+        str | None,
+        Field(
+            description="of the Hub repository",
+            json_schema_extra=flag("--revision", help="branch, tag or commit of the Hub repository"),
+        ),
+    ] = None
+    tp: Annotated[
+        int, Field(ge=1, le=1024, description="ranks that share each layer", json_schema_extra=flag("--tp"))
+    ] = 1
+    pp: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1024,
+            description="stages, one after the other",
+            json_schema_extra=flag("--pp", help="pipeline stages"),
+        ),
+    ] = 1
+    ep: Annotated[
+        bool,
+        Field(
+            description="each of the tp ranks has whole experts, instead of a part of each",
+            json_schema_extra=flag("--ep"),
+        ),
+    ] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(
+            description="of weights and KV cache",
+            json_schema_extra=flag("--dtype", help="format of weights and KV cache"),
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Field(
+            description="of the weights; dummy: random ones",
+            json_schema_extra=flag("--load-format", help="format of the files; dummy: random weights"),
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Field(ge=1, description="prompt + output tokens of one request", json_schema_extra=flag("--max-model-len")),
+    ] = None
+    block_size: Annotated[
+        int,
+        Field(ge=1, le=1024, description="tokens per KV-cache block", json_schema_extra=flag("--block-size")),
+    ] = 16
+    max_num_seqs: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="requests that run at a time in one replica",
+            json_schema_extra=flag("--max-num-seqs"),
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Field(ge=1, description="tokens of one step", json_schema_extra=flag("--max-num-batched-tokens"))
+    ] = None
+    max_waiting: Annotated[int, Field(ge=1, description="requests queued at a replica before it rejects more")] = 4096
+    cpu_threads: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=4096,
+            description="of one rank; none = cores / ranks on a node",
+            json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
+        ),
+    ] = None
+    async_scheduling: Annotated[
+        Literal["auto", "on", "off"],
+        Field(
+            description="plan a step while the one before it runs; auto: on GPUs",
+            json_schema_extra=flag("--async-scheduling"),
+        ),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["full", "off"],
+        Field(description="replay whole steps on GPUs", json_schema_extra=flag("--cuda-graphs")),
+    ] = "full"
+    deterministic: Annotated[
+        bool,
+        Field(
+            description="a request's bits do not depend on the batch; slower",
+            json_schema_extra=flag("--deterministic"),
+        ),
+    ] = False
+    trust_remote_code: Annotated[
+        bool,
+        Field(
+            description="run Python code that comes with the model",
+            json_schema_extra=flag("--trust-remote-code"),
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig(ReplicaSettings):
+    """One replica: its settings, and what is derived from the spec and the machine."""
 
     replica_id: str
     generation: int = 1
     model: str  # the name that requests use
     source: str  # Hub id, folder, .gguf file, or the embedded "smollm2"
-    revision: str | None = None
     role: str = "both"  # both | prefill | decode
-    tp: int = 1
-    pp: int = 1
-    ep: bool = False  # experts split over the tp ranks, instead of each expert
-    device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    load_format: str = "auto"  # auto | safetensors | gguf | dummy
-    max_model_len: int | None = None
+    device: str = "auto"  # auto | cpu | cuda, or cuda:N for one rank
     kv_cache_memory: int | None = None  # bytes per rank
-    block_size: int = 16
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_waiting: int = 4096  # requests queued at the replica before it refuses more
-    async_scheduling: str = "auto"  # auto | on | off: plan a step while the previous one runs
-    cuda_graphs: str = "full"  # full | off
-    deterministic: bool = False  # a row's result does not depend on its batch, bit for bit, in 16-bit dtypes too
     profile_dir: str | None = None  # where profiles are written on request
-    cpu_threads: int | None = None
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port: int = 0  # 0 = any free one
     secret: bytes
-    trust_remote_code: bool = False
-    defaults: dict[str, int | float] = {}  # of requests, by option; they override the model's own
+    defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
 
 
 class Rendezvous(Struct, frozen=True):
