@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 
+from headrace_proto.flag import flag
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
 from headrace_router.core.limits import Limits
@@ -22,7 +23,47 @@ class StaticMember(BaseModel):
     replica_id: str = ""
 
 
-class RouterConfig(BaseModel):
+class RouterSettings(BaseModel):
+    """The settings that routers receive as they are: the only declaration of each; the spec of routers inherits it."""
+
+    policy: PolicyName = Field(
+        default="least-load",
+        description="how a request's replica is chosen",
+        json_schema_extra=flag("--policy"),
+    )
+    migration_limit: int = Field(
+        default=3,
+        ge=0,
+        description="times that a stream may move after its replica is lost",
+        json_schema_extra=flag("--migration-limit"),
+    )
+    disaggregation: Mode = Field(
+        default="auto",
+        description="prefill replicas compute prompts: where it is predicted to be faster, or all",
+        json_schema_extra=flag("--disaggregation"),
+    )
+    rebalancing: bool = Field(
+        default=True,
+        description="move streams from replicas short of memory or time to replicas with capacity",
+        json_schema_extra=flag("--rebalancing", values="on|off"),
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="unknown fields of a request; ignored ones are listed in a header",
+        json_schema_extra=flag(
+            "--unknown-fields", help="fields of requests that no table has; ignored ones are listed in a header"
+        ),
+    )
+    keep_alive_seconds: float = Field(default=15, gt=0, description="a stream is idle before a comment is sent")
+    shutdown_seconds: float = Field(
+        default=5,
+        ge=0,
+        description="for requests in flight when it stops",
+        json_schema_extra=flag("--shutdown-seconds", help="time for requests in flight when it stops"),
+    )
+
+
+class RouterConfig(RouterSettings):
     """One router process. Port 0 means any free one; the router reports its real ports to the controller."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,26 +84,13 @@ class RouterConfig(BaseModel):
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()
-    policy: PolicyName = "least-load"
-    disaggregation: Mode = Field(
-        default="auto", description="have prefill replicas compute prompts: where that is predicted to pay, or all"
-    )
-    rebalancing: bool = Field(
-        default=True, description="move streams from replicas short of memory or time to others with free capacity"
-    )
-    unknown_fields: Literal["refuse", "ignore"] = Field(
-        default="refuse", description="fields of a request that no table lists; ignored ones are named in a header"
-    )
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
-    migration_limit: int = Field(default=3, ge=0, description="times that a stream may move after its replica is lost")
     migration_patience_seconds: float = Field(
         default=60.0, ge=0, description="that a stream waits for a replica when none is ready"
     )
     stall_seconds: float = Field(
         default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
     )
-    keep_alive_seconds: float = Field(default=15.0, gt=0, description="of silence on a stream before a comment is sent")
-    shutdown_seconds: float = Field(default=5.0, ge=0, description="for requests in flight when it stops")
     logs: LogConfig = LogConfig(part="router")
 
     @model_validator(mode="after")

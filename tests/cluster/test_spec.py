@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.launch.banner import format_bytes
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import default_name
 from headrace_cluster.spec.pools import Pool
-from headrace_cluster.spec.sizes import format_bytes, parse_bytes
+from headrace_cluster.spec.section import parse_bytes
 from headrace_proto.role import Role
 
 
@@ -129,7 +130,8 @@ def test_pools_have_the_models_shape_unless_they_have_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("0", 0), ("2GiB", 2 << 30), ("512M", 512_000_000), ("1.5 kib", 1536), ("7b", 7)]
+    ("text", "count"),
+    [("0", 0), ("2GiB", 2 << 30), ("512M", 512_000_000), ("1.5 kib", 1536), ("7b", 7), ("2Gi", 2 << 30)],
 )
 def test_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count

@@ -9,7 +9,6 @@ from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.sizes import format_bytes
 from headrace_proto.address import port_of
 from headrace_proto.log_line import wrapped
 from headrace_proto.logs import stderr, stderr_width
@@ -145,3 +144,13 @@ def _flag(state: ServeState) -> str:
     """The flag that selects this server among all others."""
     port = port_of(state.http_url)
     return f"--port {port}" if port else f"--admin-port {state.admin_port}"
+
+
+def format_bytes(count: int) -> str:
+    """A short text such as '1.5 GiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

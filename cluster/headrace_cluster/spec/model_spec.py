@@ -5,17 +5,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from headrace_cluster.spec.pools import Pool
-from headrace_cluster.spec.section import Bytes, Section
+from headrace_cluster.spec.section import Bytes, Count, Section
 from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
@@ -51,23 +44,17 @@ def default_name(source: str) -> str:
 class PoolSpec(Section):
     """Replicas of one role. tp and pp default to the model's."""
 
-    replicas: int = Field(
+    replicas: Count = Field(
         default=1,
-        ge=1,
-        le=1024,
         json_schema_extra=flag("--{pool}", help="replicas of the {pool} pool; the pools come in pairs"),
     )
-    tp: int | None = Field(
+    tp: Count | None = Field(
         default=None,
-        ge=1,
-        le=1024,
         description="ranks that share each layer; none = the model's",
         json_schema_extra=flag("--{pool}-tp", help="--tp of the {pool} pool"),
     )
-    pp: int | None = Field(
+    pp: Count | None = Field(
         default=None,
-        ge=1,
-        le=1024,
         description="stages, one after the other; none = the model's",
         json_schema_extra=flag("--{pool}-pp", help="--pp of the {pool} pool"),
     )
@@ -96,10 +83,8 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="Hub id, folder, .gguf file, or the embedded 'smollm2'",
         json_schema_extra=flag("MODEL"),
     )
-    replicas: int | None = Field(
+    replicas: Count | None = Field(
         default=None,
-        ge=1,
-        le=1024,
         description="none = 1, or those of prefill and decode",
         json_schema_extra=flag("--replicas", help="copies of the model; 1 where there are no pools"),
     )
@@ -133,12 +118,6 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
             "--defaults", values="JSON", help='for requests that leave it open: {"max_tokens": 512, …}'
         ),
     )
-
-    @model_serializer(mode="wrap")
-    def _own_first(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """`config show` prints the name first, and the settings of the ranks last."""
-        data = dump(self)
-        return {name: data[name] for name in sorted(data, key=lambda name: name in ReplicaSettings.__annotations__)}
 
     @model_validator(mode="after")
     def _shared(self) -> Self:

@@ -7,10 +7,10 @@ from pydantic import Field
 
 from headrace_cluster.spec.section import Bytes, Port, Section
 from headrace_proto.flag import flag
-from headrace_router.core.policy import PolicyName
+from headrace_router.config import RouterSettings
 
 
-class RoutersSpec(Section):
+class RoutersSpec(Section, RouterSettings):
     """Where clients connect."""
 
     host: str = Field(
@@ -57,41 +57,6 @@ class RoutersSpec(Section):
         json_schema_extra=flag(
             "--metrics-no-auth", help="no key on --metrics-port; its default host is then 127.0.0.1"
         ),
-    )
-    policy: PolicyName = Field(
-        default="least-load",
-        description="how a request's replica is chosen",
-        json_schema_extra=flag("--policy"),
-    )
-    migration_limit: int = Field(
-        default=3,
-        ge=0,
-        description="times that a stream may move after its replica is lost",
-        json_schema_extra=flag("--migration-limit"),
-    )
-    disaggregation: Literal["auto", "always", "off"] = Field(
-        default="auto",
-        description="prefill replicas compute prompts: where it is predicted to be faster, or all",
-        json_schema_extra=flag("--disaggregation"),
-    )
-    rebalancing: bool = Field(
-        default=True,
-        description="move streams from replicas short of memory or time to replicas with capacity",
-        json_schema_extra=flag("--rebalancing", values="on|off"),
-    )
-    unknown_fields: Literal["refuse", "ignore"] = Field(
-        default="refuse",
-        description="unknown fields of a request; ignored ones are listed in a header",
-        json_schema_extra=flag(
-            "--unknown-fields", help="fields of requests that no table has; ignored ones are listed in a header"
-        ),
-    )
-    keep_alive_seconds: float = Field(default=15, gt=0, description="a stream is idle before a comment is sent")
-    shutdown_seconds: float = Field(
-        default=5,
-        ge=0,
-        description="for requests in flight when it stops",
-        json_schema_extra=flag("--shutdown-seconds", help="time for requests in flight when it stops"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="lowest level of a router's lines on the terminal; its file starts at info"
