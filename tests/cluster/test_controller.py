@@ -255,10 +255,10 @@ def test_a_profile_of_the_selected_replica(driver: FakeDriver, secret: bytes, ev
     async def scenario() -> None:
         async with _supervised(driver, secret) as (supervisor, _):
             with pytest.raises(ProfileError, match=r"smollm2-0 is .*: ask again when it is ready"):
-                await supervisor.profile(None, 4, 1.0)
+                await supervisor.profiles.record(None, 4, 1.0)
             await eventually(lambda: supervisor.reconciler.ready)
             driver.profiles = [ProfileOutcome(report)]
-            document = json.loads(json.dumps(await supervisor.profile(None, 4, 1.0)))
+            document = json.loads(json.dumps(await supervisor.profiles.record(None, 4, 1.0)))
             trace = {
                 "rank": 0,
                 "node": "here",
@@ -272,9 +272,9 @@ def test_a_profile_of_the_selected_replica(driver: FakeDriver, secret: bytes, ev
             assert (operator["name"], operator["milliseconds"], operator["share"]) == ("aten::mm", 3.457, 0.75)
             driver.profiles = [ProfileOutcome(error="serve with --profile DIR")]
             with pytest.raises(ProfileError, match="--profile DIR"):
-                await supervisor.profile("smollm2-0", 4, 1.0)
+                await supervisor.profiles.record("smollm2-0", 4, 1.0)
             with pytest.raises(ProfileError, match=r"no replica 'other'.*smollm2-0"):
-                await supervisor.profile("other", 4, 1.0)
+                await supervisor.profiles.record("other", 4, 1.0)
             assert driver.calls.count(("profile", FIRST)) == 2
 
     asyncio.run(scenario())
@@ -285,7 +285,7 @@ def test_with_several_replicas_one_must_be_named(driver: FakeDriver, secret: byt
         async with _supervised(driver, secret, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             with pytest.raises(ProfileError, match="smollm2-0, smollm2-1"):
-                await supervisor.profile(None, 4, 1.0)
+                await supervisor.profiles.record(None, 4, 1.0)
 
     asyncio.run(scenario())
 

@@ -26,7 +26,6 @@ class _Controller:
             ready=True,
             fatal="",
             stop_requested=False,
-            replicas=1,
             progress=[],
             started={},
             roles={},

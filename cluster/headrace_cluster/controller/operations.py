@@ -66,7 +66,7 @@ def replica_operations(supervisor: Supervisor) -> list[Operation]:
     """All operations of a supervisor. A drain continues after its response: the status shows its progress."""
 
     async def profile(body: ProfileBody) -> dict[str, Any]:
-        return await supervisor.profile(body.replica, body.steps, body.seconds)
+        return await supervisor.profiles.record(body.replica, body.steps, body.seconds)
 
     async def role(body: RoleBody) -> dict[str, Any]:
         return await supervisor.roles.change(body.replica, body.role)

@@ -13,8 +13,9 @@ from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
 from headrace_cluster.controller.health import STATES, watch_health
 from headrace_cluster.controller.members import PROTO_STATES, Membership
+from headrace_cluster.controller.profiles import Profiles
 from headrace_cluster.controller.roles import Roles
-from headrace_cluster.controller.status import build_status, profile_document, replica_status, router_status
+from headrace_cluster.controller.status import build_status, replica_status, router_status
 from headrace_cluster.core.adoption import restore_records, take_snapshot
 from headrace_cluster.core.driver import (
     PLACE_SECONDS,
@@ -27,7 +28,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Launch, Record, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot
-from headrace_cluster.errors import PlacementError, ProfileError
+from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import control_pb2, replica_pb2
 from headrace_proto.errors import HeadraceError
@@ -69,6 +70,7 @@ class Supervisor:
         self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.reconciler = Reconciler(desired_replicas(spec), spec.health)
+        self.profiles = Profiles(self.reconciler, driver, self._builds)
         self.roles = Roles(self.reconciler, driver, self._publish)
         self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
 
@@ -146,31 +148,6 @@ class Supervisor:
             for record in self.reconciler.records.values()
             if record.state is State.STARTING and record.name in self._builds
         }
-
-    async def profile(self, replica_id: str | None, steps: int, seconds: float) -> dict[str, Any]:
-        """Records the next steps of every rank of a replica (None: of the only one).
-
-        Returns the document of POST /profile, with the paths of the traces. Raises ProfileError.
-        """
-        record = self._chosen(replica_id)
-        build = self._builds.get(record.name)
-        if build is None or build.started is None:
-            raise ProfileError(f"{record.replica_id} is {record.state}: ask again when it is ready")
-        outcomes = await self._driver.profile(record.name, steps, seconds)
-        if not any(outcome.report is not None for outcome in outcomes):
-            raise ProfileError(next((outcome.error for outcome in outcomes), f"{record.replica_id} has just ended"))
-        return profile_document(record.name, build.ranks, outcomes)
-
-    def _chosen(self, replica_id: str | None) -> Record:
-        records = self.reconciler.records
-        names = ", ".join(records)
-        if replica_id is None:
-            if len(records) != 1:
-                raise ProfileError(f"which replica? Name one of: {names}")
-            return next(iter(records.values()))
-        if replica_id not in records:
-            raise ProfileError(f"there is no replica {replica_id!r}; there are: {names}")
-        return records[replica_id]
 
     # -- the loop ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
     loopback: bool  # all processes are on this machine: bind loopback only
     replica_class: str = REPLICA_CLASS
     snapshot: ControllerSnapshot | None = None  # of the controller before this one
-    environment: dict[str, str] = {}
     log_folder: str = ""  # empty: this process and the ranks log to stderr only
 
 
@@ -56,7 +55,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     fatal: str
     stop_requested: bool
-    replicas: int
     progress: list[ReplicaProgress]
     started: dict[str, ReplicaStarted]
     roles: dict[str, str]  # by replica id

@@ -1,6 +1,7 @@
 """The controller as a named, detached Ray actor on the head node: gRPC for routers, HTTP for the command line."""
 
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -37,6 +38,17 @@ class ControllerActor:
         if self._args.log_folder:
             path = log_path(Path(self._args.log_folder), "controller")
             configure_logs(LogConfig("controller", path=str(path), format=self._spec.logs.format))
+        self._loopback = "127.0.0.1" if self._args.loopback else None
+        self._membership = Membership()
+        driver = RayDriver(
+            self._spec,
+            self._args.secret,
+            host=self._loopback or NODE_HOST,
+            replica_class=self._args.replica_class,
+            log_folder=self._args.log_folder,
+        )
+        self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        self._servers = contextlib.AsyncExitStack()  # those that listen
         self._stop_requested = False
         self._polled_at = time.monotonic()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -45,31 +57,19 @@ class ControllerActor:
         """Listens, adopts the builds of an earlier controller, starts the others; returns an encoded Opened."""
         import ray.util
 
-        loopback = "127.0.0.1" if self._args.loopback else None
-        host = self._spec.control.host or loopback or str(ray.util.get_node_ip_address())
-        self._membership = Membership()
+        host = self._spec.control.host or self._loopback or str(ray.util.get_node_ip_address())
         try:
             admin = listen(self._spec.admin.host, self._spec.admin.port)
-            self._grpc, port = await start_control_server(
-                self._membership, self._args.secret, host, self._spec.control.port
-            )
+            grpc, port = await start_control_server(self._membership, self._args.secret, host, self._spec.control.port)
         except HeadraceError as error:
             return msgspec.msgpack.encode(Opened(error=str(error)))
-        driver = RayDriver(
-            self._spec,
-            self._args.secret,
-            host=loopback or NODE_HOST,
-            replica_class=self._args.replica_class,
-            environment=self._args.environment,
-            log_folder=self._args.log_folder,
-        )
-        self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        self._servers.push_async_callback(grpc.stop, grace=0.2)
         await self._supervisor.adopt(self._args.snapshot)
         self._supervisor.start()
-        supervisor = self._supervisor
-        app = admin_app(self._args.admin_key, self._status, self._request_stop, replica_operations(supervisor))
-        self._admin = admin_server(app)
-        self._tasks.append(asyncio.create_task(self._admin.serve(sockets=[admin])))
+        operations = replica_operations(self._supervisor)
+        server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations))
+        self._servers.callback(setattr, server, "should_exit", True)
+        self._tasks.append(asyncio.create_task(server.serve(sockets=[admin])))
         opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
         return msgspec.msgpack.encode(opened)
 
@@ -82,7 +82,6 @@ class ControllerActor:
             ready=reconciler.ready,
             fatal=reconciler.fatal,
             stop_requested=self._stop_requested,
-            replicas=len(reconciler.records),
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
             roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
@@ -100,8 +99,7 @@ class ControllerActor:
     async def close(self) -> None:
         """Drains and ends every replica, then the servers."""
         await self._supervisor.stop()
-        self._admin.should_exit = True
-        await self._grpc.stop(grace=0.2)
+        await self._servers.aclose()
 
     def _status(self) -> dict[str, Any]:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}

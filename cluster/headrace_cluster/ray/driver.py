@@ -52,14 +52,12 @@ class RayDriver:
         secret: bytes,
         host: str,
         replica_class: str = REPLICA_CLASS,
-        environment: Mapping[str, str] | None = None,
         log_folder: str = "",
     ) -> None:
         self._spec = spec
         self._secret = secret
         self._host = host
         self._replica_class = replica_class
-        self._environment = dict(environment or {})
         self._log_folder = log_folder
         self._groups: dict[ReplicaName, RankGroup] = {}
 
@@ -180,7 +178,6 @@ class RayDriver:
             {name: str(threads) for name in names}
             | {"TOKENIZERS_PARALLELISM": "false"}
             | (waiting or {"GOMP_SPINCOUNT": "2000"})
-            | self._environment
         )
 
     def _logs(self, name: ReplicaName, rank: int) -> bytes:
