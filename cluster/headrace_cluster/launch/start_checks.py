@@ -65,20 +65,22 @@ def check_start(
     checked = [build for build in builds if not build.is_plain]
     # Closed after an interrupt, too: it has a child process.
     with contextlib.closing(Preflight([(build.config, build.source.revision) for build in checked])) as preflight:
-        for build in builds:
-            with _prefix_errors(spec, build.model):
-                build.read_headers()
-        on_cpu = {build.model.name: build.need for build in builds if build.config.device == "cpu"}
+        read = [_read_headers(spec, build) for build in builds]
+        needs = [need for need, _ in read]
+        on_cpu = {need.model.name: need for build, need in zip(builds, needs, strict=True) if build.is_on_cpu}
         if machine is not None:
             check_memory(list(on_cpu.values()), machine.memory)
         check_ports(spec, with_router=with_router)
         if checked:
             report("checking its architecture")
-        for build, footprint in zip(checked, preflight.finish(), strict=True):
-            build.footprint = footprint
-    for build in builds:
-        with _prefix_errors(spec, build.model):
-            build.check_cache(machine)
+        answers = iter(preflight.finish())
+        footprints = [
+            plain if build.is_plain else next(answers) for build, (_, plain) in zip(builds, read, strict=True)
+        ]
+    for build, need, footprint in zip(builds, needs, footprints, strict=True):
+        if footprint is not None:
+            with _prefix_errors(spec, build.model):
+                build.check_cache(need, footprint, machine)
     if machine is None:
         return
     computing = [need.model for need in on_cpu.values()]
@@ -96,6 +98,11 @@ def _builds(spec: ClusterSpec, model: ModelSpec, machine: Machine | None) -> "li
         source = resolve(model.source, model.load_format, model.revision)
         shapes = {(pool.tp, pool.pp): pool for pool in model.pools}
         return [_Build(model, source, pool, device) for pool in shapes.values()]
+
+
+def _read_headers(spec: ClusterSpec, build: "_Build") -> tuple[MemoryNeed, Footprint | None]:
+    with _prefix_errors(spec, build.model):
+        return build.read_headers()
 
 
 @contextlib.contextmanager
@@ -121,43 +128,42 @@ class _Build:
         self.config = _config(model, pool, "cuda" if device == "auto" else device)
         self.is_placed = device != "auto"
         self.element_bytes = ELEMENT_BYTES[dtype_name(model.dtype, self.config.device, model.deterministic)]
-        self.need = MemoryNeed(model, 0)
-        self.footprint: Footprint | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the embedded model in one rank: its headers are sufficient."""
         return self.source.embedded and self.pool.tp * self.pool.pp == 1
 
-    def read_headers(self) -> None:
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.config.device == "cpu"
+
+    def read_headers(self) -> tuple[MemoryNeed, Footprint | None]:
+        """Without torch; a footprint if the build is plain."""
         headers = read_headers(self.source)
         check_length(self.config, headers)
-        self.need = MemoryNeed(self.model, headers.elements * self.element_bytes)
-        if self.is_plain:
-            self.footprint = gguf_footprint(self.config, headers, self.element_bytes)
+        need = MemoryNeed(self.model, headers.elements * self.element_bytes)
+        return need, gguf_footprint(self.config, headers, self.element_bytes) if self.is_plain else None
 
-    def check_cache(self, machine: Machine | None) -> None:
+    def check_cache(self, need: MemoryNeed, footprint: Footprint, machine: Machine | None) -> None:
         """Whether one request fits into the KV cache of a rank. Raises MemoryTooSmallError, ModelUnsupportedError."""
-        if self.footprint is None:
-            return
         size_kv(
-            self.footprint.layout,
+            footprint.layout,
             device_type=self.config.device,
             max_num_seqs=self.model.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-            max_model_len=request_limit(self.model.max_model_len, self.footprint.max_positions),
+            max_model_len=request_limit(self.model.max_model_len, footprint.max_positions),
             kv_cache_memory=self.model.kv_cache_memory,
-            free=self._free(machine),
+            free=self._free(need, footprint, machine),
         )
 
-    def _free(self, machine: Machine | None) -> int:
+    def _free(self, need: MemoryNeed, footprint: Footprint, machine: Machine | None) -> int:
         """The most bytes for one rank's cache once the replica is loaded."""
-        assert self.footprint is not None
         if machine is None or not self.is_placed:
             return _NO_LIMIT
         if self.config.device == "cuda":
-            return machine.gpu_memory - self.footprint.weight_bytes if machine.gpu_memory else _NO_LIMIT
+            return machine.gpu_memory - footprint.weight_bytes if machine.gpu_memory else _NO_LIMIT
         ranks = self.pool.tp * self.pool.pp
-        return max(0, machine.memory - self.need.weights - ranks * PROCESS_BYTES) // ranks
+        return max(0, machine.memory - need.weights - ranks * PROCESS_BYTES) // ranks
 
 
 def _config(model: ModelSpec, pool: Pool, device: str) -> ReplicaConfig:
