@@ -6,7 +6,8 @@ from pathlib import Path
 
 from headrace_worker.device.memory import available_cores, available_memory
 
-_OTHER_GPUS = Path("/dev/kfd")  # AMD's: Ray and torch can use them, but they are not counted here
+# AMD's, and NVIDIA's where the bindings are missing: Ray and torch can use them, but they are not counted here.
+_UNCOUNTED_GPUS = (Path("/dev/kfd"), Path("/dev/nvidiactl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ def this_machine() -> Machine:
     count: int | None = len(memories)
     if visible is not None:
         count = min(len(memories), len(visible.split(",")) if visible not in ("", "NoDevFiles") else 0)
-    elif not memories and _OTHER_GPUS.exists():
+    elif not memories and any(path.exists() for path in _UNCOUNTED_GPUS):
         count = None
     return Machine(available_cores(), available_memory(), count, max(memories, default=0))
 
