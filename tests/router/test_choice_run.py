@@ -321,3 +321,12 @@ def test_a_prompt_that_a_prefill_replica_computes_is_counted_there_until_the_fir
     assert scenario.prefill.remote_prompt_tokens == 3
     scenario["b"].answer(0, 1)
     assert scenario.prefill.remote_prompt_tokens == 0
+
+
+def test_a_later_attempt_has_what_is_left_of_the_deadline() -> None:
+    scenario = Scenario("a", "b", deadline=2.0)
+    scenario["a"].answer(0, 1)
+    scenario.clock.run(0.5)
+    scenario["a"].begun[-1].end(Outcome.LOST)
+    scenario.clock.run()
+    assert scenario["b"].submits[0].deadline_ms == 1500

@@ -14,6 +14,7 @@ from headrace_proto.replica_pb2 import (
     Load,
     Sampling,
     Submit,
+    TokenLogprobs,
 )
 from headrace_router.api.http import strict_json
 from headrace_router.core.attempt import Attempt, Outcome
@@ -156,3 +157,16 @@ def test_a_cancel_is_never_sent_before_its_submit() -> None:
     assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
     assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
     assert outbox.take() is None
+
+
+def test_logprobs_of_repeated_tokens_are_dropped_with_them() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def on_tokens(token_ids: Any, logprobs: Any, finish: int, error: str) -> None:
+        seen.extend(zip(token_ids, (entry.logprob for entry in logprobs), strict=True))
+
+    attempt = Attempt(b"a", 0, on_tokens, lambda _: None, lambda _: None)
+    for first, count in ((0, 2), (1, 2)):
+        entries = [TokenLogprobs(logprob=float(-index)) for index in range(first, first + count)]
+        attempt.receive(Delta(first_index=first, token_ids=list(range(first, first + count)), logprobs=entries))
+    assert seen == [(0, 0.0), (1, -1.0), (2, -2.0)] and attempt.open

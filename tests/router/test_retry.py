@@ -77,3 +77,11 @@ def test_retries_are_always_bounded() -> None:
             assert begun and state.migrations <= state.migration_limit
         except ApiError:
             continue
+
+
+def test_a_move_by_the_router_is_no_loss() -> None:
+    state = _state(migration_limit=1)
+    for replica in "abc":
+        state.moved(replica)
+    state.ended("d", Outcome.LOST, begun=True)
+    assert state.migrations == 1 and state.excluded == ["d"]

@@ -246,12 +246,14 @@ def test_the_key_is_as_documented():
 
 
 def test_the_token_is_the_argmax_of_logits_and_noise(bench):
+    """With flat logits, so that the noise decides: another position, seed or choice gives other tokens."""
     b = bench(VOCAB)
     b.start(3, [1, 2, 3], temperature=0.8, seed=42, choice_index=1)
-    logits = logits_for(1)
-    key = absorb(torch.tensor([row_key(42, 1)]), torch.tensor([3]))
-    expected = (logits / 0.8 + gumbel_noise(key, VOCAB)).argmax(-1)
-    assert torch.equal(b.draw(logits, [3]).tokens, expected)
+    logits = logits_for(1, spread=0.1)
+    drawn = [int(b.draw(logits, [3]).tokens) for _ in range(8)]
+    keys = absorb(torch.full((8,), row_key(42, 1)), torch.arange(3, 11))
+    expected = (logits / 0.8 + gumbel_noise(keys, VOCAB)).argmax(-1)
+    assert drawn == expected.tolist()
 
 
 def _random_options(rng: random.Random) -> dict[str, object]:

@@ -293,3 +293,23 @@ def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int,
     for change in bench.engine.take_cache_changes():
         (seen.add if change.stored else seen.discard)(change.digest)
     assert seen == digests
+
+
+def test_the_latest_arrivals_are_preempted(make_bench: Make) -> None:
+    bench = make_bench(num_blocks=1 + 12, budget=64)  # three requests of six blocks each
+    requests = [bench.request(prompt_of(i, 8), max_tokens=16, arrival=float(i)) for i in range(3)]
+    bench.run(requests)
+    assert requests[0].preemptions == 0 and requests[2].preemptions > 0
+
+
+def test_a_preempted_request_is_admitted_before_later_arrivals(make_bench: Make) -> None:
+    bench = make_bench(num_blocks=1 + 8, budget=64, max_num_seqs=2)
+    first, second = (bench.request(prompt_of(i, 8), max_tokens=16, arrival=float(i)) for i in range(2))
+    third = bench.request(prompt_of(2, 4), max_tokens=2, arrival=2.0)  # fits where the second one does not
+    ends: list[bytes] = []
+    for request in (first, second, third):
+        bench.engine.submit(request)
+    while bench.engine.has_work:
+        ends += [output.attempt_id for output in bench.engine.step() if output.finish]
+    assert second.preemptions > 0
+    assert ends[0] == first.attempt_id, "the third did not take the blocks that the second one waits for"
