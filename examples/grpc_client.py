@@ -1,5 +1,6 @@
 """Streams one answer over gRPC, with messages from reflection: python examples/grpc_client.py [QUESTION]"""
 
+import os
 import sys
 
 import grpc
@@ -8,7 +9,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 question = " ".join(sys.argv[1:]) or "What is the capital of France?"
-with grpc.insecure_channel("127.0.0.1:8001") as channel:
+with grpc.insecure_channel(os.environ.get("GRPC_ADDRESS", "127.0.0.1:8001")) as channel:
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     method = pool.FindServiceByName("headrace.v1.Inference").FindMethodByName("Generate")
     request_type, event_type = GetMessageClass(method.input_type), GetMessageClass(method.output_type)

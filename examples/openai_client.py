@@ -1,11 +1,13 @@
 """Streams one answer with the official OpenAI client: python examples/openai_client.py [QUESTION]"""
 
+import os
 import sys
 
 from openai import OpenAI
 
 question = " ".join(sys.argv[1:]) or "What is the capital of France?"
-client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")  # with keys: one of --api-keys-file
+url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+client = OpenAI(base_url=url, api_key="none")  # with keys: one of --api-keys-file
 stream = client.chat.completions.create(
     model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": question}],

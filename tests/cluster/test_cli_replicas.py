@@ -224,6 +224,23 @@ def test_a_rollout_waits_for_a_replica_that_is_built_again(scripted: Callable[[R
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "headrace:   m-0 was not rolled: it is drained")
 
 
+def test_a_replica_that_is_down_is_awaited_before_any_other_is_rolled(
+    scripted: Callable[[Responses], ScriptedAdmin],
+) -> None:
+    """What was built again meanwhile is not built once more."""
+    polls = _polls(
+        [_entry("m-0"), _entry("m-1", "dead")],
+        [_entry("m-0"), _entry("m-1", "starting", 2)],
+        [_entry("m-0"), _entry("m-1", generation=2)],
+        [_entry("m-0", generation=2), _entry("m-1", generation=2)],
+    )
+    admin = scripted({"/status": polls, "/rollout": [_begun()]})
+    done = _run(admin, "rollout")
+    assert done.returncode == 0, done.stderr
+    assert [body["replica"] for path, body in admin.requests if path == "/rollout"] == ["m-0"]
+    assert "m-1 is rolled: it was built again meanwhile" in done.stderr
+
+
 def test_a_rollout_continues_with_the_next_controller(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     """Two losses: one while a replica is rolled, one at the request for the next."""
     first, second = _entry("m-0"), _entry("m-1")

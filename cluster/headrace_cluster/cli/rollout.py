@@ -51,14 +51,18 @@ def roll_out(choice: ServerChoice, replicas: list[str], seconds: float | None, *
 def _roll_model(client: AdminClient, entries: list[Entry], options: dict[str, Any]) -> dict[str, str]:
     """Why replicas were not rolled, by id. After the first failure the model's other replicas are not rolled."""
     problems: dict[str, str] = {}
-    # Prefill replicas first: the model is served without them, and they show whether a new build starts at all.
-    for entry in sorted(entries, key=lambda entry: bool(entry["role"] != "prefill")):
+    # First those that are down, so that none ends while they are. Then prefill replicas: the model is served without
+    # them, and they show whether a new build starts at all.
+    for entry in sorted(entries, key=lambda entry: (entry["state"] not in REBUILT_STATES, entry["role"] != "prefill")):
         name = entry["id"]
         if problems:
             problems[name] = "another one before it was not"
             continue
         try:
-            _roll(client, name, options)
+            if entry["state"] in REBUILT_STATES and _await_up(client, name, entry["state"]) > entry["generation"]:
+                show_message(f"{name} is rolled: it was built again meanwhile")
+            else:
+                _roll(client, name, options)
         except (NotRunningError, ServerError) as error:
             problems[name] = str(error)
     return problems
@@ -101,16 +105,25 @@ def _begin(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
             state = next((entry["state"] for entry in entries if entry["id"] == replica), "")
             if state not in REBUILT_STATES:
                 raise
-        show_message(f"{replica} is {state}; waiting until it is ready")
-        watch_replica(client, replica, _is_up, _stage, START_SECONDS)
+        _await_up(client, replica, state)
 
 
-def _is_up(entry: Entry) -> bool:
-    if entry["state"] in REBUILT_STATES:
-        return False
-    if entry["state"] != "ready":
-        raise ServerError(f"it is {entry['state']}")
-    return True
+def _await_up(client: AdminClient, replica: str, state: str) -> int:
+    """Waits until a replica that is down is ready. Returns its generation."""
+    show_message(f"{replica} is {state}; waiting until it is ready")
+    generation = 0
+
+    def is_up(entry: Entry) -> bool:
+        nonlocal generation
+        if entry["state"] in REBUILT_STATES:
+            return False
+        if entry["state"] != "ready":
+            raise ServerError(f"it is {entry['state']}")
+        generation = entry["generation"]
+        return True
+
+    watch_replica(client, replica, is_up, _stage, START_SECONDS)
+    return generation
 
 
 def _stage(entry: Entry) -> str:
