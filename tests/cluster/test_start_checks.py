@@ -318,6 +318,7 @@ def test_if_the_child_dies_the_ranks_make_the_checks() -> None:
     assert check.finish() == [None]
 
 
+@pytest.mark.alone
 def test_close_ends_the_child_at_once() -> None:
     check = Preflight([(config("smollm2", tp=3), "r")])
     assert check._process is not None

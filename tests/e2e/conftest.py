@@ -7,16 +7,30 @@ import httpx
 import openai
 import pytest
 
-from support.e2e import headrace_process
+from support.e2e import headrace_process, shared_server
 from support.e2e.headrace_process import SMALL, Serve
 from support.e2e.metrics_page import Metrics
 
 
-@pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    shared_server.sort_sharing_files_first(items, Path(__file__).parent)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    shared_server.record_last_test(session)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    shared_server.stop_after_last_test(item)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Serve]:
     """The embedded model, started by `headrace serve`, with a small KV cache. Tests must not change it."""
     serve = Serve(tmp_path_factory.mktemp("e2e") / "home", *SMALL)
     try:
+        pytestconfig.stash[shared_server.SERVER] = serve
         yield serve.await_ready()
     finally:
         serve.close()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 def _with(**fields: Any) -> bytes:
@@ -91,6 +91,7 @@ STREAMABLE = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "stream"), [(name, False) for name in CHAT_CORPUS] + [(name, True) for name in STREAMABLE]
 )
@@ -143,6 +144,7 @@ def test_context_error_has_both_numbers(shared: Any) -> None:
     assert "256" in answer.json()["error"]["message"] and "300" in answer.json()["error"]["message"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "fields",
     [
