@@ -35,8 +35,8 @@ FINGERPRINT = b"expected"
 def _started(address: str = "127.0.0.1:1") -> ReplicaStarted:
     names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
     numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
-    texts = {"boot_id": b"", "device": "cpu", "dtype": "float32", "revision": "", "load_seconds": 0.0, "notes": []}
-    return ReplicaStarted(address=address, **numbers, **texts)
+    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "load_seconds": 0.0, "notes": []}
+    return ReplicaStarted(address=address, revision="", **numbers, **others)
 
 
 def _report(pid: int = 7, **changed: Any) -> RankReport:
@@ -100,9 +100,12 @@ def test_role_and_draining_are_taken_from_rank_0() -> None:
 
 def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
     config = ReplicaConfig(replica_id="m-0", model="m", source="m", secret=b"s" * 32)
-    same = {"generation": 7, "role": "decode", "cpu_threads": 3}
+    same: dict[str, Any] = {"generation": 7, "role": "decode", "cpu_threads": 3}
     assert fingerprint(dataclasses.replace(config, **same)) == fingerprint(config)
-    for change in ({"secret": b"t" * 32}, {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}):
+    others: list[dict[str, Any]] = [
+        {"secret": b"t" * 32}, {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}
+    ]  # fmt: skip
+    for change in others:
         assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
 
 
@@ -307,7 +310,8 @@ def test_a_replica_without_health_delays_the_list_only_for_a_time(
     monkeypatch.setattr(supervisor_module, "FIRST_HEALTH_SECONDS", 0.2)
 
     async def scenario() -> None:
-        driver.add_earlier_build(FIRST), driver.add_earlier_build(SECOND).health_paused.set()
+        driver.add_earlier_build(FIRST)
+        driver.add_earlier_build(SECOND).health_paused.set()
         async with _adopting_supervisor(driver, secret) as (_, membership):
             received, receiver = _lists(membership)
             await eventually(lambda: received)

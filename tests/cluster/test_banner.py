@@ -1,6 +1,7 @@
 """The summary of `serve` once it is ready: grammar, width, and the detail of each replica."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,7 +35,7 @@ STARTED = ReplicaStarted(
 )
 
 
-def _banner(*models: str, verbose: bool = False, **changes: object) -> Banner:
+def _banner(*models: str, verbose: bool = False, **changes: Any) -> Banner:
     state = ServeState(
         pid=1,
         started=1,
@@ -81,7 +82,7 @@ def test_the_start_message_counts_replicas() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"tp": 2, "pp": 2}])
-def test_lines_fit_80_columns_except_long_words(changes: dict[str, int]) -> None:
+def test_lines_fit_80_columns_except_long_words(changes: dict[str, Any]) -> None:
     for line in _banner("smollm2", **changes).text(80).splitlines():
         assert len(line) <= 80, line
     wrapped = [line for line in _banner("smollm2").text(80).splitlines() if line.startswith("   ")]

@@ -245,7 +245,8 @@ def test_chat_takes_standard_input_as_one_message(server: FakeServer) -> None:
     assert [json.loads(body)["messages"][-1]["content"] for _, _, body in server.requests] == ["/help\nzwei"]
     empty = _run("chat", "--model", "m", HEADRACE_PORT=str(server.port))
     assert (empty.returncode, empty.stdout) == (0, "")
-    assert empty.stderr == "headrace: the message is empty: there is nothing to answer\n"
+    (line,) = empty.stderr.splitlines()
+    assert line.startswith("headrace: ") and "empty" in line
 
 
 def test_chat_prints_the_servers_sentence(server: FakeServer) -> None:
@@ -321,4 +322,5 @@ def test_status_and_profile_use_the_stored_key(server: FakeServer) -> None:
 def test_a_flag_of_another_server_is_wrong_usage() -> None:
     done = _run("serve", "--tensor-parallel-size", "2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "headrace: no such option --tensor-parallel-size; here it is --tp\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("headrace: ") and "--tensor-parallel-size" in line and line.endswith("--tp")

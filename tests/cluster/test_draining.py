@@ -50,6 +50,15 @@ def _entry(supervisor: Supervisor, place: int) -> dict[str, Any]:
     return found
 
 
+async def _begin_drain_of_a_busy_replica(
+    driver: FakeDriver, supervisor: Supervisor, eventually: Eventually, seconds: float
+) -> None:
+    driver.replicas[SECOND].running = 1
+    await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
+    supervisor.drains.begin("smollm2-1", seconds)
+    await eventually(lambda: driver.replicas[SECOND].draining)
+
+
 async def _members(membership: Membership) -> dict[str, int]:
     """Generations of the members that are listed as ready."""
     members = (await anext(membership.watch())).members
@@ -128,10 +137,7 @@ def test_health_from_before_the_drain_does_not_end_it(
 def test_a_replica_that_dies_while_draining(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
-            driver.replicas[SECOND].running = 1
-            await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
-            supervisor.drains.begin("smollm2-1", 60)
-            await eventually(lambda: driver.replicas[SECOND].draining)
+            await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             driver.kill(SECOND)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained", 2)
             await asyncio.sleep(0.5)
@@ -145,10 +151,7 @@ def test_undrain_during_a_drain_rebuilds_it_afterwards(
 ) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
-            driver.replicas[SECOND].running = 1
-            await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
-            supervisor.drains.begin("smollm2-1", 60)
-            await eventually(lambda: driver.replicas[SECOND].draining)
+            await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             supervisor.drains.end("smollm2-1")
             assert not supervisor.reconciler.ready
             driver.replicas[SECOND].running = 0
@@ -163,10 +166,7 @@ def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
 ) -> None:
     async def scenario() -> None:
         async with _ready(driver, secret, eventually) as (supervisor, _):
-            driver.replicas[SECOND].running = 1
-            await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
-            supervisor.drains.begin("smollm2-1", 3600)
-            await eventually(lambda: driver.replicas[SECOND].draining)
+            await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 3600)
             async with asyncio.timeout(4):  # drain_seconds is 2
                 await supervisor.stop()
             assert driver.replicas == {}
@@ -214,7 +214,7 @@ def test_rejected_drains(
 def test_the_last_decoding_replica_is_drained_with_force(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
-    pools = {"prefill": {}, "decode": {}}
+    pools: dict[str, Any] = {"prefill": {}, "decode": {}}
 
     async def scenario() -> None:
         async with _ready(driver, secret, eventually, **pools) as (supervisor, membership):

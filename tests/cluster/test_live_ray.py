@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def _ray_folder(pid: int) -> str:
     return before[before.rindex("/tmp/") :] if found else ""
 
 
+def _has_other_controller(live: LiveServe, pid: int) -> bool:
+    return live.controller() not in (0, pid)
+
+
 def _eventually(condition: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -180,7 +185,7 @@ def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
         for signal_number in (signal.SIGKILL, signal.SIGSTOP):  # a hung controller counts as lost
             controller = live.status()["controller"]["pid"]
             os.kill(controller, signal_number)
-            _eventually(lambda pid=controller: live.controller() not in (0, pid), 40)
+            _eventually(partial(_has_other_controller, live, controller), 40)
             _eventually(lambda: live.status()["replicas"] == before["replicas"], 10)
         # The new controller detects the end of a rank, and both ranks of the next build are new.
         pids = [rank["pid"] for rank in before["replicas"][0]["ranks"]]

@@ -78,8 +78,8 @@ def test_wrong_defaults_are_rejected_with_their_field(defaults: Any, words: str)
 def _started(model: str, defaults: dict[str, int | float]) -> ReplicaStarted:
     names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
     numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
-    texts = {"boot_id": b"", "device": "cpu", "dtype": "float32", "revision": "", "load_seconds": 0.0, "notes": []}
-    return ReplicaStarted(model=model, address="127.0.0.1:1", defaults=defaults, **numbers, **texts)
+    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "load_seconds": 0.0, "notes": []}
+    return ReplicaStarted(model=model, address="127.0.0.1:1", defaults=defaults, revision="", **numbers, **others)
 
 
 def test_the_banner_shows_defaults_once_per_model() -> None:

@@ -69,7 +69,7 @@ def test_a_router_that_dies_is_restarted_and_stops_in_order(
     while not message and time.monotonic() < deadline:
         message = router.watch(may_restart=True)
         time.sleep(0.02)
-    assert message == "the router ended (killed by signal 9); starting it again in 0.2 s"
+    assert "killed by signal 9" in message and "starting it again" in message
     while router.pid == first:
         assert router.watch(may_restart=True) == ""
         time.sleep(0.02)

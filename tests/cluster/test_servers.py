@@ -24,7 +24,7 @@ from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.key_rules import KeyRules
 from support.cluster.scripted_admin import ScriptedAdmin
 
-STATUS = {"replicas": [], "routers": []}
+STATUS: dict[str, Any] = {"replicas": [], "routers": []}
 
 
 def _server(base: int, **given: Any) -> ServeState:

@@ -35,12 +35,12 @@ class Reflected:
         for raw in answer.file_descriptor_response.file_descriptor_proto:
             self._pool.Add(descriptor_pb2.FileDescriptorProto.FromString(raw))
 
-    def call(self, method: str, **fields: Any) -> Iterator[Any]:
+    def call(self, method: str, **fields: Any) -> Any:
         described = self._pool.FindServiceByName(SERVICE).methods_by_name[method]
         request = message_factory.GetMessageClass(described.input_type)(**fields)
         answer = message_factory.GetMessageClass(described.output_type)
-        opened = self._channel.unary_stream if described.server_streaming else self._channel.unary_unary
-        call = opened(
+        opened: Any = self._channel.unary_stream if described.server_streaming else self._channel.unary_unary
+        call: Any = opened(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=answer.FromString,
@@ -98,8 +98,8 @@ def test_generate_equals_http(reflected: Reflected, http: httpx.Client) -> None:
 def test_bad_requests_get_a_code_and_a_sentence(reflected: Reflected, fields: Any, code: grpc.StatusCode) -> None:
     with pytest.raises(grpc.RpcError) as failed:
         list(reflected.call("Generate", **fields))
-    assert failed.value.code() == code  # type: ignore[attr-defined]
-    details = failed.value.details()  # type: ignore[attr-defined]
+    assert failed.value.code() == code
+    details = failed.value.details()
     assert details and ".py" not in details and len(details) < 1000
 
 
@@ -115,5 +115,5 @@ def test_a_cancelled_call_frees_its_blocks(reflected: Reflected, metrics: Any, e
     events = reflected.call("Generate", model="smollm2", prompt="On and on", options=options)
     next(events)
     assert metrics()["headrace_requests_in_flight"] >= 1
-    events.cancel()  # type: ignore[attr-defined]
+    events.cancel()
     eventually(lambda: metrics().busy == {}, 3, "that a cancelled call frees everything")

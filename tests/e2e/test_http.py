@@ -257,10 +257,14 @@ def test_metrics_have_standard_names_and_correct_sums(
     eventually(counted, 3, "that the token counters equal the sum of the usages")
     page = metrics()
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
-    counters = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
-    counters += ("num_preemptions", "request_success")
-    seconds = ("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency")
-    seconds += ("request_queue_time",)
+    counters = [
+        *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+        *("num_preemptions", "request_success"),
+    ]
+    seconds = [
+        *("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency"),
+        "request_queue_time",
+    ]
     expected = {f"vllm:{name}" for name in gauges} | {f"vllm:{name}_total" for name in counters}
     expected |= {f"vllm:{name}_seconds_{part}" for name in seconds for part in ("bucket", "sum", "count")}
     assert expected <= page.names()

@@ -14,9 +14,8 @@ FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in 
 
 
 def _chat(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(
-        **{"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 24} | options
-    )
+    given: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
+    return client.chat.completions.create(**given | options)
 
 
 def _join(chunks: list[Any], index: int = 0) -> tuple[str, str | None, list[Any]]:

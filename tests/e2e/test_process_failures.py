@@ -59,7 +59,8 @@ def test_two_side_by_side(pair: tuple[Serve, Serve]) -> None:
     first, second = pair
     assert _answer(first) == _answer(second)
     assert not {socket.port for socket in first.listening()} & {socket.port for socket in second.listening()}
-    first.record_processes(), second.record_processes()
+    first.record_processes()
+    second.record_processes()
     assert not first.processes.keys() & second.processes.keys()
 
 

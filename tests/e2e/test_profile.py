@@ -95,7 +95,8 @@ def test_a_signal_starts_a_profile_on_one_rank(profiled: Serve, eventually: Call
 def test_without_a_folder_it_is_rejected(server: Serve) -> None:
     done = _profile(server)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "headrace: this replica has no folder for profiles: serve with --profile DIR\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("headrace: ") and "--profile DIR" in line
 
 
 @pytest.mark.slow

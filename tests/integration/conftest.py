@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.integration.in_process_cluster import InProcessCluster
-from support.integration.process_cluster import ForkServer, ProcessCluster
+from support.integration.process_cluster import ProcessCluster
+from support.ranks.process_ranks import ForkServer
 
 
 @pytest.fixture(scope="session")

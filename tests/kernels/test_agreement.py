@@ -1,5 +1,9 @@
 """Every op, every backend, every dtype: agreement with the torch reference on inputs that are new in each run."""
 
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,11 +14,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 COARSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
-def _rows(dtype, *shape):
+def _rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def _attention(dtype, window, sinks):
+def _attention(dtype: torch.dtype, window: int, sinks: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     lens = [(1, 33), (18, 18), (1, 200), (4, 48)]
     starts = torch.tensor([0, *(count for count, _ in lens)]).cumsum(0).int()
     tables = torch.randperm(60).int().view(4, 15)
@@ -24,7 +28,7 @@ def _attention(dtype, window, sinks):
     return (query, pool, meta), options
 
 
-def _cases(dtype):
+def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """(op, arguments, options) of the ops that return their result."""
     wide, weight = _rows(dtype, 5, 200), _rows(dtype, 200)
     heads, table = _rows(dtype, 9, 8, 40), _rows(dtype, 9, 24)
@@ -41,18 +45,18 @@ def _cases(dtype):
     yield catalog.GUMBEL_NOISE, (keys, 2100), {}
     yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
     yield catalog.GUMBEL_ARGMAX, (scores, keys), {}
-    for options in ((0, False), (20, True)):
-        arguments, options = _attention(dtype, *options)
+    for window, sinks in ((0, False), (20, True)):
+        arguments, options = _attention(dtype, window, sinks)
         yield catalog.PAGED_ATTENTION, arguments, options
         yield catalog.PAGED_ATTENTION, arguments, options | {"deterministic": True}
 
 
-def _copies(arguments):
+def _copies(arguments: tuple[Any, ...]) -> list[Any]:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backends_agree_with_the_reference(dtype):
+def test_backends_agree_with_the_reference(dtype: torch.dtype) -> None:
     seed = torch.seed()
     tested = set()
     for op, arguments, options in _cases(dtype):
@@ -61,7 +65,7 @@ def test_backends_agree_with_the_reference(dtype):
             got = op.named(backend)(*_copies(arguments), **options)
             torch.testing.assert_close(
                 got, expected, atol=COARSE[dtype], rtol=COARSE[dtype],
-                msg=lambda text, op=op, backend=backend: f"{op.name} by {backend}, seed {seed}: {text}",
+                msg=partial("{} by {}, seed {}: {}".format, op.name, backend, seed),
             )  # fmt: skip
         tested.add(op.name)
     assert tested == {op.name for op in catalog.ALL} - {"write_kv", "rope_write_kv"}
@@ -69,7 +73,7 @@ def test_backends_agree_with_the_reference(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=str)
-def test_8_bits_are_the_same_bits(dtype, source):
+def test_8_bits_are_the_same_bits(dtype: torch.dtype, source: torch.dtype) -> None:
     """Ties, subnormals, zeros and all magnitudes: every backend stores the reference's numbers and scales."""
     seed = torch.seed()
     key = torch.randn(30, 3, 72) * torch.exp(torch.randn(30, 3, 1) * 3)
@@ -91,7 +95,7 @@ def test_8_bits_are_the_same_bits(dtype, source):
         assert not different[pool != 128].any(), f"{backend}, seed {seed}"  # 128: torch keeps the sign of a zero
 
 
-def test_a_nan_token_affects_no_other():
+def test_a_nan_token_affects_no_other() -> None:
     """A NaN key is read back as NaN, whatever the format; adjacent ones are not affected."""
     for dtype in (torch.int8, torch.float8_e4m3fn):
         for backend in catalog.WRITE_KV.available():

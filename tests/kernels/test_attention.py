@@ -1,9 +1,12 @@
 """Every attention backend against the definition, with memory that is NaN where no valid data was written."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog, ops, write_kv
+from support.kernels.attention_case import Case
 
 BACKENDS = catalog.PAGED_ATTENTION.available()
 
@@ -18,7 +21,7 @@ MIXES = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
-def test_mixes(make_case, backend, mix):
+def test_mixes(make_case: Callable[..., Case], backend: str, mix: str) -> None:
     case = make_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)
     torch.testing.assert_close(out, case.naive(0.2).float(), atol=2e-6, rtol=1e-5)
@@ -27,7 +30,7 @@ def test_mixes(make_case, backend, mix):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_head_sizes(make_case, backend, head_dim, group):
+def test_head_sizes(make_case: Callable[..., Case], backend: str, head_dim: int, group: int) -> None:
     case = make_case([(1, 20), (9, 25), (1, 3)], heads=2 * group, kv_heads=2, head_dim=head_dim, seed=head_dim)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=head_dim**-0.5)
     torch.testing.assert_close(out, case.naive(head_dim**-0.5).float(), atol=2e-6, rtol=1e-5)
@@ -36,7 +39,9 @@ def test_head_sizes(make_case, backend, head_dim, group):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [1, 5, 16, 64])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-def test_window_reads_no_freed_block(make_case, backend, window, block_size):
+def test_window_reads_no_freed_block(
+    make_case: Callable[..., Case], backend: str, window: int, block_size: int
+) -> None:
     case = make_case([(1, 100), (30, 90), (1, 3), (16, 16)], block_size=block_size, window=window)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.25, window=window)
     torch.testing.assert_close(out, case.naive(0.25, window).float(), atol=2e-6, rtol=1e-5)
@@ -45,7 +50,7 @@ def test_window_reads_no_freed_block(make_case, backend, window, block_size):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_softcap_and_sinks(make_case, backend, softcap, with_sinks):
+def test_softcap_and_sinks(make_case: Callable[..., Case], backend: str, softcap: float, with_sinks: bool) -> None:
     case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=1)
     sinks = torch.tensor([3.0, -2.0, 0.0, 50.0]) if with_sinks else None
     out = catalog.PAGED_ATTENTION.named(backend)(
@@ -55,7 +60,7 @@ def test_softcap_and_sinks(make_case, backend, softcap, with_sinks):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_scores_do_not_overflow(make_case, backend):
+def test_large_scores_do_not_overflow(make_case: Callable[..., Case], backend: str) -> None:
     case = make_case([(1, 40), (12, 12)])
     case.query *= 1e3
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0)
@@ -63,7 +68,7 @@ def test_large_scores_do_not_overflow(make_case, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_query(make_case, backend):
+def test_strided_query(make_case: Callable[..., Case], backend: str) -> None:
     case = make_case([(1, 40), (12, 12)], heads=4)
     merged = torch.randn(13, 4 + 2 + 2, 16)
     merged[:, :4] = case.query
@@ -74,7 +79,7 @@ def test_strided_query(make_case, backend):
 
 @pytest.mark.parametrize("backend", catalog.WRITE_KV.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_write_kv(backend, dtype):
+def test_write_kv(backend: str, dtype: torch.dtype) -> None:
     pool = torch.full((2, 5, 3, 8, 16), float("nan"), dtype=dtype)
     merged = torch.randn(4, 8, 16, dtype=dtype)
     key, value = merged[:, 1:4], merged[:, 4:7]
@@ -86,14 +91,14 @@ def test_write_kv(backend, dtype):
     assert int(pool.isfinite().all(-1).sum()) == 3 * 2 * 3  # nothing else was written
 
 
-def test_low_precision_pool(make_case):
+def test_low_precision_pool(make_case: Callable[..., Case]) -> None:
     case = make_case([(1, 40), (12, 12)])
     out = ops.paged_attention(case.query.bfloat16(), case.pool.bfloat16(), case.meta, scale=0.3)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), case.naive(0.3).float(), atol=0.03, rtol=0.03)
 
 
-def test_written_tokens_are_attended(make_case):
+def test_written_tokens_are_attended(make_case: Callable[..., Case]) -> None:
     case = make_case([(3, 10)])
     fresh = torch.randn(2, 3, 2, 16)
     write_kv(fresh[0], fresh[1], case.pool, case.meta.slots)
@@ -102,7 +107,7 @@ def test_written_tokens_are_attended(make_case):
     torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
 
 
-def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case):
+def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case: Callable[..., Case]) -> None:
     """A row alone, in a batch, as the tail of a prefill or as a decode: the same bits (C++ backend)."""
     if "cpu" not in BACKENDS:
         pytest.skip("no C++ compiler: apt-get install g++")
@@ -124,7 +129,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case):
             assert torch.equal(run(case.query[rows], case.pool, meta, scale=0.2), whole[rows])
 
 
-def test_bits_do_not_depend_on_threads(make_case):
+def test_bits_do_not_depend_on_threads(make_case: Callable[..., Case]) -> None:
     case = make_case([(1, 1700), (90, 700), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
     before = torch.get_num_threads()
     try:
@@ -136,7 +141,7 @@ def test_bits_do_not_depend_on_threads(make_case):
         torch.set_num_threads(before)
 
 
-def test_a_nan_sequence_affects_no_other(make_case):
+def test_a_nan_sequence_affects_no_other(make_case: Callable[..., Case]) -> None:
     case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=2)
     expected = case.naive(0.3).float()
     case.query[1:13] = float("nan")

@@ -48,7 +48,7 @@ print(k.describe()[0])
 
 
 @needs_compiler
-def test_concurrent_builds_share_torchs_openmp(tmp_path):
+def test_concurrent_builds_share_torchs_openmp(tmp_path: Path) -> None:
     processes = [_start(_BUILD, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     for output in map(_output, processes):
         runtimes, note = output.splitlines()
@@ -59,7 +59,7 @@ def test_concurrent_builds_share_torchs_openmp(tmp_path):
 
 
 @needs_compiler
-def test_a_cache_others_can_write_is_refused(tmp_path):
+def test_a_cache_others_can_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "headrace" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -75,7 +75,9 @@ def test_a_cache_others_can_write_is_refused(tmp_path):
         ({"CXX": "false"}, "the C++ compiler failed"),
     ],
 )
-def test_without_them_torch_runs_and_the_reason_is_reported(environment, sentence, tmp_path):
+def test_without_them_torch_runs_and_the_reason_is_reported(
+    environment: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
     code = """
 import torch, headrace_kernels as k
 print(k.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5).sum().item(), k.describe()[0])

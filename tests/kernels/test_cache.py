@@ -10,21 +10,23 @@ BACKENDS = catalog.ROPE_WRITE_KV.available()
 FORMATS = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
 
-def _pool(dtype, blocks=6, heads=2, size=16, dim=32):
+def _pool(
+    dtype: torch.dtype, blocks: int = 6, heads: int = 2, size: int = 16, dim: int = 32
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     pool = torch.zeros(2, blocks, heads, size, dim, dtype=torch.uint8 if dtype in LARGEST else dtype)
     if dtype not in LARGEST:
         return pool, None
     return pool.view(dtype), torch.zeros(2, blocks, heads, size)
 
 
-def _plain(pool, scale):
+def _plain(pool: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return pool.float() if scale is None else pool.float() * scale[..., None]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize(("tokens", "rotary"), [(1, 32), (7, 32), (40, 16)])
-def test_rope_and_store_in_one(backend, dtype, tokens, rotary):
+def test_rope_and_store_in_one(backend: str, dtype: torch.dtype, tokens: int, rotary: int) -> None:
     """Equals rope followed by a store, up to the format's precision; skipped slots stay unchanged."""
     merged = torch.randn(tokens, 8, 32)  # slices of one projection, as in the model
     query, key, value = merged.split((4, 2, 2), 1)
@@ -50,7 +52,7 @@ def test_rope_and_store_in_one(backend, dtype, tokens, rotary):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_attention_over_8_bits(backend, dtype):
+def test_attention_over_8_bits(backend: str, dtype: torch.dtype) -> None:
     """Values stored in 8 bits are read back as number times scale."""
     pool, scale = _pool(dtype)
     key, value = torch.randn(40, 2, 32) * 3, torch.randn(40, 2, 32)
@@ -66,10 +68,11 @@ def test_attention_over_8_bits(backend, dtype):
     torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-4)
 
 
-def test_formats_and_scales_must_match():
+def test_formats_and_scales_must_match() -> None:
     plain, _ = _pool(torch.float32)
     small, scale = _pool(torch.int8)
     x, slots = torch.randn(1, 2, 32), torch.tensor([3])
+    assert scale is not None
     from headrace_kernels import ops
 
     for pool, wrong in ((plain, scale), (small, None), (small, scale[:, :2])):

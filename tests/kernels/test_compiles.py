@@ -19,7 +19,7 @@ KERNELS = {
 
 
 @pytest.mark.skipif("triton" not in catalog.WRITE_KV.available(), reason="no Triton: pip install triton")
-def test_for_an_h200(tmp_path):
+def test_for_an_h200(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

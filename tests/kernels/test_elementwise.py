@@ -10,7 +10,7 @@ SHAPES = [(1, 576), (3, 5), (33, 64), (2, 7, 100), (300, 576)]
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request):
+def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -21,7 +21,7 @@ def _poison() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(backend, shape):
+def test_rms_norm(backend: str, shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
     _poison()
     out = catalog.RMS_NORM.named(backend)(x, weight, 1e-5)
@@ -31,7 +31,7 @@ def test_rms_norm(backend, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_add_rms_norm(backend, shape):
+def test_add_rms_norm(backend: str, shape: tuple[int, ...]) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     kept = x.clone(), residual.clone()
     normed, total = catalog.ADD_RMS_NORM.named(backend)(x, residual, weight, 1e-6)
@@ -41,7 +41,7 @@ def test_add_rms_norm(backend, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_silu_mul(backend, shape):
+def test_silu_mul(backend: str, shape: tuple[int, ...]) -> None:
     gate, up = torch.randn(shape) * 20, torch.randn(shape)
     gate.view(-1)[0] = -500.0
     expected = (gate.double() * torch.sigmoid(gate.double()) * up.double()).float()
@@ -54,7 +54,9 @@ def test_silu_mul(backend, shape):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary"), [(9, 3, 64, 64), (4, 4, 16, 16), (2, 1, 80, 32)])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_rope_on_slices_of_a_merged_projection(backend, heads, kv_heads, size, rotary, tokens):
+def test_rope_on_slices_of_a_merged_projection(
+    backend: str, heads: int, kv_heads: int, size: int, rotary: int, tokens: int
+) -> None:
     merged = torch.randn(tokens, heads + 2 * kv_heads, size)
     before = merged.clone()
     angles = torch.randn(tokens, rotary // 2).repeat(1, 2)
@@ -70,20 +72,20 @@ def test_rope_on_slices_of_a_merged_projection(backend, heads, kv_heads, size, r
     assert torch.equal(merged[:, heads + kv_heads :], before[:, heads + kv_heads :])
 
 
-def test_rows_do_not_depend_on_the_batch(backend):
+def test_rows_do_not_depend_on_the_batch(backend: str) -> None:
     x, weight = torch.randn(200, 577), torch.randn(577)
     out = catalog.RMS_NORM.named(backend)(x, weight, 1e-5)
     assert torch.equal(catalog.RMS_NORM.named(backend)(x[7:8], weight, 1e-5), out[7:8])
 
 
-def test_nan_stays_in_its_row(backend):
+def test_nan_stays_in_its_row(backend: str) -> None:
     x = torch.randn(4, 64)
     x[1, 3] = float("nan")
     assert catalog.RMS_NORM.named(backend)(x, torch.ones(64), 1e-5).isnan().any(-1).tolist() == [0, 1, 0, 0]
     assert catalog.SILU_MUL.named(backend)(x).isnan().sum() == 1
 
 
-def test_low_precision_and_strided_inputs(backend):
+def test_low_precision_and_strided_inputs(backend: str) -> None:
     x = torch.randn(6, 64).bfloat16()
     out = catalog.RMS_NORM.named(backend)(x, torch.ones(64, dtype=torch.bfloat16), 1e-5)
     assert out.dtype == torch.bfloat16

@@ -12,19 +12,19 @@ BACKENDS = catalog.GUMBEL_NOISE.available()
 
 
 @pytest.fixture
-def keys():
+def keys() -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (5,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_give_the_same_bits(backend, keys):
+def test_backends_give_the_same_bits(backend: str, keys: torch.Tensor) -> None:
     expected = reference.gumbel_noise(keys, 20_001)
     assert torch.equal(catalog.GUMBEL_NOISE.named(backend)(keys, 20_001), expected)
     ids = torch.randint(20_001, (5, 33))
     assert torch.equal(catalog.GUMBEL_NOISE_AT.named(backend)(keys, ids), expected.gather(1, ids))
 
 
-def test_known_values():
+def test_known_values() -> None:
     """A seed's results depend on the definition: these values must never change."""
     got = gumbel_noise(torch.tensor([0, -1, 2**62]), 3)
     expected = [[_by_definition(key, index) for index in range(3)] for key in (0, 2**64 - 1, 2**62)]
@@ -39,11 +39,11 @@ def _by_definition(key: int, index: int) -> float:
     return -math.log(-math.log1p(-((x >> 32) + 0.5) / 2**32))
 
 
-def test_prefix_does_not_depend_on_the_vocabulary(keys):
+def test_prefix_does_not_depend_on_the_vocabulary(keys: torch.Tensor) -> None:
     assert torch.equal(gumbel_noise(keys, 100), gumbel_noise(keys, 5000)[:, :100])
 
 
-def test_distribution():
+def test_distribution() -> None:
     noise = gumbel_noise(torch.arange(40), 50_000).double()
     assert noise.isfinite().all()
     assert abs(noise.mean() - 0.5772157) < 0.005
@@ -57,7 +57,7 @@ def test_distribution():
         assert abs((noise > t).sum() - expected) < 4 * math.sqrt(expected)
 
 
-def test_extreme_hashes_are_finite():
+def test_extreme_hashes_are_finite() -> None:
     x = torch.tensor([0.5 * 2.0**-32, 0.2499999, 0.25, 0.5, 1 - 2.0**-24])
     for value in x:
         near = value < 0.25
@@ -68,7 +68,7 @@ def test_extreme_hashes_are_finite():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_argmax_is_that_of_scores_plus_noise(backend, keys, spread):
+def test_argmax_is_that_of_scores_plus_noise(backend: str, keys: torch.Tensor, spread: float) -> None:
     scores = torch.randn(5, 30_000, generator=torch.Generator().manual_seed(2)) * spread
     scores[:, ::7] = float("-inf")
     expected = (scores + reference.gumbel_noise(keys, 30_000)).argmax(-1)
@@ -80,7 +80,7 @@ def test_argmax_is_that_of_scores_plus_noise(backend, keys, spread):
 
 @pytest.mark.parametrize("backend", catalog.ROW_LOGSUMEXP.available())
 @pytest.mark.parametrize("size", [1, 15, 16, 8191, 8192, 20_001])
-def test_row_logsumexp(backend, size):
+def test_row_logsumexp(backend: str, size: int) -> None:
     scores = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 10
     scores[1] -= 1e4
     scores[2, : size // 2] = float("-inf")

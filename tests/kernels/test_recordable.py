@@ -1,14 +1,20 @@
 """Recorded steps: the launch of attention depends on shapes alone, padding has no effect; and determinism."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
+from support.kernels.attention_case import Case
 
 BACKENDS = catalog.PAGED_ATTENTION.available()
 
 
-def _padded(case, tokens, sequences, entries, max_query_len, max_seq_len):
+def _padded(
+    case: Case, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int
+) -> tuple[torch.Tensor, AttentionMeta]:
     """The same batch in larger buffers: tokens of no sequence, sequences of no token."""
     meta, count = case.meta, case.query.shape[0]
     query = torch.full((tokens, *case.query.shape[1:]), float("nan"))
@@ -34,7 +40,15 @@ def _padded(case, tokens, sequences, entries, max_query_len, max_seq_len):
         ([(7, 7)], 16, 16, 16),
     ],
 )
-def test_padding_changes_nothing(make_case, backend, lens, tokens, sequences, longest, window):
+def test_padding_changes_nothing(
+    make_case: Callable[..., Case],
+    backend: str,
+    lens: list[tuple[int, int]],
+    tokens: int,
+    sequences: int,
+    longest: int,
+    window: int,
+) -> None:
     case = make_case(lens, heads=6, kv_heads=2, head_dim=32, window=window)
     query, meta = _padded(case, tokens, sequences, 16, longest, 256)
     out = catalog.PAGED_ATTENTION.named(backend)(query, case.pool, meta, scale=0.2, window=window)
@@ -50,13 +64,15 @@ def test_padding_changes_nothing(make_case, backend, lens, tokens, sequences, lo
     "dtype", [torch.float16, torch.float32, torch.bfloat16][: 3 if torch.cuda.is_available() else 2], ids=str
 )
 @pytest.mark.parametrize("window", [0, 40])
-def test_deterministic_rows_do_not_depend_on_other_rows(make_case, dtype, window):
+def test_deterministic_rows_do_not_depend_on_other_rows(
+    make_case: Callable[..., Case], dtype: torch.dtype, window: int
+) -> None:
     """Bit for bit: alone, in a batch, as a decode step or within a prefill, whatever the bounds of the launch."""
     attend = catalog.PAGED_ATTENTION.named("triton")
     lens = [(1, 50), (30, 75), (70, 70), (1, 130)]
     case = make_case(lens, heads=4, kv_heads=2, head_dim=64, window=window)
     pool, query = case.pool.to(dtype), case.query.to(dtype)
-    options = {"scale": 0.125, "window": window, "deterministic": True}
+    options: dict[str, Any] = {"scale": 0.125, "window": window, "deterministic": True}
     together = attend(query, pool, case.meta, **options)
     starts = case.meta.query_starts.tolist()
     for place, (count, length) in enumerate(lens):
@@ -70,7 +86,7 @@ def test_deterministic_rows_do_not_depend_on_other_rows(make_case, dtype, window
             assert torch.equal(alone, together[first : first + rows])
 
 
-def test_every_op_has_a_reference_and_runs_its_fastest_backend():
+def test_every_op_has_a_reference_and_runs_its_fastest_backend() -> None:
     for op in catalog.ALL:
         assert op.available()[-1] == "torch"
         assert op.chosen("cpu") in ("cpu", "torch")

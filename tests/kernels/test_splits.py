@@ -1,9 +1,13 @@
 """How the Triton launches split keys into pieces, with small pieces: the result is the same, or even its bits."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
+from support.kernels.attention_case import Case
 
 if "triton" not in catalog.PAGED_ATTENTION.available():
     pytest.skip("no Triton: pip install triton", allow_module_level=True)
@@ -16,7 +20,9 @@ LENS = [(1, 300), (1, 64), (20, 210), (1, 129), (1, 1), (64, 64)]
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("programs", [1, 24])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_any_number_of_pieces(make_case, monkeypatch, programs, window, deterministic):
+def test_any_number_of_pieces(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, programs: int, window: int, deterministic: bool
+) -> None:
     """Fewer programs than pieces, absent pieces, sequences of one piece: all in one batch."""
     monkeypatch.setattr(attention, "CHUNK", 64)
     monkeypatch.setattr(attention, "_SPLIT_KEYS", 32)
@@ -31,13 +37,15 @@ def test_any_number_of_pieces(make_case, monkeypatch, programs, window, determin
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [0, 100])
-def test_bits_over_several_chunks(make_case, monkeypatch, dtype, window):
+def test_bits_over_several_chunks(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int
+) -> None:
     """A decode step whose chunks are distributed over programs has the bits of the prefill that iterates over them."""
     monkeypatch.setattr(attention, "CHUNK", 64)
     attend = catalog.PAGED_ATTENTION.named("triton")
     case = make_case([(40, 300), (30, 70), (1, 129)], heads=4, kv_heads=2, head_dim=64, window=window)
     pool, query = case.pool.to(dtype), case.query.to(dtype)
-    options = {"scale": 0.125, "window": window, "deterministic": True}
+    options: dict[str, Any] = {"scale": 0.125, "window": window, "deterministic": True}
     together = attend(query, pool, case.meta, **options)
     for place, row, length in ((0, 39, 300), (0, 5, 266), (1, 69, 70), (1, 40, 41), (2, 70, 129)):
         for programs in (4, 2048):

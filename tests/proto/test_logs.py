@@ -154,7 +154,7 @@ log.info("end")
 
 
 def test_a_signal_handler_may_log_while_a_line_is_written(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SIGNALLED, tmp_path / "serve.log"]
+    command = [sys.executable, "-c", SIGNALLED, str(tmp_path / "serve.log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr.endswith(" end\n"), done.stderr[-2000:]
     assert done.stderr.count("handled") >= 2000

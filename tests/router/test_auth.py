@@ -175,7 +175,7 @@ def test_every_rpc_needs_a_key_but_health(keyed: Any) -> None:
             async def drain(call: Any) -> list[Any]:
                 return [entry async for entry in call]
 
-            unknown = channel.unary_unary("/headrace.v1.Inference/Nothing")
+            unknown: Any = channel.unary_unary("/headrace.v1.Inference/Nothing")
             metadata = (("authorization", f"Bearer {KEY}"),)
             for make in (
                 lambda **given: drain(inference.Generate(request, **given)),

@@ -10,9 +10,8 @@ import pytest
 
 
 def _client(harness: Any, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=harness.url + "/v1", api_key=key, max_retries=0, http_client=httpx.Client(trust_env=False, timeout=20)
-    )
+    http: Any = httpx.Client(trust_env=False, timeout=20)
+    return openai.OpenAI(base_url=harness.url + "/v1", api_key=key, max_retries=0, http_client=http)
 
 
 def _events(text: str) -> list[Any]:
@@ -21,7 +20,7 @@ def _events(text: str) -> list[Any]:
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
 
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def test_openai_client_reads_whole_and_streamed_answers(shared: Any, expected_reply: str) -> None:
@@ -29,7 +28,8 @@ def test_openai_client_reads_whole_and_streamed_answers(shared: Any, expected_re
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert whole.choices[0].message.content == expected_reply
     assert whole.choices[0].finish_reason == "stop"
-    assert whole.usage is not None and whole.usage.prompt_tokens_details.cached_tokens == 3
+    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     assert whole.id.startswith("chatcmpl-") and whole.object == "chat.completion"
 

@@ -10,8 +10,10 @@ from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
     FINISH_LENGTH,
+    FINISH_NONE,
     FINISH_REFUSED,
     Delta,
+    FinishReason,
     ReplicaIdentity,
     Sampling,
     Submit,
@@ -88,7 +90,7 @@ class FakeReplica(ReplicaState[None]):
         self.begun.append(super().submit(submit, on_tokens, on_end))
         return self.begun[-1]
 
-    def answer(self, first: int, count: int, finish: int = 0) -> None:
+    def answer(self, first: int, count: int, finish: FinishReason = FINISH_NONE) -> None:
         self.begun[-1].receive(Delta(first_index=first, token_ids=ANSWER[first : first + count], finish=finish))
 
     def _record_frame(self) -> None:

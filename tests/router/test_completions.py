@@ -8,7 +8,7 @@ import openai
 
 
 def test_the_official_client_reads_answers_and_streams(shared: Any, expected_reply: str) -> None:
-    http = httpx.Client(trust_env=False, timeout=20)
+    http: Any = httpx.Client(trust_env=False, timeout=20)
     client = openai.OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0, http_client=http)
     whole = client.completions.create(model="tiny", prompt="hi", max_tokens=200, logprobs=2)
     choice = whole.choices[0]
@@ -52,7 +52,7 @@ def test_prompt_forms(harness: Any, make_replica: Any) -> None:
             assert indices == list(range(2 * len(expected)))
             assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, expected))
             assert answer.json()["usage"]["completion_tokens"] == 4 * len(expected)
-            by_prompt = {}
+            by_prompt: dict[tuple[int, ...], set[int]] = {}
             for submit in replica.submits:
                 by_prompt.setdefault(tuple(submit.prompt_token_ids), set()).add(submit.sampling.seed)
             assert all(len(seeds) == 1 for seeds in by_prompt.values())

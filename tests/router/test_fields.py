@@ -77,8 +77,10 @@ def _path(scope: Scope, name: str) -> str:
 
 
 def _parse(scope: Scope, ignored: IgnoredFields | None = None, **fields: Any) -> ChatBody | CompletionBody:
-    kind = CompletionBody if scope is Scope.COMPLETIONS else ChatBody
-    return parse_body(kind, _body(scope, **fields), Limits(), ignored)
+    body = _body(scope, **fields)
+    if scope is Scope.COMPLETIONS:
+        return parse_body(CompletionBody, body, Limits(), ignored)
+    return parse_body(ChatBody, body, Limits(), ignored)
 
 
 def _ids(entry: Any) -> str:

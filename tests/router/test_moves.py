@@ -1,6 +1,7 @@
 """Which replica computes a prompt, and from which replica a stream moves: pure decisions from loads."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ class Replica:
     unreported_tokens: int = 0
 
 
-def load(rate_ms: float = 1.0, **fields: int) -> Load:
+def load(rate_ms: float = 1.0, **fields: Any) -> Load:
     return Load(step_model=StepModel(per_prefill_token_ms=rate_ms), **fields)
 
 

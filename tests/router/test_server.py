@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from pydantic import SecretBytes
 
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
@@ -124,7 +125,7 @@ def test_a_list_that_cannot_be_applied_is_requested_again(
     controller.list = MemberList(epoch=b"e", version=1, members=[member])
     update, failures = Fleet.update, iter([KeyError()])
 
-    def fail_once(fleet: Fleet, members: MemberList) -> None:
+    def fail_once(fleet: Fleet[Any], members: MemberList) -> None:
         if members.version and (error := next(failures, None)) is not None:
             raise error
         update(fleet, members)
@@ -241,8 +242,8 @@ def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
         port = taken.getsockname()[1]
         for fields in ({"port": port, "grpc_port": 0}, {"port": 0, "grpc_port": port}):
 
-            async def start(fields: dict[str, int] = fields) -> None:
-                await RouterServer(RouterConfig(secret=SECRET, **fields)).start()
+            async def start(fields: dict[str, Any] = fields) -> None:
+                await RouterServer(RouterConfig(secret=SecretBytes(SECRET), **fields)).start()
 
             with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{port}"):
                 harness.call(start())

@@ -9,6 +9,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretBytes, SecretStr
 
 from headrace_proto.errors import ListenError
 from headrace_router import server
@@ -53,7 +54,7 @@ def start(
             "metrics_port": 0,
             "secret": SECRET,
             "members": (StaticMember(address=replica.address, replica_id="r0"),),
-            "auth": AuthConfig(keys=(ApiKey(name="me", key="key-12345"),)),
+            "auth": AuthConfig(keys=(ApiKey(name="me", key=SecretStr("key-12345")),)),
             "shutdown_seconds": 1.0,
             **config,
         }
@@ -151,7 +152,7 @@ def test_the_own_address_can_be_open(start: Callable[..., RouterServer]) -> None
 
 def test_metrics_without_a_key_need_their_own_address() -> None:
     with pytest.raises(ValueError, match="set metrics_port"):
-        RouterConfig(secret=SECRET, metrics_no_auth=True)
+        RouterConfig(secret=SecretBytes(SECRET), metrics_no_auth=True)
 
 
 def test_an_own_address_in_use_names_its_flag(start: Callable[..., RouterServer]) -> None:
@@ -197,4 +198,4 @@ def test_a_router_accepts_connections_when_it_can_answer(
 
 def test_shared_ports_need_numbers() -> None:
     with pytest.raises(ValueError, match="need port numbers"):
-        RouterConfig(secret=SECRET, share_port=True, port=0)
+        RouterConfig(secret=SecretBytes(SECRET), share_port=True, port=0)

@@ -176,7 +176,7 @@ def test_clients_that_neither_read_nor_send_do_not_delay_the_stop(
 def test_grpc_ends_with_unavailable(harness: Any, make_replica: Any, eventually: Any, pool: ThreadPoolExecutor) -> None:
     harness.start([make_replica(token_seconds=0.5)], shutdown_seconds=1.0)
 
-    def ask() -> tuple[grpc.StatusCode, str]:
+    def ask() -> tuple[grpc.StatusCode, str | None]:
         async def call() -> None:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
                 async for _ in InferenceStub(channel).Generate(GenerateRequest(model="tiny", prompt="x")):

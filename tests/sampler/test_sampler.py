@@ -1,6 +1,8 @@
 """The sampler against transformers' processors, its independence of the batch, its seeds and its distribution."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from headrace_kernels import gumbel_noise
 from headrace_worker.sampler import truncation
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.truncation import Truncation, draw_truncated
+from support.sampler.bench import Bench
 
 VOCAB = 300
 
@@ -23,7 +26,7 @@ def logits_for(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def test_greedy_is_the_argmax(bench):
+def test_greedy_is_the_argmax(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     for row in range(4):
         b.start(row, [1, 2], temperature=0.0 if row else 1e-7)
@@ -33,7 +36,7 @@ def test_greedy_is_the_argmax(bench):
     assert output.finite.all() and output.logprobs is None
 
 
-def test_repetition_penalty_is_transformers(bench):
+def test_repetition_penalty_is_transformers(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     prompts = [[5, 5, 7], [9], list(range(100))]
     for row, prompt in enumerate(prompts):
@@ -51,7 +54,7 @@ def test_repetition_penalty_is_transformers(bench):
         assert b.draw(logits, [0, 1, 2]).tokens.tolist() == expected
 
 
-def test_presence_and_frequency_count_the_output_only(bench):
+def test_presence_and_frequency_count_the_output_only(bench: Callable[..., Bench]) -> None:
     b = bench(8)
     logits = torch.tensor([[3.0, 2.5, 2.2, 0.0, 0.0, 0.0, 0.0, 0.0]])
     b.start(0, [0, 0, 0], temperature=0.0, presence_penalty=0.6)
@@ -61,9 +64,9 @@ def test_presence_and_frequency_count_the_output_only(bench):
     assert [t for _, t in drawn] == [0, 0, 1, 0, 1]  # 3.0, 2.7, 2.5, 2.4, 2.2 against 2.1
 
 
-def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(bench):
+def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
-    options = dict(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3)
+    options: dict[str, Any] = dict(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3)
     logits = logits_for(1, spread=1.0)
     b.start(0, [3, 4], **options)
     drawn = [int(b.draw(logits, [0]).tokens) for _ in range(12)]
@@ -73,7 +76,7 @@ def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(
     assert [int(b.draw(logits, [0]).tokens) for _ in range(12)] == drawn
 
 
-def test_counts_take_memory_only_for_rows_that_need_them(bench):
+def test_counts_take_memory_only_for_rows_that_need_them(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     empty = b.sampler._penalties._counts.nbytes
     for row in range(60):
@@ -85,7 +88,7 @@ def test_counts_take_memory_only_for_rows_that_need_them(bench):
     assert b.sampler._penalties._counts.nbytes <= 4 * empty
 
 
-def test_bias_and_min_tokens(bench):
+def test_bias_and_min_tokens(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 10.0
@@ -109,7 +112,7 @@ def test_bias_and_min_tokens(bench):
         dict(top_k=200, temperature=3.0),
     ],
 )
-def test_distribution_is_that_of_transformers_warpers(options):
+def test_distribution_is_that_of_transformers_warpers(options: dict[str, Any]) -> None:
     temperature = options.get("temperature", 1.0)
     scaled = logits_for(1, seed=4, spread=2.0) / temperature
     expected = scaled.clone()
@@ -139,7 +142,7 @@ def test_distribution_is_that_of_transformers_warpers(options):
     _fits(counts, expected * draws)
 
 
-def test_plain_sampling_follows_the_softmax(bench):
+def test_plain_sampling_follows_the_softmax(bench: Callable[..., Bench]) -> None:
     draws, vocab = 20_000, 50
     b = bench(vocab)
     b.start(0, [1], temperature=1.7, seed=2**64 - 1)
@@ -161,7 +164,7 @@ def _fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab, monkeypatch):
+def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 40
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 5
@@ -183,7 +186,7 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab, monkeyp
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_top_p_samples_the_same_with_and_without_other_filters(vocab):
+def test_top_p_samples_the_same_with_and_without_other_filters(vocab: int) -> None:
     rows = 60
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 6
@@ -196,7 +199,7 @@ def test_top_p_samples_the_same_with_and_without_other_filters(vocab):
     assert torch.equal(alone, beside)
 
 
-def test_logits_may_be_a_slice_of_a_padded_vocabulary(bench):
+def test_logits_may_be_a_slice_of_a_padded_vocabulary(bench: Callable[..., Bench]) -> None:
     """With all options that read or write single logits."""
     options = {
         "repetition_penalty": 1.5,
@@ -216,10 +219,10 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary(bench):
     assert drawn[0] == drawn[1]
 
 
-def test_seeds(bench):
+def test_seeds(bench: Callable[..., Bench]) -> None:
     logits = logits_for(1)
 
-    def run(**options: object) -> list[int]:
+    def run(**options: Any) -> list[int]:
         b = bench(VOCAB)
         b.start(0, [1], **options)
         return [int(b.draw(logits, [0]).tokens) for _ in range(20)]
@@ -230,7 +233,7 @@ def test_seeds(bench):
     assert len(set(run(seed=5, temperature=3.0))) > 3  # positions differ
 
 
-def test_the_key_is_as_documented():
+def test_the_key_is_as_documented() -> None:
     mask = 2**64 - 1
 
     def finalize(x: int) -> int:
@@ -245,7 +248,7 @@ def test_the_key_is_as_documented():
     assert int(got) & mask == state
 
 
-def test_the_token_is_the_argmax_of_logits_and_noise(bench):
+def test_the_token_is_the_argmax_of_logits_and_noise(bench: Callable[..., Bench]) -> None:
     """With flat logits, so that the noise decides: another position, seed or choice gives other tokens."""
     b = bench(VOCAB)
     b.start(3, [1, 2, 3], temperature=0.8, seed=42, choice_index=1)
@@ -256,7 +259,7 @@ def test_the_token_is_the_argmax_of_logits_and_noise(bench):
     assert drawn == expected.tolist()
 
 
-def _random_options(rng: random.Random) -> dict[str, object]:
+def _random_options(rng: random.Random) -> dict[str, Any]:
     def maybe(value: object, neutral: object) -> object:
         return value if rng.random() < 0.4 else neutral
 
@@ -277,7 +280,7 @@ def _random_options(rng: random.Random) -> dict[str, object]:
     )
 
 
-def test_each_row_alone_equals_itself_in_a_batch_of_64(bench):
+def test_each_row_alone_equals_itself_in_a_batch_of_64(bench: Callable[..., Bench]) -> None:
     rng = random.Random(1)
     options = [_random_options(rng) for _ in range(64)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(64)]
@@ -295,7 +298,7 @@ def test_each_row_alone_equals_itself_in_a_batch_of_64(bench):
             assert mixed.logprobs.get(i) == solo.logprobs.get(0)
 
 
-def test_logprobs_are_those_of_the_raw_logits(bench):
+def test_logprobs_are_those_of_the_raw_logits(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     b.start(0, [1], temperature=0.5, logit_bias=((3, 100.0),), logprobs=4)
     b.start(1, [1], temperature=0.0, logprobs=0)
@@ -314,7 +317,7 @@ def test_logprobs_are_those_of_the_raw_logits(bench):
 @pytest.mark.parametrize(
     "options", [dict(temperature=0.0), dict(), dict(top_p=0.5, logprobs=2), dict(repetition_penalty=1.5, top_k=3)]
 )
-def test_broken_logits_fail_their_row_only(bench, broken, options):
+def test_broken_logits_fail_their_row_only(bench: Callable[..., Bench], broken: float, options: dict[str, Any]) -> None:
     healthy, b = bench(VOCAB), bench(VOCAB)
     logits = logits_for(3)
     for row in range(3):
@@ -328,7 +331,7 @@ def test_broken_logits_fail_their_row_only(bench, broken, options):
     assert [result.tokens[i] for i in (0, 2)] == [expected.tokens[i] for i in (0, 2)]
 
 
-def test_minus_infinity_is_a_legal_logit(bench):
+def test_minus_infinity_is_a_legal_logit(bench: Callable[..., Bench]) -> None:
     b = bench(VOCAB)
     logits = torch.full((2, VOCAB), float("-inf"))
     logits[:, 17] = -3.0

@@ -78,7 +78,8 @@ def test_every_history_gives_finite_predictions(steps: list[tuple[int, int, int,
     """Numbers stay finite and not negative; the prediction for the last step is bounded by the observed times."""
     latency = StepLatency()
     longest = max((step[3] for step in steps), default=0.0)
-    for *what, took in steps:
+    for prefill, sequences, kv, took in steps:
+        what = (prefill, sequences, kv)
         latency.observe(*what, took)
         cost = latency.cost
         parts = (cost.base, cost.per_prefill_token, cost.per_decode_sequence, cost.per_kv_token, cost.error)

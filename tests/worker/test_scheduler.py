@@ -257,7 +257,8 @@ def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int,
     )
     stems = [prompt_of(1000 + i, 16) for i in range(3)]
     emitted: dict[bytes, list[int]] = {}
-    requests, ends = [], {}
+    requests: list[Any] = []
+    ends: dict[Any, Any] = {}
     for turn in range(150):
         if random.random() < 0.4 and turn < 120:
             stem = random.choice(stems)[: random.randrange(17)]

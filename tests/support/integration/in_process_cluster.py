@@ -46,7 +46,13 @@ class InProcessCluster:
         members = tuple(
             StaticMember(address=address, replica_id=f"tiny-{place}") for place, address in enumerate(self.addresses)
         )
-        given = {"port": 0, "grpc_port": 0, "secret": SECRET, "members": members, "shutdown_seconds": 1.0}
+        given: dict[str, Any] = {
+            "port": 0,
+            "grpc_port": 0,
+            "secret": SECRET,
+            "members": members,
+            "shutdown_seconds": 1.0,
+        }
 
         async def make() -> RouterServer:
             router = RouterServer(RouterConfig(**given | options))

@@ -62,7 +62,7 @@ class _OnGpu:
         self._run = run
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        storages: dict[int, tuple[Any, Any]] = {}
 
         def to_gpu(x: Any) -> Any:
             if isinstance(x, AttentionMeta):
@@ -95,4 +95,4 @@ def run_triton_here() -> None:
     def named_on_gpu(op: Any, name: str) -> Any:
         return _OnGpu(named(op, name)) if name == "triton" else named(op, name)
 
-    catalog.WRITE_KV.__class__.named = named_on_gpu  # type: ignore[method-assign]
+    setattr(catalog.WRITE_KV.__class__, "named", named_on_gpu)  # noqa: B010

@@ -17,10 +17,10 @@ import msgspec
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
-from headrace_worker.core.plan import RowSampling
-from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from headrace_worker.offline import Completion, OfflineEngine
 from headrace_worker.ranks.team import Team
 from support.child_environment import child_environment
+from support.ranks.checked_run import checked_run
 from support.worker.recorders import make_recorder
 
 
@@ -187,18 +187,7 @@ class ProcessReplica:
     def run(
         self, prompts: Sequence[Sequence[int]], count: int, after_step: Callable[[], None] = lambda: None
     ) -> list[Completion]:
-        """Greedy tokens; the bookkeeping is checked at every step, and all blocks are released in the end."""
-        greedy = RowSampling(temperature=0.0, logprobs=2)
-        work = [Prompt(prompt, count, greedy, ignore_eos=True) for prompt in prompts]
-
-        def check() -> None:
-            self.offline.assembly.engine.scheduler.check()
-            after_step()
-
-        completions = self.offline.generate(work, after_step=check)
-        assert [len(completion.token_ids) for completion in completions] == [count] * len(prompts)
-        assert self.offline.assembly.kv.pool.used == 0
-        return completions
+        return checked_run(self.offline, prompts, count, after_step)
 
     def close(self) -> None:
         """Stops in an orderly way: every other rank reports that it was stopped."""

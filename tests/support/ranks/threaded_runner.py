@@ -35,7 +35,7 @@ class ThreadedRunner:
         if logits is None:
             return handle
         for other in received[1:]:
-            assert torch.equal(logits, other), "the ranks of a stage computed different logits"
+            assert other is not None and torch.equal(logits, other), "the ranks of a stage computed different logits"
         handle.undrawn = batches[-1][0], logits
         if not plan.guided:
             self.draw(handle, {})

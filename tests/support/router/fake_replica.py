@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
+    FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_REFUSED,
@@ -185,7 +186,7 @@ class FakeReplica(ReplicaServicer):
             if last:
                 delta.finish = finish
                 if self.end_with_error:
-                    delta.finish, delta.error = 5, "logits were not finite"
+                    delta.finish, delta.error = FINISH_ERROR, "logits were not finite"
             if sent == first:
                 delta.cached_tokens, delta.queue_us = self.cached_tokens, 1500
             if submit.sampling.HasField("logprobs"):

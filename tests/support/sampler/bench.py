@@ -1,5 +1,7 @@
 """A sampler with the rows' tokens, as in the runner."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ class Bench:
         self.tokens = torch.zeros((max_rows, 128), dtype=torch.int32)
         self.lengths = [0] * max_rows
 
-    def start(self, row: int, prompt: list[int], outputs: list[int] | None = None, **options: object) -> None:
+    def start(self, row: int, prompt: list[int], outputs: list[int] | None = None, **options: Any) -> None:
         known = prompt + (outputs or [])
         self.sampler.init(RowInit(row, 1, known, len(prompt), RowSampling(**options)))
         self.tokens[row] = 0

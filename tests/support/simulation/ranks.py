@@ -1,9 +1,11 @@
 """A replica's ranks behind the engine's `StepRunner`: each executes the plans in order, the others after rank 0."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
@@ -92,11 +94,14 @@ class SimRanks:
         for rank, pending in enumerate(self._pending):
             pending.append(launched)
             if rank:
-                self._world.at(self._world.delay(), lambda rank=rank: self._advance(rank, 1), self._owner)
+                self._world.at(self._world.delay(), partial(self._advance, rank, 1), self._owner)
         self._advance(0, 1)
         if launched.fails and self._world.chance(0.5):
             raise StepFailed
         return launched
+
+    def draw(self, handle: _Launched, masks: Mapping[int, Mask]) -> None:
+        raise InvariantViolation("a step is guided, and no simulated request is")
 
     def collect(self, handle: _Launched) -> StepResult:
         self._spend()
@@ -114,8 +119,8 @@ class SimRanks:
     def _resolve(self, plan: StepPlan) -> _Launched:
         """Applies the plan to the rows, and returns the work of each rank."""
         rows, tables = self._rows, self._tables
-        for row in plan.frees:
-            rows.pop(row, None)
+        for freed in plan.frees:
+            rows.pop(freed, None)
         for init in plan.inits:
             tags, tag = [], 0
             for token in init.token_ids:
@@ -132,7 +137,8 @@ class SimRanks:
         self.failing_steps -= fails
         tasks, sampled = [], []
         for work in plan.work:
-            row, stop = rows[work.row], work.start + work.count
+            row = rows[work.row]
+            stop = work.start + work.count
             if stop > len(row.tokens):
                 raise InvariantViolation("a plan computes positions whose tokens do not exist")
             mine = [dict(tables[group, work.row]) for group in range(self._groups)]
@@ -179,12 +185,13 @@ class SimRanks:
                     ranks = set(self._routed_ranks[order.pair])
                     self.exposures[order.pair, order.fetch, order.chunk] = Exposure(order, ranks)
                 case Drop(pair, fetch):
-                    self._remove_exposures(lambda key, pair=pair, fetch=fetch: key[:2] == (pair, fetch))
+                    self._remove_exposures(pair, fetch)
                 case ClosePair(pair):
-                    self._remove_exposures(lambda key, pair=pair: key[0] == pair)
+                    self._remove_exposures(pair)
 
-    def _remove_exposures(self, matches: Callable[[tuple[int, int, int]], bool]) -> None:
-        for key in [key for key in self.exposures if matches(key)]:
+    def _remove_exposures(self, *begin: int) -> None:
+        """Removes those whose key begins with (pair) or (pair, fetch)."""
+        for key in [key for key in self.exposures if key[: len(begin)] == begin]:
             del self.exposures[key]
 
     def _transferred(self, rank: int, order: Send | Receive) -> None:

@@ -1,5 +1,6 @@
 """One stream between a router and a replica: the frames of the contract, in order, in both directions."""
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from headrace_proto import replica_pb2 as pb
@@ -36,7 +37,7 @@ class RouterStream:
         """Sends a frame of the router."""
         self._up.put(frame)
         for cancel in frame.cancels:
-            self._world.at(CANCEL_SECONDS, lambda attempt_id=cancel.attempt_id: self._check_cancelled(attempt_id))
+            self._world.at(CANCEL_SECONDS, partial(self._check_cancelled, cancel.attempt_id))
 
     def put(self, outputs: list[Output]) -> None:
         """Adds the outputs of one turn of the replica, perhaps none; outputs that were not sent yet are merged."""

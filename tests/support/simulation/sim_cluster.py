@@ -1,5 +1,7 @@
 """Replicas, the router and the connections between them."""
 
+from functools import partial
+
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.transfer.orders import OpenPair
@@ -135,7 +137,7 @@ class Cluster:
 
         self.router.begin()
         for request in requests:
-            self.world.at(request.arrival, lambda request=request: arrive(request))
+            self.world.at(request.arrival, partial(arrive, request))
 
     def submit_now(self, request: ClientRequest) -> None:
         """One more request, now."""

@@ -9,7 +9,7 @@ from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
 from support.worker.recorders import CallingRecorder
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "one at a time": {"async_scheduling": "off"},
     "one ahead": {"async_scheduling": "on"},
     "replayed": {"async_scheduling": "off", "record": True},
@@ -37,9 +37,14 @@ def engine_in(
     def make(family: str, mode: str, **options: Any) -> OfflineEngine:
         folder = tiny(family)
         add_tokenizer(folder)
-        chosen: dict[str, Any] = dict(MODES[mode])
+        chosen = dict(MODES[mode])
         record = chosen.pop("record", False)
-        sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128, "kv_cache_memory": 4 << 20}
+        sizes: dict[str, Any] = {
+            "max_num_seqs": 12,
+            "max_num_batched_tokens": 40,
+            "max_model_len": 128,
+            "kv_cache_memory": 4 << 20,
+        }
         engine = OfflineEngine(replica(folder, **sizes | chosen | options))
         if record:
             decode, mixed = engine.assembly.runner.record(CallingRecorder(), 64)

@@ -36,14 +36,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_tiny(family: str, folder: Path) -> Path:
-    """Save a tiny random model of a family with transformers; norms are not all ones."""
-    options = dict(FAMILIES[family])
-    config = AutoConfig.for_model(options.pop("model_type", family), **TINY | options)
+    """Saves a tiny random model of a family."""
+    return save_random({"model_type": family} | TINY | FAMILIES[family], folder)
+
+
+def save_random(options: dict[str, Any], folder: Path) -> Path:
+    """Saves a random model with these fields of its config; norms, biases and sinks are not neutral."""
+    config = AutoConfig.for_model(**options)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     return folder

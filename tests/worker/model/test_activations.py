@@ -72,7 +72,7 @@ def _peak(runner: Runner, plan: StepPlan) -> int:
     """Peak bytes of tensors allocated during a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         runner.collect(runner.launch(plan))
-    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: list[Any] = profile.profiler.kineto_results.events()
     now = peak = 0
     for change in sorted((entry for entry in events if entry.name() == "[memory]"), key=lambda entry: entry.start_ns()):
         now += change.nbytes()

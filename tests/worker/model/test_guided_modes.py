@@ -1,6 +1,7 @@
 """Constrained outputs of real forward passes: the tokens of a plain loop over transformers, in every step mode."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,7 +53,7 @@ def workload(count: int = 36, seed: int = 0) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def plain_loop(tiny: Callable[[str], Path]) -> Callable[..., list[tuple[list[int], float]]]:
+def plain_loop(tiny: Callable[[str], Path]) -> Callable[..., list[tuple[int, float]]]:
     """Greedy tokens under a rule by transformers alone, and the margin of each."""
     models: dict[str, Any] = {}
 
@@ -83,7 +84,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop(
     asks = [(ids, rules[index % 4]) for index, ids in enumerate(prompts(12, seed=5))]
     greedy = RowSampling(temperature=0.0)
     work = [
-        Prompt(ids, 10, greedy, guide=lambda rule=rule: RuleGuide(VOCABULARY, rule, 5 if rule is RULES[3] else 99))
+        Prompt(ids, 10, greedy, guide=partial(RuleGuide, VOCABULARY, rule, 5 if rule is RULES[3] else 99))
         for ids, rule in asks
     ]
     ties = 0

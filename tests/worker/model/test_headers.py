@@ -203,7 +203,8 @@ def test_a_length_beyond_the_model_is_refused_where_the_config_has_one(folder: P
 
 def test_transformers_keeps_the_positions_that_a_config_names() -> None:
     """`check_length` reads them from config.json directly: no family may extend them."""
-    kept, extended = [], []
+    kept: list[str] = []
+    extended: list[str] = []
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         try:
             config = config_class.from_dict({"max_position_embeddings": 4321})

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    requested = {}
+    requested: dict[str, Any] = {}
 
     def download(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
         requested.update(repo=repo, revision=revision, patterns=allow_patterns)

@@ -93,7 +93,9 @@ def test_requests_that_are_cancelled_midway(mode: str, engine_in: Callable[..., 
 
 
 @pytest.mark.parametrize("mode", ["one ahead", "replayed, one ahead"])
-def test_a_step_that_fails_while_the_next_is_in_flight(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
+def test_a_step_that_fails_while_the_next_is_in_flight(
+    mode: str, engine_in: Callable[..., OfflineEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One request makes each of its steps fail; only it ends, and all others get their tokens."""
     work = workload(12, seed=4)
     expected = engine_in("llama", "one at a time").generate(work)
@@ -107,7 +109,7 @@ def test_a_step_that_fails_while_the_next_is_in_flight(mode: str, engine_in: Cal
                 raise ValueError("this request breaks the sampler")
         return sample(batch, logits, masks)
 
-    runner.sample = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "sample", broken)
     found = offline.generate(work)
     assert found[5].finish is Finish.ERROR
     assert same(found[:5] + found[6:], expected[:5] + expected[6:])

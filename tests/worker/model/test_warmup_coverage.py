@@ -214,7 +214,7 @@ def test_masks_are_passed_with_several_ranks() -> None:
         def clear(self, blocks: int, rows: int = 1) -> None:
             self.calls.append(f"clear {blocks} {rows}")
 
-    runner = RecordingRunner()
+    runner: Any = RecordingRunner()
     cover(runner, 64)
     assert runner.calls.count("draw") == 1
     assert runner.calls[runner.calls.index("draw") + 1] == "collect, guided"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.assemble import Assembly
@@ -32,6 +32,7 @@ from support.ranks.sharded_replica import ShardedReplica
 from support.ranks.small_replica import LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS
 from support.ranks.thread_communicator import ThreadCommunicator, ThreadGroup
 from support.ranks.threaded_runner import ThreadedRunner
+from support.worker.tiny_models import save_random
 
 TIE = 1e-3
 
@@ -49,16 +50,8 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def save(family: str, **changes: Any) -> Path:
         key = f"{family} {sorted(changes.items())}"
         if key not in made:
-            options = FAMILIES.get(family, {}) | changes
-            config = AutoConfig.for_model(options.pop("model_type", family), **TINY | options)
-            torch.manual_seed(11)
-            model = AutoModelForCausalLM.from_config(config).float()
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "norm" in name or name.endswith(("bias", "sinks")):
-                        parameter.add_(torch.randn_like(parameter) * 0.2)
-            made[key] = tmp_path_factory.mktemp(family)
-            model.save_pretrained(made[key])
+            options = {"model_type": family} | TINY | FAMILIES.get(family, {}) | changes
+            made[key] = save_random(options, tmp_path_factory.mktemp(family))
             PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(300)).save_pretrained(made[key])
         return made[key]
 

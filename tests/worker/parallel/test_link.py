@@ -27,7 +27,7 @@ def test_frames_arrive_in_order(pair: Pair) -> None:
     near.send(FrameKind.ALIVE)
     near.send(FrameKind.FAILED, "rank 1 failed: «too warm»")
     near.send(FrameKind.LEAVING)
-    received = []
+    received: list[tuple[FrameKind, str]] = []
     while len(received) < 3:
         received += far.read()
     assert received == [(FrameKind.ALIVE, ""), (FrameKind.FAILED, "rank 1 failed: «too warm»"), (FrameKind.LEAVING, "")]

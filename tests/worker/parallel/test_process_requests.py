@@ -73,7 +73,8 @@ def test_cancels_in_the_middle_do_not_affect_the_others(
     work = varied_prompts()
     expected = on_one_rank(work)
     with split_replica(tp, pp) as replica:
-        engine, steps, cancelled = replica.offline.assembly.engine, 0, []
+        engine, steps = replica.offline.assembly.engine, 0
+        cancelled: list[Any] = []
 
         def disturb() -> None:
             nonlocal steps

@@ -164,10 +164,16 @@ def test_every_thread_that_computes_sets_its_gpu(
     save_tiny: Callable[..., Path], process_replica: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread starts with the first GPU of its process, which is another rank's."""
-    configured, computed = set(), set()
+    configured: set[int] = set()
+    computed: set[int] = set()
     forward = Runner.forward
+
+    def record_and_forward(*args: Any) -> Any:
+        computed.add(threading.get_ident())
+        return forward(*args)
+
     monkeypatch.setattr(stage, "use_device", lambda device: configured.add(threading.get_ident()))
-    monkeypatch.setattr(Runner, "forward", lambda *args: computed.add(threading.get_ident()) or forward(*args))
+    monkeypatch.setattr(Runner, "forward", record_and_forward)
     with process_replica(save_tiny("llama"), 2, 1, async_scheduling="on") as replica:
         configured.clear()  # from the start, which is on this thread
         computed.clear()
