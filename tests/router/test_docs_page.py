@@ -62,7 +62,12 @@ def test_with_keys_it_asks_for_one_and_keeps_it_in_the_tab(
         assert "/v1/chat/completions" not in browser.text()
     _shot(browser, "docs-wrong-key")
     listed: list[str] = []  # the console lists each of the two 401s, some of them late
-    eventually(lambda: listed.extend(browser.console_errors()) is None and len(listed) >= 2)
+
+    def both_are_listed() -> bool:
+        listed.extend(browser.console_errors())
+        return len(listed) >= 2
+
+    eventually(both_are_listed)
     browser.type("#key", KEY)
     browser.click("#ask button")
     browser.until(OPERATIONS)

@@ -2,7 +2,8 @@
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, Load, ModelFacts, ReplicaFrame, ReplicaIdentity
-from headrace_router.core.replica_state import STALL_SECONDS, ReplicaState
+from headrace_proto.stall import STALL_SECONDS
+from headrace_router.core.replica_state import ReplicaState
 
 
 def test_frames_without_a_step_are_no_heartbeat() -> None:
