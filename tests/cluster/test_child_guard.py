@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.local import child_guard
+from headrace_cluster.local.cleanup import Cleanup
+from headrace_cluster.local.processes import SERVE_ID_VARIABLE
+from headrace_cluster.ray.connection import open_cleanup
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 
 _SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -34,6 +38,7 @@ def spawn() -> Iterator[Spawn]:
 
 
 def _start_guard(mark: child_guard.ProcessMark) -> "subprocess.Popen[bytes]":
+    assert mark.folder is not None
     command = [sys.executable, "-I", "-S", child_guard.__file__, mark.variable, mark.folder]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
@@ -70,4 +75,45 @@ def test_an_orderly_end_stops_the_guard(spawn: Spawn, mark: child_guard.ProcessM
     process = _start_guard(mark)
     process.communicate(b"remove /nowhere\ndone\n", timeout=5)
     assert child.poll() is None
-    assert Path(mark.folder).exists()
+    assert mark.folder is not None and Path(mark.folder).exists()
+
+
+@pytest.mark.parametrize("folder", ["", ".", "ray", "/", "//", "/tmp/.."])
+def test_a_folder_that_marks_other_processes_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="marks no process"):
+        child_guard.ProcessMark("HEADRACE_SERVE_ID=x", folder)
+
+
+@pytest.mark.parametrize("variable", ["", "HEADRACE_SERVE_ID", "HEADRACE_SERVE_ID=", "=x"])
+def test_a_variable_that_marks_other_processes_is_refused(variable: str) -> None:
+    with pytest.raises(ValueError, match="marks no process"):
+        child_guard.ProcessMark(variable)
+
+
+def test_without_a_folder_open_files_mark_no_process(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn(f"log = open({str(tmp_path / 'log')!r}, 'w'); {_SLEEP}")
+    assert not child_guard.ProcessMark("HEADRACE_SERVE_ID=x").matches(child.pid)
+
+
+def test_a_forced_stop_with_a_joined_ray_kills_only_what_inherits_the_mark(
+    spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a signal function that only records: a wrong mark would kill the processes of whoever runs the tests."""
+    monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
+    cleanup = open_cleanup(ClusterSpec.model_validate({"models": [{}], "ray": {"address": "127.0.0.1:1"}}))
+    assert type(cleanup) is Cleanup
+    spawn(f"log = open({str(tmp_path / 'log')!r}, 'w'); {_SLEEP}", env={})  # as a process of the joined Ray
+    own = spawn()
+    signalled = set()
+
+    def record(pid: int, number: int) -> None:
+        signalled.add(pid)
+        if pid == own.pid:
+            own.kill()
+
+    kill = os.kill
+    monkeypatch.setattr(own, "send_signal", lambda number: kill(own.pid, number))
+    monkeypatch.setattr(os, "kill", record)
+    cleanup.force()
+    monkeypatch.undo()
+    assert signalled == {own.pid}

@@ -30,7 +30,15 @@ class ProcessMark:
     """
 
     variable: str  # NAME=VALUE
-    folder: str
+    folder: str | None = None  # absolute; None: by the variable only
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a mark that other processes have, too: whatever has it is killed."""
+        name, _, value = self.variable.partition("=")
+        if not name or not value:
+            raise ValueError(f"{self.variable!r} marks no process: it must be NAME=VALUE")
+        if self.folder is not None and (not os.path.isabs(self.folder) or os.path.normpath(self.folder) in ("/", "//")):
+            raise ValueError(f"{self.folder!r} marks no process: it must be an absolute path below the root")
 
     def matches(self, pid: int) -> bool:
         """Whether that process has the mark; False when it has ended, or belongs to another user."""
@@ -38,7 +46,7 @@ class ProcessMark:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 if self.variable.encode() in file.read().split(b"\0"):
                     return True
-            return any(link.startswith(self.folder + "/") for link in _open_files(pid))
+            return self.folder is not None and any(link.startswith(self.folder + "/") for link in _open_files(pid))
         except OSError:
             return False
 

@@ -22,10 +22,10 @@ class Cleanup:
     Every process that is started meanwhile has the mark of this serve.
     """
 
-    def __init__(self, folder: str = "") -> None:
-        """folder: processes with an open file in it have the mark, too."""
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: processes with an open file in it have the mark, too; None: only those that inherit the variable."""
         serve_id = os.environ[SERVE_ID_VARIABLE] = state.new_key()  # every child inherits it, Ray's processes included
-        self._mark = ProcessMark(f"{SERVE_ID_VARIABLE}={serve_id}", folder)
+        self._mark = ProcessMark(f"{SERVE_ID_VARIABLE}={serve_id}", None if folder is None else str(folder))
         self._files: list[Path] = []
 
     def __enter__(self) -> Self:
@@ -58,11 +58,11 @@ class GuardedCleanup(Cleanup):
 
     def __init__(self, ray_folder: Path) -> None:
         """ray_folder: of our own Ray; it is removed at the end."""
-        super().__init__(str(ray_folder))
+        super().__init__(ray_folder)
         self.ray_folder = ray_folder
         self._logs = ""
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", child_guard.__file__, self._mark.variable, self._mark.folder],
+            [sys.executable, "-I", "-S", child_guard.__file__, self._mark.variable, str(ray_folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -83,8 +83,8 @@ class GuardedCleanup(Cleanup):
         """Kills what is left of our own Ray, and keeps its logs. Idempotent."""
         child_guard.kill_marked(self._mark, exclude={os.getpid(), self._guard.pid})
         if self._logs:
-            child_guard.keep_logs(self._mark.folder, self._logs)
-        child_guard.remove(self._mark.folder)
+            child_guard.keep_logs(str(self.ray_folder), self._logs)
+        child_guard.remove(str(self.ray_folder))
         super().close()
         with contextlib.suppress(OSError, ValueError):  # killed; closed before
             self._guard.communicate(b"done\n", timeout=GUARD_SECONDS)
