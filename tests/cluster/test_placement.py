@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from headrace_cluster.core.placement import (
@@ -17,6 +18,7 @@ from headrace_cluster.core.placement import (
     oversubscription,
 )
 from headrace_cluster.errors import PlacementError
+from headrace_cluster.local import machine
 from headrace_cluster.local.machine import this_machine
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_worker.device.memory import available_cores, available_memory
@@ -122,6 +124,33 @@ def test_gpus_are_counted_by_the_drivers_library(tmp_path: Path, visible: str | 
     environment = {"LD_LIBRARY_PATH": str(tmp_path)} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(count), str(141 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, None), ("0,1", None), ("GPU-1", None), ("", 0), ("NoDevFiles", 0)]
+)
+def test_gpus_are_uncounted_where_only_their_device_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # its import fails
+    monkeypatch.setattr(machine, "_UNCOUNTED_GPUS", (tmp_path,))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_machine().gpus == count
+    monkeypatch.setattr(machine, "_UNCOUNTED_GPUS", ())
+    assert this_machine().gpus == 0
+
+
+def test_a_driver_that_does_not_count_its_gpus_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", fail)
+    monkeypatch.setattr(machine, "_UNCOUNTED_GPUS", ())
+    assert this_machine().gpus == 0
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -23,13 +23,17 @@ class Machine:
 def this_machine() -> Machine:
     """Takes milliseconds."""
     memories = _nvidia_memory()
+    return Machine(available_cores(), available_memory(), _gpu_count(len(memories)), max(memories, default=0))
+
+
+def _gpu_count(found: int) -> int | None:
+    """As Ray counts them; None when GPUs are here that were not found."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count: int | None = len(memories)
-    if visible is not None:
-        count = min(len(memories), len(visible.split(",")) if visible not in ("", "NoDevFiles") else 0)
-    elif not memories and any(path.exists() for path in _UNCOUNTED_GPUS):
-        count = None
-    return Machine(available_cores(), available_memory(), count, max(memories, default=0))
+    if visible in ("", "NoDevFiles"):
+        return 0
+    if not found and any(path.exists() for path in _UNCOUNTED_GPUS):
+        return None
+    return found if visible is None else min(found, len(visible.split(",")))
 
 
 def _nvidia_memory() -> tuple[int, ...]:
@@ -51,5 +55,7 @@ def _nvidia_memory() -> tuple[int, ...]:
         return ()
     try:
         return tuple(memory_of(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
     finally:
         pynvml.nvmlShutdown()
