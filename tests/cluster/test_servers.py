@@ -239,6 +239,25 @@ def test_the_only_one_is_stopped_whatever_its_ports(start_server: Callable[..., 
     assert server.process.wait(5) == -signal.SIGTERM
 
 
+_ROUTER_EXTRA = """
+import pkgutil, sys
+for name in ("torch", "transformers", "ray", "psutil", "pynvml", "safetensors", "gguf"):
+    sys.modules[name] = None  # its import fails
+import headrace_cluster.cli
+for module in pkgutil.walk_packages(headrace_cluster.cli.__path__, "headrace_cluster.cli."):
+    __import__(module.name)
+sys.exit(headrace_cluster.cli.main())
+"""
+
+
+def test_client_commands_run_with_the_extra_router_alone(start_server: Callable[..., FakeServe]) -> None:
+    start_server()
+    command = [sys.executable, "-c", _ROUTER_EXTRA, "status", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == STATUS, "sockets need psutil"
+
+
 def test_a_flag_comes_before_the_environment(start_server: Callable[..., FakeServe]) -> None:
     start_server()
     assert _run("status", "--port", "20000", HEADRACE_ADMIN_PORT="1").returncode == 0

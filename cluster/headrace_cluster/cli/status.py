@@ -1,6 +1,7 @@
 """`headrace status`."""
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 from headrace_cluster.cli.client import AdminClient
@@ -17,10 +18,13 @@ _STYLES = {
 
 
 def print_json(choice: ServerChoice) -> None:
-    """Prints the document; for a server of this user, with the sockets of its processes, Ray's included."""
+    """Prints the document; for a server of this user, with the sockets of its processes, Ray's included.
+
+    Without psutil, which only the extra `cluster` installs, there are no sockets in it.
+    """
     client = AdminClient(choice)
     document = client.call("GET", "/status")
-    if client.state is not None and client.state.process.alive:
+    if client.state is not None and client.state.process.alive and find_spec("psutil") is not None:
         from headrace_cluster.local.sockets import listeners
 
         document["sockets"] = [listener.document() for listener in listeners(client.state.pid)]
