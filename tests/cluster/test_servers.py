@@ -18,7 +18,9 @@ from headrace_cluster.launch.banner import banner
 from headrace_cluster.launch.serve import Serve
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.local import state
-from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.cleanup import Cleanup
+from headrace_cluster.local.processes import SERVE_ID_VARIABLE, ProcessId
+from headrace_cluster.local.run_logs import in_use, runs
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.key_rules import KeyRules
@@ -150,6 +152,32 @@ def test_a_serve_is_found_from_the_beginning_of_its_start(monkeypatch: pytest.Mo
     assert (server.pid, server.cluster, server.models, server.starting) == (os.getpid(), "blue", ("smollm2",), True)
     assert server.ports == set() and time.time() - server.since < 60
     assert list(private_home.glob("*.json")) == [], "and not after its end"
+
+
+def test_the_run_ends_after_rays_logs_are_in_its_folder(
+    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KeepingCleanup(Cleanup):
+        def close(self) -> None:
+            (run,) = runs()
+            kept.append(in_use(run))
+            super().close()
+
+    def connect(*_arguments: object) -> None:
+        raise RayStartError("Ray does not start here")
+
+    kept: list[bool] = []
+    monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
+    monkeypatch.setattr("headrace_cluster.launch.serve.open_cleanup", lambda _spec: KeepingCleanup(tmp_path))
+    monkeypatch.setattr("headrace_cluster.launch.serve.check_start", lambda *_arguments, **_options: None)
+    monkeypatch.setattr("headrace_cluster.launch.serve.connect", connect)
+    monkeypatch.setattr("headrace_cluster.launch.serve.add_log_file", lambda _config: None)
+    monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
+    monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
+    with pytest.raises(RayStartError):
+        Serve(parse_spec({"routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})).run()
+    (run,) = runs()
+    assert kept == [True] and not in_use(run)
 
 
 # -- as commands ----------------------------------------------------------------------------------------------------

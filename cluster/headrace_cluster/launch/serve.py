@@ -53,6 +53,7 @@ class Serve:
         self._record = ServerRecord(spec, with_router=with_router)
         self._signals = StopSignals(self._force, START_STOP_SECONDS)
         self._forced_ends: list[Callable[[], None]] = []  # of each phase, in the order of the start; for `_force`
+        self._run_folder = contextlib.ExitStack()  # closes the folder of this run, once Ray's logs are in it
         self._exit_lock = threading.Lock()  # acquired by the thread that ends this process, never released
 
     def run(self) -> int:
@@ -63,7 +64,7 @@ class Serve:
         use_log_format(self._spec.logs.format)
         try:
             self._signals.install()
-            with open_cleanup(self._spec) as cleanup, contextlib.ExitStack() as stack:
+            with self._run_folder, open_cleanup(self._spec) as cleanup, contextlib.ExitStack() as stack:
                 self._forced_ends.append(cleanup.force)
                 self._run_phases(cleanup, stack)
         except KeyboardInterrupt:
@@ -124,7 +125,7 @@ class Serve:
             display.update("model", "checked", 1.0)
             address = self._spec.ray.address
             display.update("Ray", "starting" if address is None else f"joining {address}", 0.2)
-            logs = stack.enter_context(contextlib.closing(self._open_logs()))
+            logs = self._run_folder.enter_context(contextlib.closing(self._open_logs()))
             ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
             display.update("Ray", "up; starting the controller", 0.8)
             controller = stack.enter_context(ControllerHandle(self._spec, self._controller_args(ray, logs), ray))
