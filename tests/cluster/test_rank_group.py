@@ -13,7 +13,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
 from headrace_cluster.errors import RoleError
 from headrace_cluster.ray.rank_actor import RankActor
-from headrace_cluster.ray.rank_group import RankGroup
+from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling import ProfileRefusedError, ProfileReport
@@ -70,9 +70,8 @@ def _started(address: str) -> StartOutcome:
 
 
 def _group(*actors: _Actor) -> RankGroup:
-    group = RankGroup(ReplicaName("m-0", 1), "c", actors=list(actors), pids=[100 + rank for rank in range(len(actors))])
-    group.gpus = [("node", [])] * len(actors)
-    return group
+    places = [RankPlace(100 + rank, "node", []) for rank in range(len(actors))]
+    return RankGroup(ReplicaName("m-0", 1), "c", actors, places)
 
 
 def test_all_ranks_start_with_rank_0s_rendezvous_and_rank_0_reports() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import ray
-import ray.util
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -21,14 +20,12 @@ from headrace_cluster.core.driver import (
     AdoptedState,
     Progress,
     RankFacts,
-    StartFailedError,
 )
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import gpus_per_rank
 from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
-from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray import resources as ray_resources
@@ -83,9 +80,8 @@ class RayDriver:
         threads = model.cpu_threads or self._threads_per_rank(place)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         actor_class = ray.remote(RankActor)
-        group = RankGroup(name, self._spec.cluster, self._log_folder)
-        self._groups[name] = group
-        for rank in range(model.ranks):
+
+        def create(rank: int) -> Any:
             options = actor_class.options(
                 name=name.rank(rank),
                 namespace=naming.namespace(self._spec.cluster),
@@ -97,17 +93,11 @@ class RayDriver:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
                 runtime_env={"env_vars": self._rank_environment(threads)},
             )
-            group.actors.append(options.remote(config, rank, self._replica_class, self._logs(name, rank)))
-        try:
-            facts = await asyncio.gather(*(actor.facts.remote() for actor in group.actors))
-        except ray.exceptions.RayError as error:
-            raise StartFailedError(f"a rank of {name.replica_id} could not be created: {error}", final=False) from error
-        group.pids = [pid for pid, _, _ in facts]
-        group.gpus = [(node, given) for _, node, given in facts]
-        here = str(ray.util.get_node_ip_address())
-        processes = [ProcessId.of(pid) for pid, node, _ in facts if node == here]
-        group.processes = [process for process in processes if process is not None]
-        return [RankFacts(rank, pid, node) for rank, (pid, node, _) in enumerate(facts)]
+            return options.remote(config, rank, self._replica_class, self._logs(name, rank))
+
+        actors = [create(rank) for rank in range(model.ranks)]
+        group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, log_folder=self._log_folder)
+        return await group.locate()
 
     async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
         """See ReplicaDriver."""

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import ray
+import ray.util
 
-from headrace_cluster.core.driver import STOP_SECONDS, Progress, StartFailedError
+from headrace_cluster.core.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
@@ -28,24 +29,56 @@ WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repea
 DEATH_SECONDS = 0.5  # after one rank ended, for Ray to report that another was killed
 
 
-@dataclass(slots=True)
-class RankGroup:
-    """The ranks of a build, in rank order."""
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where the process of a rank is."""
 
-    name: ReplicaName
-    cluster: str
-    log_folder: str = ""  # of the ranks
-    actors: list[Any] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
-    gpus: list[tuple[str, list[str]]] = field(default_factory=list)  # node, and the GPUs that Ray assigned
-    processes: list[ProcessId] = field(default_factory=list)  # of ranks on this node
+    pid: int
+    node: str
+    gpus: Sequence[str]  # that Ray assigned
+    process: ProcessId | None = None  # if it is on this node
+
+    @classmethod
+    def of(cls, pid: int, node: str, gpus: Sequence[str]) -> Self:
+        """Of a rank that is alive now."""
+        return cls(pid, node, gpus, ProcessId.of(pid) if node == str(ray.util.get_node_ip_address()) else None)
+
+
+class RankGroup:
+    """The ranks of a build. `actors` and `places` are in rank order; without places `locate` asks the ranks."""
+
+    def __init__(
+        self,
+        name: ReplicaName,
+        cluster: str,
+        actors: Sequence[Any],
+        places: Sequence[RankPlace] = (),
+        log_folder: str = "",
+    ) -> None:
+        """log_folder: of the ranks; empty: none."""
+        self.name = name
+        self._cluster = cluster
+        self._actors = actors
+        self._places = places
+        self._log_folder = log_folder
+
+    async def locate(self) -> list[RankFacts]:
+        """Waits for every rank's process. Raises StartFailedError when one could not be created."""
+        try:
+            facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
+        except ray.exceptions.RayError as error:
+            raise StartFailedError(
+                f"a rank of {self.name.replica_id} could not be created: {error}", final=False
+            ) from error
+        self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
+        return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
 
     async def start(self) -> ReplicaStarted:
         """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
         rendezvous = None
-        if len(self.actors) > 1:
-            rendezvous = (await self._start_outcome(0, self.actors[0].open_rendezvous.remote())).rendezvous
-        calls = [asyncio.ensure_future(self._start_rank(rank, rendezvous)) for rank in range(len(self.actors))]
+        if len(self._actors) > 1:
+            rendezvous = (await self._start_outcome(0, self._actors[0].open_rendezvous.remote())).rendezvous
+        calls = [asyncio.ensure_future(self._start_rank(rank, rendezvous)) for rank in range(len(self._actors))]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if any(call.done() and call.exception() is not None for call in calls):
@@ -62,14 +95,14 @@ class RankGroup:
         """Progress of the slowest rank; None when it is unknown."""
         try:
             async with asyncio.timeout(2):
-                reports = await asyncio.gather(*(actor.progress.remote() for actor in self.actors))
+                reports = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
         except (TimeoutError, ray.exceptions.RayError):
             return None
         return Progress(*min(reports, key=lambda report: report[1])) if reports else None
 
     async def wait_for_death(self) -> str:
         """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it."""
-        waits = [asyncio.ensure_future(self._wait_for_rank(rank)) for rank in range(len(self.actors))]
+        waits = [asyncio.ensure_future(self._wait_for_rank(rank)) for rank in range(len(self._actors))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(waits, timeout=DEATH_SECONDS if len(waits) > 1 else 0)
@@ -81,14 +114,14 @@ class RankGroup:
 
     async def profile(self, steps: int, seconds: float) -> list[ProfileOutcome]:
         """Profiles all ranks at the same time; returns the outcomes in rank order. Never raises."""
-        calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self.actors)))
+        calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self._actors)))
         return await asyncio.gather(*calls)
 
     async def set_role(self, role: Role) -> None:
         """Sends the role to rank 0, which represents the replica. Raises RoleError."""
         try:
             async with asyncio.timeout(ROLE_SECONDS):
-                await self.actors[0].set_role.remote(str(role))
+                await self._actors[0].set_role.remote(str(role))
         except TimeoutError as error:
             raise RoleError(f"{self._label(0)} does not answer: its role stays as it was") from error
         except ray.exceptions.RayError as error:
@@ -98,20 +131,21 @@ class RankGroup:
         """Calls a method of every rank and waits for them up to `seconds`. Never raises."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                calls = (getattr(actor, method).remote() for actor in self.actors)
+                calls = (getattr(actor, method).remote() for actor in self._actors)
                 await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing to stop
 
     def kill(self) -> None:
         """Ends every process of the build."""
-        for rank in range(len(self.actors)):
-            ray_names.kill_actor(self.name.rank(rank), self.cluster)
-        for process in self.processes:
-            process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
+        for rank in range(len(self._actors)):
+            ray_names.kill_actor(self.name.rank(rank), self._cluster)
+        for place in self._places:
+            if place.process is not None:
+                place.process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
 
     async def _start_rank(self, rank: int, rendezvous: Rendezvous | None) -> ReplicaStarted:
-        binding = bind_gpus(self.gpus)[rank]
+        binding = bind_gpus([(place.node, place.gpus) for place in self._places])[rank]
         args = StartArgs(rendezvous) if binding is None else StartArgs(rendezvous, binding.visible, binding.index)
-        outcome = await self._start_outcome(rank, self.actors[rank].start.remote(msgspec.msgpack.encode(args)))
+        outcome = await self._start_outcome(rank, self._actors[rank].start.remote(msgspec.msgpack.encode(args)))
         if outcome.started is None:
             raise StartFailedError(f"{self._label(rank)} reported nothing about its start", final=True)
         return outcome.started
@@ -138,7 +172,7 @@ class RankGroup:
 
     async def _profile_rank(self, rank: int, steps: int, seconds: float) -> ProfileOutcome:
         try:
-            encoded = await self.actors[rank].profile.remote(steps, seconds)
+            encoded = await self._actors[rank].profile.remote(steps, seconds)
         except ray.exceptions.RayError:
             return ProfileOutcome(error=f"{self._label(rank)} was killed while it was profiled")
         return msgspec.msgpack.decode(encoded, type=ProfileOutcome)
@@ -146,7 +180,7 @@ class RankGroup:
     async def _wait_for_rank(self, rank: int) -> tuple[bool, str]:
         """Returns when the rank ends: whether it was killed, and the sentence."""
         try:
-            while (cause := await self.actors[rank].wait.remote(WAIT_SECONDS)) is None:
+            while (cause := await self._actors[rank].wait.remote(WAIT_SECONDS)) is None:
                 pass  # still alive
             return False, f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
         except ray.exceptions.RayError:
@@ -154,12 +188,12 @@ class RankGroup:
 
     def _log_hint(self, rank: int) -> str:
         """The end of a sentence about a rank."""
-        if not self.log_folder:
+        if not self._log_folder:
             return ""
-        return f"; its log: {rank_log_path(Path(self.log_folder), self.name.replica_id, rank)}"
+        return f"; its log: {rank_log_path(Path(self._log_folder), self.name.replica_id, rank)}"
 
     def _label(self, rank: int) -> str:
-        pid = f" (process {self.pids[rank]})" if rank < len(self.pids) else ""
+        pid = f" (process {self._places[rank].pid})" if self._places else ""
         return f"rank {rank} of {self.name.replica_id}{pid}"
 
 

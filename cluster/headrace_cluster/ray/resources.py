@@ -7,15 +7,13 @@ from typing import Any
 
 import msgspec
 import ray
-import ray.util
 
 from headrace_cluster.core.adoption import ExpectedBuild, choose_builds
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
-from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.ray import names as ray_names
-from headrace_cluster.ray.rank_group import RankGroup
+from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 
 REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
 
@@ -54,16 +52,11 @@ def _group(
     actors: Mapping[tuple[ReplicaName, int], Any],
     reports: Mapping[tuple[ReplicaName, int], RankReport | None],
 ) -> RankGroup:
-    group = RankGroup(build.name, cluster)
-    here = str(ray.util.get_node_ip_address())
+    places, log_folder = [], ""
     for facts in build.ranks:
         report = reports[build.name, facts.rank]
-        group.actors.append(actors[build.name, facts.rank])
-        group.pids.append(facts.pid)
+        places.append(RankPlace.of(facts.pid, facts.node, report.gpus if report is not None else ()))
         if report is not None and report.log_path:
-            group.log_folder = str(Path(report.log_path).parent)
-        group.gpus.append((facts.node, report.gpus if report is not None else []))
-        process = ProcessId.of(facts.pid) if facts.node == here else None
-        if process is not None:
-            group.processes.append(process)
-    return group
+            log_folder = str(Path(report.log_path).parent)
+    handles = [actors[build.name, facts.rank] for facts in build.ranks]
+    return RankGroup(build.name, cluster, handles, places, log_folder)
