@@ -1,14 +1,17 @@
 """The spec: what is accepted, and the errors of what is not."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import format_bytes
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.model_spec import default_name
+from headrace_cluster.spec.model_spec import ModelSpec, default_name
 from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import parse_bytes
 from headrace_proto.role import Role
@@ -116,6 +119,13 @@ def test_the_spec_is_equal_after_json() -> None:
     assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
     pools = parse_spec({"models": [{"prefill": {"tp": 2}, "decode": {"replicas": 2}}]})
     assert ClusterSpec.model_validate_json(pools.model_dump_json()) == pools
+
+
+@pytest.mark.parametrize("read", [dataclasses.fields, dataclasses.asdict, dataclasses.replace, msgspec.to_builtins])
+def test_a_models_spec_is_no_dataclass(read: Callable[[Any], object]) -> None:
+    """It inherits the fields of one: these functions would leave out its own."""
+    with pytest.raises(TypeError):
+        read(ModelSpec())
 
 
 def test_pools_have_the_models_shape_unless_they_have_their_own() -> None:
