@@ -24,7 +24,8 @@ class ProcessId:
     def of(cls, pid: int) -> "ProcessId | None":
         """The process that has this pid now; None when there is none, or it is a zombie."""
         try:
-            # The second field is the command in brackets; it may contain any characters, brackets included.
+            # psutil's start time depends on adjustments of the clock: docs/decisions/0012. The second field is the
+            # command in brackets; it may contain any characters, brackets included.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
