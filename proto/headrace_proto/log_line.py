@@ -4,9 +4,10 @@ import json
 import textwrap
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 Record = Mapping[str, Any]
+LogFormat = Literal["text", "json"]
 
 _PART_WIDTH = 10
 _OWN = ("timestamp", "level", "part", "replica", "event", "exception")  # the rest of a record are facts

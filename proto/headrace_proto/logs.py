@@ -15,10 +15,9 @@ from typing import Any, Literal, TextIO
 import structlog
 
 from headrace_proto.log_file import STDERR, LogFile
-from headrace_proto.log_line import Record, json_line, text_line
+from headrace_proto.log_line import LogFormat, Record, json_line, text_line
 from headrace_proto.stderr import LossyFile
 
-Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
 _NUMBERS = logging.getLevelNamesMapping()
@@ -31,7 +30,7 @@ class LogConfig:
     part: str  # "serve", "controller", "router 2", "rank 0"
     replica: str = ""
     path: str = ""  # of its file; empty: stderr only
-    format: Format = "text"
+    format: LogFormat = "text"
     level: Level = "info"  # the lowest one that is written to the file
     stderr_level: Level = "info"
 

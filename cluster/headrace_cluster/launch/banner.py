@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_cluster.launch.display import Format, show_message
+from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.address import port_of
-from headrace_proto.log_line import wrapped
+from headrace_proto.log_line import LogFormat, wrapped
 from headrace_proto.logs import stderr, stderr_width
 from headrace_proto.quantities import counted
 from headrace_worker.core.config import ReplicaStarted
@@ -33,7 +33,7 @@ class Banner:
             lines.append(f"  {name:<{indent - 4}}  {shown}\n")
         return "".join(lines) + (f"{self.hint}\n" if self.hint else "")
 
-    def show(self, format: Format) -> None:
+    def show(self, format: LogFormat) -> None:
         """The headline as a log line and the rest below it; as JSON, one object with the rows as its fields."""
         if format == "json":
             show_message(self.headline, **self.facts())

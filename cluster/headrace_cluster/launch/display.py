@@ -4,14 +4,14 @@ import sys
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-Format = Literal["text", "json"]
+from headrace_proto.log_line import LogFormat
 
 _log: Any = None  # of a server process; client commands print sentences
-_format: Format | None = None  # of its lines
+_format: LogFormat | None = None  # of its lines
 _bars: "_Bars | None" = None  # while they are on the terminal
 
 
-def use_log_format(format: Format) -> None:
+def use_log_format(format: LogFormat) -> None:
     """For a server process: from now on `show_message` logs, instead of printing after the command's name.
 
     A second call with the same format changes nothing.
@@ -66,7 +66,7 @@ class StartDisplay(Protocol):
     ) -> None: ...
 
 
-def start_display(format: Format = "text") -> StartDisplay:
+def start_display(format: LogFormat = "text") -> StartDisplay:
     """The display that fits stderr."""
     from headrace_proto.logs import stderr
 

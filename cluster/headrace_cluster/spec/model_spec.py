@@ -12,9 +12,8 @@ from headrace_cluster.spec.section import Bytes, Count, Section
 from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
-from headrace_worker.core.config import ReplicaSettings
+from headrace_worker.core.config import EMBEDDED_MODEL, ReplicaSettings
 
-EMBEDDED_MODEL = "smollm2"
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from headrace_cluster.spec.section import Bytes, Port, Section
 from headrace_proto.flag import flag
+from headrace_proto.log_line import LogFormat
 from headrace_router.config import RouterSettings
 
 
@@ -121,7 +122,7 @@ class RaySpec(Section):
 class LogsSpec(Section):
     """Log format and detail. Each process has a file in HEADRACE_HOME/logs (see `headrace logs --path`)."""
 
-    format: Literal["text", "json"] = Field(
+    format: LogFormat = Field(
         default="text",
         description="of the files, and of every line on stderr",
         json_schema_extra=flag("--log-format", help="format of the log files, and of lines on stderr"),

