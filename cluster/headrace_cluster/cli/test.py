@@ -65,13 +65,13 @@ def _run(steps: list[Step]) -> list[tuple[Step, int, float]]:
     started = []
     for step in steps:
         print(f"== {step.name}", flush=True)
-        output, errors = (subprocess.PIPE, subprocess.STDOUT) if step.quiet else (None, None)
-        process = subprocess.Popen(step.command, cwd=checkout(), stdout=output, stderr=errors)
+        stdout, stderr = (subprocess.PIPE, subprocess.STDOUT) if step.quiet else (None, None)
+        process = subprocess.Popen(step.command, cwd=checkout(), stdout=stdout, stderr=stderr)
         started.append((step, process, time.monotonic()))
     results = []
     for step, process, began in started:
-        said, _ = process.communicate()
-        if said and process.returncode != 0:
-            print(f"== {step.name}\n{said.decode(errors='replace')}", flush=True)
+        output, _ = process.communicate()
+        if output and process.returncode != 0:
+            print(f"== {step.name}\n{output.decode(errors='replace')}", flush=True)
         results.append((step, process.returncode, time.monotonic() - began))
     return results

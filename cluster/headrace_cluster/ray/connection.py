@@ -107,5 +107,5 @@ def open_cleanup(spec: ClusterSpec) -> Cleanup:
 
 
 def connect(spec: ClusterSpec, cleanup: Cleanup, logs: Path) -> RayConnection:
-    """Starts or joins Ray, as the spec says; `cleanup` is that of `open_cleanup`. Raises RayStartError."""
+    """Starts Ray, or joins the one at the spec's address; `cleanup` is that of `open_cleanup`. Raises RayStartError."""
     return OwnRay(spec, cleanup, logs) if isinstance(cleanup, GuardedCleanup) else JoinedRay(spec)
