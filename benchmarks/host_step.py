@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop, StepReport
 from headrace_worker.comm.parallel_context import SINGLE
 from headrace_worker.core.engine import Engine
@@ -120,7 +121,7 @@ class Bench:
         self.runner = FixedRunner()
         self.engine = Engine(self.scheduler, self.runner, time.monotonic)
         self.report: StepReport | None = None
-        self.loop = EngineLoop(self.engine, self._take)
+        self.loop = EngineLoop(self.engine, self._take, CommandQueue())
         self.outbox = Outbox()
         self.events = asyncio.new_event_loop()
         for number in range(running):

@@ -14,6 +14,7 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.description import Description
@@ -34,7 +35,9 @@ class ServedEngine:
         self.server = ReplicaServer("127.0.0.1", 0, SECRET)
         identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
         facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
-        self.loop = EngineLoop(bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report))
+        self.loop = EngineLoop(
+            bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report), CommandQueue()
+        )
         layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
         shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
         pair_registry = PairRegistry(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.assemble import Assembly
+from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
@@ -105,7 +106,7 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
         hasher = BlockHasher(derive_key(b"s"))
         kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"))
         engine = Engine(Scheduler(limits, kv, time.monotonic), ThreadedRunner(runners), time.monotonic)
-        offline = OfflineEngine(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128))  # type: ignore[arg-type]
+        offline = OfflineEngine(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128, CommandQueue()))  # type: ignore[arg-type]
         return ShardedReplica(models, runners, offline)
 
     return make

@@ -48,8 +48,8 @@ class Assembly:
     size: KvSize
     limits: SchedulerLimits
     max_model_len: int
+    commands: CommandQueue  # where transfers report: the loop that drives the engine takes from it
     ranks: MultiRankRunner | None = None  # with several ranks: the runner of all of them
-    commands: CommandQueue = field(default_factory=CommandQueue)  # for the loop that drives the engine
     notes: list[str] = field(default_factory=list)
 
 
@@ -149,7 +149,7 @@ def assemble(
     ) in warm.steps:  # so that routers have a prediction from the first request on
         engine.latency.observe(prefill, decoding, kv_tokens, seconds)
     notes = [*notes, loop_note(depth, config)]
-    return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, ranks, commands, notes)
+    return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, commands, ranks, notes)
 
 
 def _step_memory(config: ReplicaConfig, model: LoadedModel, rows: int) -> int:

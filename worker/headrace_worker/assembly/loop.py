@@ -42,11 +42,11 @@ class EngineLoop:
         self,
         engine: Engine,
         sink: Callable[[StepReport], None],
-        commands: CommandQueue | None = None,
+        commands: CommandQueue,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`commands`: for an engine that others send commands to before its loop exists."""
-        self.commands = commands or CommandQueue()
+        """`commands`: the queue that the engine's transfers report to; others may use it before the loop exists."""
+        self.commands = commands
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._engine = engine
