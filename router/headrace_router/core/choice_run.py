@@ -88,10 +88,10 @@ class KvSource(Generic[C]):
     """A replica that holds the prompt's KV blocks, or computes them for another one."""
 
     replica: ReplicaState[C]
-    computes: bool
+    cached_only: bool  # it sends the blocks that it holds, and computes none
 
     def message(self) -> Source:
-        return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=not self.computes)
+        return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=self.cached_only)
 
 
 class ChoiceRun(Generic[C]):
@@ -170,16 +170,16 @@ class ChoiceRun(Generic[C]):
             submit.source.CopyFrom(source.message())
         self.replica, self._source = replica, source
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
-        if source is not None and source.computes:
+        if source is not None and not source.cached_only:
             source.replica.remote_prompts[attempt.id] = len(request.prompt_token_ids) + self._output_tokens
 
     def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The stream's last replica, or a prefill replica if it is predicted to be faster."""
         previous = self._previous
         if previous is not None and previous.connected and previous is not target:
-            return KvSource(previous, computes=False)
+            return KvSource(previous, cached_only=True)
         source = self._placement.prefill_source(target, self._request, self._output_tokens)
-        return KvSource(source, computes=True) if source is not None else None
+        return KvSource(source, cached_only=False) if source is not None else None
 
     def _take_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str

@@ -81,7 +81,7 @@ def target_frame(message: ToSource) -> pb.TargetFrame:
                 adapter=message.adapter,
                 token_ids=message.token_ids,
                 held_blocks=message.held,
-                cached_only=not message.compute,
+                cached_only=message.cached_only,
                 priority=message.priority,
                 timeout_ms=max(1, int(message.timeout * 1000)) if message.timeout else 0,
             )
@@ -108,7 +108,7 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
                 request.adapter,
                 ids,
                 request.held_blocks,
-                not request.cached_only,
+                request.cached_only,
                 request.priority,
                 request.timeout_ms / 1000,
             )

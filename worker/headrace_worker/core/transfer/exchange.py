@@ -70,8 +70,7 @@ class TransferExchange:
         if not request.source:
             return False
         queued = self._scheduler.missing_tokens
-        compute = not request.cached_only
-        return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued, compute=compute)
+        return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued)
 
     def take_orders(self, step: int) -> list[Order]:
         """The orders of a plan, after step `step` was planned (0: nothing to compute)."""

@@ -70,13 +70,10 @@ class Fetcher:
         now: float,
         seconds_per_token: float,
         queued: int = 0,
-        *,
-        compute: bool = True,
     ) -> bool:
         """Starts a fetch for a request; False if it is not worthwhile or impossible, and the request must be queued.
 
-        `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue. Without
-        `compute` the source only sends cached blocks.
+        `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue.
         """
         kv, limits = self._kv, self.limits
         known = self._peers.setdefault(peer, _Peer())
@@ -111,7 +108,7 @@ class Fetcher:
             request.adapter,
             request.tokens[: blocks * kv.block_size],
             have,
-            compute,
+            request.cached_only,
             request.priority,
             timeout,
         )

@@ -161,13 +161,13 @@ class Granter:
         chain = kv.start_chain(message.tenant_salt, message.adapter)
         kv.extend_chain(chain, message.token_ids, blocks)
         hit = kv.lookup(chain, len(message.token_ids))
-        if not message.compute and hit.tokens // kv.block_size > message.held:
+        if message.cached_only and hit.tokens // kv.block_size > message.held:
             blocks = hit.tokens // kv.block_size
         wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks)
         grant = Grant(peer, message.fetch, blocks, wanted, None, sent=message.held)
         if hit.tokens == blocks * kv.block_size:
             grant.table = kv.new_table(hit)
-            if message.compute:  # else the blocks belong to a stream that was migrated
+            if not message.cached_only:  # else the blocks belong to a stream that was migrated
                 self._scheduler.counters.count_lookup(len(message.token_ids), hit.tokens)
         else:
             reserved = sum(
@@ -176,8 +176,8 @@ class Granter:
                 if other.request is not None and other.request.table is None
             )
             spare = int(kv.pool.total * self.limits.watermark)
-            if not message.compute or kv.cost_of(hit, len(message.token_ids)) + reserved + spare > kv.pool.available:
-                reason = "the source has too few free blocks" if message.compute else "the source has not cached it"
+            if message.cached_only or kv.cost_of(hit, len(message.token_ids)) + reserved + spare > kv.pool.available:
+                reason = "the source has not cached it" if message.cached_only else "the source has too few free blocks"
                 self.messages.append((peer, Refused(message.fetch, reason)))
                 return
             self._number += 1
@@ -203,7 +203,7 @@ class Granter:
             self._push(grant, self._peers[peer], blocks, 0)
 
     def _refusal(self, peer: str, message: FetchRequest) -> str:
-        if not self.computes_for_others and message.compute:
+        if not self.computes_for_others and not message.cached_only:
             return "this replica computes no prompts for others"
         if len(self._grants) >= self.limits.max_grants or self._scheduler.is_full:
             return "the source is full"
@@ -213,7 +213,7 @@ class Granter:
         if not tokens or tokens % size or not 0 <= message.held < tokens // size:
             return "a fetch is for whole blocks, at least one"
         ahead = self._scheduler.missing_tokens + tokens - message.held * size
-        if message.compute and message.timeout and ahead * self._seconds_per_token > message.timeout:
+        if not message.cached_only and message.timeout and ahead * self._seconds_per_token > message.timeout:
             return "the source's queue is too long"
         return ""
 

@@ -16,7 +16,7 @@ class FetchRequest(Struct, frozen=True):
     adapter: str
     token_ids: list[int]  # a whole number of blocks
     held: int  # leading blocks that the target holds
-    compute: bool = True  # else only what is cached is sent, or nothing
+    cached_only: bool = False  # only what is cached is sent, or nothing
     priority: int = 0
     timeout: float = 0.0  # seconds; a source that predicts more refuses; 0 = no limit
 
