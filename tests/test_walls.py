@@ -94,6 +94,20 @@ def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) ->
     assert not bad, "\n".join(bad)
 
 
+def test_grpc_options_of_internal_connections_have_one_declaration() -> None:
+    declared = ROOT / "proto" / "headrace_proto" / "channel_options.py"
+    public_server = (ROOT / "router" / "headrace_router" / "api" / "grpc" / "server.py").read_text()
+    shared = {option for option in re.findall(r'"(grpc\.[^"]+)"', declared.read_text()) if option not in public_server}
+    bad = [
+        f"{path.relative_to(ROOT)}: {option}"
+        for package in PACKAGES
+        for path in sources(package)
+        for option in shared
+        if path != declared and f'"{option}"' in path.read_text()
+    ]
+    assert not bad, "\n".join(bad)
+
+
 def declared_layers(package: str) -> dict[str, int]:
     """Each folder or file of a package and its layer, as declared in the package's README."""
     (line,) = LAYERS.findall((ROOT / package / "README.md").read_text())

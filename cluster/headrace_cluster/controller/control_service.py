@@ -10,17 +10,9 @@ from headrace_cluster.controller.members import Membership
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
+from headrace_proto.channel_options import SERVER
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import SecretInterceptor
-
-# A router that ended without closing its connection (its machine lost power) is detected after about 15 s.
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -42,7 +34,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
 async def start_control_server(membership: Membership, secret: bytes, host: str, port: int) -> tuple[Any, int]:
     """The running server and its port. Raises ListenError."""
-    server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=_OPTIONS)
+    server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=SERVER)
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership), server)
     address = host_port(host, port)
     try:

@@ -9,6 +9,7 @@ from headrace_cluster.core.record import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
+from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.secret import secret_metadata
 
 STATES = {
@@ -18,7 +19,7 @@ STATES = {
     pb.REPLICA_STATE_UNHEALTHY: State.UNHEALTHY,
     pb.REPLICA_STATE_DEAD: State.UNHEALTHY,
 }
-_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
+_OPTIONS = (*NO_PROXY, ("grpc.max_reconnect_backoff_ms", 1000))
 
 
 async def watch_health(

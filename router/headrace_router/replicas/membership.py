@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import structlog
 
+from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
 from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
@@ -38,10 +39,9 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
     """Watches until cancelled. While the controller is unreachable the last list stays in use."""
     backoff = FIRST_BACKOFF
     warned = False
-    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     while True:
         try:
-            async with grpc.aio.insecure_channel(address, options=options) as channel:
+            async with grpc.aio.insecure_channel(address, options=(*NO_PROXY, *OWN_CONNECTION)) as channel:
                 stub: Any = ControlStub(channel)
                 async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
                     fleet.update(members)

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from headrace_proto import CONTRACT_VERSION
+from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
@@ -18,7 +19,7 @@ from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.text.model_card import ModelCard, ModelFactsError
 
-MAX_MESSAGE_BYTES = 64 << 20
+_OPTIONS = (*LARGE_MESSAGES, *NO_PROXY, *OWN_CONNECTION)
 CONNECT_SECONDS = 5.0
 DESCRIBE_SECONDS = 60.0
 FIRST_BACKOFF = 0.05
@@ -94,13 +95,7 @@ class ReplicaLink:
             replica.disconnect()
 
     async def _serve(self) -> None:
-        options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
-        async with grpc.aio.insecure_channel(self.state.address, options=options) as channel:
+        async with grpc.aio.insecure_channel(self.state.address, options=_OPTIONS) as channel:
             # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()

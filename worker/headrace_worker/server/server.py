@@ -7,20 +7,12 @@ from collections.abc import Callable
 import grpc
 
 from headrace_proto.address import host_port
+from headrace_proto.channel_options import LARGE_MESSAGES, SERVER
 from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import add_ReplicaServicer_to_server
 from headrace_proto.secret import SecretInterceptor
 from headrace_worker.server.servicer import Servicer
 
-OPTIONS = [
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
 STOP_GRACE = 2.0
 
 
@@ -64,7 +56,7 @@ class ReplicaServer:
 
     async def _start(self, servicer: Servicer) -> str:
         self._servicer = servicer
-        server = grpc.aio.server(interceptors=[SecretInterceptor(self._secret)], options=OPTIONS)
+        server = grpc.aio.server(interceptors=[SecretInterceptor(self._secret)], options=(*SERVER, *LARGE_MESSAGES))
         add_ReplicaServicer_to_server(servicer, server)
         address = host_port(self._host, self._port)
         try:

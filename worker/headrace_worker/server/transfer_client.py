@@ -8,6 +8,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_proto.secret import secret_metadata
@@ -26,12 +27,7 @@ from headrace_worker.server.transfer_convert import (
 log = structlog.get_logger(__name__)
 
 HELLO_SECONDS = 3.0
-_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-]
+_OPTIONS = (*LARGE_MESSAGES, *NO_PROXY, *OWN_CONNECTION)
 
 
 class TransferClient:

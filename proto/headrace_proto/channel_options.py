@@ -1,0 +1,21 @@
+"""gRPC options of internal connections: one declaration for the processes of a cluster."""
+
+Options = tuple[tuple[str, int], ...]
+
+MAX_MESSAGE_BYTES = 64 << 20
+LARGE_MESSAGES: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+# Addresses of a cluster are internal: a proxy that the environment names must not receive these calls.
+NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
+# A channel that shared its connection with others would share the wait between their attempts to connect.
+OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
+# A peer that ended without closing its connection (its machine lost power) is detected after about 15 s.
+SERVER: Options = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
