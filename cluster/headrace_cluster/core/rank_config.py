@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
-from headrace_worker.profiling import ProfileReport
+from headrace_worker.profiling.report import ProfileReport
 
 NODE_HOST = "node"  # as ReplicaConfig.host: the address of this node in Ray
 REPLICA_CLASS = "headrace_worker.replica:Replica"
@@ -53,7 +54,7 @@ def fingerprint(config: ReplicaConfig) -> bytes:
 
     All fields count except the generation, the role (it may change at run time) and what is derived from the machine.
     """
-    same = replace(config, generation=0, role="both", cpu_threads=None)
+    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None)
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 

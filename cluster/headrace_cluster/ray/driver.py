@@ -186,7 +186,7 @@ class RayDriver:
             generation=name.generation,
             # Ranks have another working directory.
             source=str(source.resolve()) if source.exists() else model.source,
-            role=str(role),
+            role=role,
             profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
             cpu_threads=threads,
             host=self._host,

@@ -50,7 +50,7 @@ class RankActor:
         self._rank = rank
         self._replica_class = replica_class
         self._replica: Any = None
-        self._role = self._config.role
+        self._role: str = self._config.role
         self._draining = False
         self._started: ReplicaStarted | None = None
         self._ended = threading.Event()

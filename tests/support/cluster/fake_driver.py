@@ -37,7 +37,7 @@ class FakeDriver:
         config = ReplicaConfig(
             replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
         )
-        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=str(role)))
+        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=role))
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
@@ -61,7 +61,7 @@ class FakeDriver:
             model=model.name,
             source="",
             secret=SECRET,
-            role=str(role),
+            role=role,
         )
         self.replicas[name] = FakeReplica(config)
         self._deaths[name] = asyncio.get_running_loop().create_future()

@@ -29,7 +29,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.config = config
         self.rank = rank
         self.report = report
-        self.role = config.role
+        self.role: str = config.role
         self.boot_id = os.urandom(16)
         self.ended = threading.Event()
         self.health_paused = threading.Event()

@@ -7,6 +7,7 @@ from msgspec import Struct
 from pydantic import Field
 
 from headrace_proto.flag import flag
+from headrace_proto.role import Role
 
 EMBEDDED_MODEL = "smollm2"  # the source that needs no files and no network
 
@@ -123,7 +124,7 @@ class ReplicaConfig(ReplicaSettings):
     generation: int = 1
     model: str  # the name that requests use
     source: str  # Hub id, folder, .gguf file, or the embedded "smollm2"
-    role: str = "both"  # both | prefill | decode
+    role: Role = Role.BOTH
     device: str = "auto"  # auto | cpu | cuda, or cuda:N for one rank
     kv_cache_memory: int | None = None  # bytes per rank
     profile_dir: str | None = None  # where profiles are written on request

@@ -2,7 +2,7 @@
 
 import time
 
-from headrace_proto.role import Role, parse_role
+from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.transfer_reports import forward_notes
@@ -63,7 +63,7 @@ class ServingRank:
         except BaseException:
             server.stop()
             raise
-        loop.commands.exchange(lambda exchange: exchange.compute_for_others(parse_role(config.role).prefills))
+        loop.commands.exchange(lambda exchange: exchange.compute_for_others(config.role.prefills))
         loop.start()
         if team is not None:
             team.detector.on_loss(loop.abandon)

@@ -4,7 +4,6 @@ from blake3 import blake3
 from google.protobuf.json_format import ParseDict
 
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.role import parse_role
 from headrace_worker.assembly.assemble import Assembly
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
@@ -12,7 +11,7 @@ from headrace_worker.server.description import Description
 
 
 def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Description:
-    """The description for routers. Raises UnknownRoleError."""
+    """The description for routers."""
     model, limits = assembly.model, assembly.limits
     facts = model.facts
     identity = pb.ReplicaIdentity(
@@ -24,7 +23,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Descr
         dtype=model.dtype_name,
         kv_dtype=model.dtype_name,
         kv_layout=_layout_message(model.layout),
-        role=parse_role(config.role).number,
+        role=config.role.number,
     )
     message = pb.ModelFacts(
         identity=identity,
