@@ -15,6 +15,7 @@ from statistics import median
 import machine
 
 from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.kv.manager import KVManager, ModelScope
@@ -42,7 +43,7 @@ def make_engine(groups: int) -> tuple[Engine, KVManager, Scheduler]:
     specs = tuple(CacheGroupSpec(index, (index,), 1, 64, 0) for index in range(groups))
     scope = ModelScope("m", "r", "float32", "float32")
     kv = KVManager(CacheLayout(BLOCK_SIZE, specs, 4), 40_000, BlockHasher(derive_key(b"k")), scope)
-    scheduler = Scheduler(SchedulerLimits(256, 2048), kv, time.monotonic)
+    scheduler = Scheduler(SchedulerLimits(256, 2048, ReplicaConfig.max_waiting), kv, time.monotonic)
     return Engine(scheduler, ConstantRunner(), time.monotonic), kv, scheduler
 
 

@@ -32,6 +32,7 @@ from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop, StepReport
 from headrace_worker.comm.parallel_context import SINGLE
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
@@ -117,7 +118,7 @@ class Bench:
         random = Random(0)
         scope = ModelScope("m", "r", "float32", "float32")
         self.kv = KVManager(LAYOUT, 20_000, BlockHasher(derive_key(b"k")), scope)
-        self.scheduler = Scheduler(SchedulerLimits(ROWS, 2048), self.kv, time.monotonic)
+        self.scheduler = Scheduler(SchedulerLimits(ROWS, 2048, ReplicaConfig.max_waiting), self.kv, time.monotonic)
         self.runner = FixedRunner()
         self.engine = Engine(self.scheduler, self.runner, time.monotonic)
         self.report: StepReport | None = None

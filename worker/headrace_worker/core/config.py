@@ -10,6 +10,9 @@ from headrace_proto.flag import flag
 from headrace_proto.role import Role
 
 EMBEDDED_MODEL = "smollm2"  # the source that needs no files and no network
+DtypeName = Literal["float32", "bfloat16", "float16"]
+WeightFormat = Literal["safetensors", "gguf", "dummy"]
+LoadFormat = Literal["auto", WeightFormat]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +50,14 @@ class ReplicaSettings:
         ),
     ] = False
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Literal["auto", DtypeName],
         Field(
             description="of weights and KV cache",
             json_schema_extra=flag("--dtype", help="format of weights and KV cache"),
         ),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"],
+        LoadFormat,
         Field(
             description="of the weights; dummy: random ones",
             json_schema_extra=flag("--load-format", help="format of the files; dummy: random weights"),

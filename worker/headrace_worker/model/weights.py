@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
+from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
-from headrace_worker.model.sharding.cuts import Cuts, Span, spans_of
+from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
 
 

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
+from headrace_worker.core.kv.blocks import NULL_BLOCK
 from headrace_worker.core.plan import Work
 from headrace_worker.device.staging import all_to_device
 from headrace_worker.runner.rows import RowState
-
-NULL_BLOCK = 0
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_proto.errors import ModelUnsupportedError
-
-Span = tuple[int, int]  # [start, stop)
+from headrace_worker.core.transfer.shards import Span
 
 
 @dataclass(frozen=True, slots=True)

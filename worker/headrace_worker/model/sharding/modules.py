@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headrace_worker.comm.parallel_context import Communicator
+from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.attention import current_step
-from headrace_worker.model.sharding.cuts import Span
 
 
 class Wrapper(nn.Module):

@@ -6,7 +6,8 @@ from typing import Any
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_proto.quantities import counted
 from headrace_worker.comm.parallel_context import ParallelContext
-from headrace_worker.model.sharding.cuts import Span, kv_heads
+from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.sharding.cuts import kv_heads
 
 
 def local_kv_heads(config: Any, parallel: ParallelContext) -> int:

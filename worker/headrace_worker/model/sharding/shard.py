@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import ParallelContext
+from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.sharding import strings
-from headrace_worker.model.sharding.cuts import Cut, Cuts, Span, ceiling, cut_shape, even, kv_heads, query_heads, scaled
+from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
 from headrace_worker.model.sharding.places import kv_count
 from headrace_worker.model.sharding.stages import replace_other_stages
