@@ -27,6 +27,8 @@ NEVER = {
 }
 PURE = {"worker": "core", "router": "core", "cluster": "core"}  # a folder whose files are all pure
 PURE_NEVER = {"torch", "ray", "grpc", "asyncio", "time", "threading", "random", "socket", "subprocess", "numpy"}
+PURE_NEVER |= {"os", "secrets", "uuid", "datetime", "select", "concurrent"}
+PURE_ENDS = "headrace_cluster.spec."  # data; its settings are declared beside the programs that read them
 PURE_ALLOWED = {"worker/headrace_worker/core/guide.py": {"numpy"}}  # the type of a mask
 LAYERS = re.compile(r"^Layers, lowest first: (.+)\.$", re.MULTILINE)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -59,7 +61,9 @@ def headrace_modules(path: Path) -> set[str]:
     """Dotted names of our own modules that a file imports when it is loaded or called."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headrace_"):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.startswith("headrace_")}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headrace_"):
             folder = ROOT / node.module.split("_")[1].split(".")[0] / node.module.replace(".", "/")
             for alias in node.names:
                 inside = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
@@ -89,6 +93,47 @@ def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) ->
     assert len(files) > 3
     bad = []
     for path in files:
+        name = str(path.relative_to(ROOT))
+        bad += [f"{name}: {found}" for found in imported(path) & PURE_NEVER - PURE_ALLOWED.get(name, set())]
+    assert not bad, "\n".join(bad)
+
+
+def test_every_form_of_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import headrace_worker.core.engine\nimport headrace_worker.core.plan as plan, os\n"
+        "def f():\n    from headrace_worker.core import request\n    from headrace_worker.core.plan import Work\n"
+    )
+    assert headrace_modules(path) == {f"headrace_worker.core.{name}" for name in ("engine", "plan", "request")}
+
+
+def our_modules() -> dict[str, Path]:
+    """Our modules by dotted name; a package is its `__init__`."""
+    return {module_name(path, ROOT / name / f"headrace_{name}"): path for name in PACKAGES for path in sources(name)}
+
+
+def loaded_with(name: str, modules: dict[str, Path]) -> set[str]:
+    """Our modules that an import of this one loads: what it imports in turn, and the packages around each."""
+    loaded: set[str] = set()
+    waiting = [name]
+    while waiting:
+        name = waiting.pop()
+        if name.startswith(PURE_ENDS):
+            continue
+        parts = name.split(".")
+        for found in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & modules.keys() - loaded:
+            loaded.add(found)
+            waiting += headrace_modules(modules[found])
+    return loaded
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_nothing_that_a_pure_core_loads_is_impure(package: str) -> None:
+    modules = our_modules()
+    core = f"headrace_{package}.{PURE[package]}"
+    loaded = set[str]().union(*(loaded_with(name, modules) for name in modules if name.startswith(core)))
+    bad = []
+    for path in sorted(modules[name] for name in loaded):
         name = str(path.relative_to(ROOT))
         bad += [f"{name}: {found}" for found in imported(path) & PURE_NEVER - PURE_ALLOWED.get(name, set())]
     assert not bad, "\n".join(bad)

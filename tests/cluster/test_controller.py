@@ -24,7 +24,7 @@ from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.errors import ListenError
 from headrace_proto.secret import secret_metadata
-from headrace_worker.profiling import Operator, ProfileReport
+from headrace_worker.profiling.report import Operator, ProfileReport
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]

@@ -16,7 +16,7 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
-from headrace_worker.profiling import ProfileRefusedError, ProfileReport
+from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
 
 RENDEZVOUS = Rendezvous("127.0.0.1", 1, 2, bytes(32))
 

@@ -13,16 +13,9 @@ import pytest
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan, Work
-from headrace_worker.profiling import (
-    Operator,
-    ProfileFailedError,
-    ProfileFolderError,
-    ProfileRefusedError,
-    StepProfiler,
-    Window,
-    make_profiler,
-)
 from headrace_worker.profiling import profiler as profiler_module
+from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
+from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileFolderError, ProfileRefusedError
 from headrace_worker.profiling.stepping import ProfiledRunner
 from headrace_worker.profiling.trace_table import top_operators
 

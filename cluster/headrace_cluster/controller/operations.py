@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
+from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 MAX_DRAIN_SECONDS = 24 * 3600
 

@@ -24,7 +24,7 @@ from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
-from headrace_worker.profiling import DEFAULT_SECONDS, DEFAULT_STEPS
+from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 log = structlog.get_logger(__name__)
 

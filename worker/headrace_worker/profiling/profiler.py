@@ -23,8 +23,16 @@ import structlog
 from headrace_proto.quantities import counted
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan
-from headrace_worker.profiling.errors import ProfileFailedError, ProfileFolderError, ProfileRefusedError
-from headrace_worker.profiling.report import DEFAULT_STEPS, MAX_SECONDS, MAX_STEPS, Operator, ProfileReport
+from headrace_worker.profiling.report import (
+    DEFAULT_STEPS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    Operator,
+    ProfileFailedError,
+    ProfileFolderError,
+    ProfileRefusedError,
+    ProfileReport,
+)
 
 log = structlog.get_logger(__name__)
 

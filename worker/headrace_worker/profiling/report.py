@@ -1,6 +1,8 @@
-"""The result of a window of recorded steps. Plain data, sent from a rank to the command line."""
+"""The result of a window of recorded steps, or why there is none. Sent from a rank to the command line."""
 
 from msgspec import Struct
+
+from headrace_proto.errors import HeadraceError
 
 DEFAULT_STEPS, MAX_STEPS = 20, 1000
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0
@@ -24,3 +26,15 @@ class ProfileReport(Struct, frozen=True):
     seconds: float  # from the first recorded step to the end of the last one
     operators: list[Operator]  # those that took most of the time, on the device and on the host
     note: str = ""  # why it has fewer steps than requested
+
+
+class ProfileRefusedError(HeadraceError):
+    """A profile was requested that cannot be made now."""
+
+
+class ProfileFailedError(HeadraceError):
+    """A profile was begun, and failed. The steps that it should have recorded are not affected."""
+
+
+class ProfileFolderError(HeadraceError):
+    """The folder for profiles cannot be written."""

@@ -7,7 +7,7 @@ from headrace_worker.assembly.stepping import choose_recorder
 from headrace_worker.assembly.transfer_reports import to_rank_0
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
-from headrace_worker.profiling import StepProfiler
+from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledStage
 from headrace_worker.ranks.follower import Follower
 from headrace_worker.ranks.stage import StageRunner

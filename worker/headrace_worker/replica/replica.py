@@ -10,7 +10,8 @@ from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.core.step_runner import RunnerBrokenError
-from headrace_worker.profiling import ProfileRefusedError, ProfileReport, StepProfiler, Window, make_profiler
+from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
+from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.following_rank import FollowingRank
 from headrace_worker.replica.serving_rank import ServingRank

@@ -8,7 +8,7 @@ from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.transfer_reports import forward_notes
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
-from headrace_worker.profiling import StepProfiler
+from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.start_facts import freeze_loaded, start_facts
 from headrace_worker.runner.graphs import GraphRecorder
