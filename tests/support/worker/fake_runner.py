@@ -109,18 +109,18 @@ class PipelineRunner(FakeRunner):
     batches: int = 2
     in_flight: list[StepPlan] = field(default_factory=list)
     most_in_flight: int = 0
-    generations: dict[int, int] = field(default_factory=dict)
-    _late: list[tuple[int, int, int]] = field(default_factory=list)  # row, generation, token
+    uses: dict[int, int] = field(default_factory=dict)
+    _late: list[tuple[int, int, int]] = field(default_factory=list)  # row, row_use, token
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self.on_launch(plan)
         for row in plan.frees:
-            self.generations.pop(row, None)
+            self.uses.pop(row, None)
         for init in plan.inits:
-            self.generations[init.row] = init.generation
-        pending = {(row, generation) for row, generation, _ in self._late}
+            self.uses[init.row] = init.row_use
+        pending = {(row, row_use) for row, row_use, _ in self._late}
         for work in plan.work:
-            assert (work.row, self.generations[work.row]) not in pending, "a row's next position needs its token"
+            assert (work.row, self.uses[work.row]) not in pending, "a row's next position needs its token"
         launch, self.on_launch = self.on_launch, lambda plan: None
         step = super().launch(plan)
         self.on_launch = launch
@@ -136,8 +136,8 @@ class PipelineRunner(FakeRunner):
         plan = self.in_flight.pop(0)
         assert plan is handle.plan, "steps are collected in order"
         drawn, self._late = self._late[: len(result.tokens)], self._late[len(result.tokens) :]
-        for row, generation, token in drawn:
-            if self.generations.get(row) == generation:
+        for row, row_use, token in drawn:
+            if self.uses.get(row) == row_use:
                 self.rows[row].append(token)
         self.on_collect(plan)
         return result
@@ -147,5 +147,5 @@ class PipelineRunner(FakeRunner):
         assert step.result is not None
         rows = [work.row for work in step.plan.work if work.sample]
         for row, token in zip(rows, step.result.tokens, strict=True):
-            self._late.append((row, self.generations[row], self.rows[row].pop()))
+            self._late.append((row, self.uses[row], self.rows[row].pop()))
             assert self._late[-1][2] == token

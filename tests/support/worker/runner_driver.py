@@ -15,7 +15,7 @@ class Driver:
     computed: dict[int, int] = field(default_factory=dict)
     tables: dict[int, int] = field(default_factory=dict)
     steps: int = 0
-    generation: int = 0
+    row_use: int = 0
 
     def __post_init__(self) -> None:
         # Odd blocks backwards, then even ones: adjacent blocks of a table are never adjacent in the pool.
@@ -23,11 +23,11 @@ class Driver:
         self.free = [*range(2, count, 2), *range(1, count, 2)]
 
     def init(self, row: int, prompt: list[int], sampling: RowSampling | None = None) -> RowInit:
-        self.generation += 1
+        self.row_use += 1
         self.tokens[row] = list(prompt)
         self.computed[row] = 0
         self.tables[row] = 0
-        return RowInit(row, self.generation, list(prompt), len(prompt), sampling or RowSampling(temperature=0.0))
+        return RowInit(row, self.row_use, list(prompt), len(prompt), sampling or RowSampling(temperature=0.0))
 
     def grow(self, row: int, end: int) -> list[TableUpdate]:
         needed = -(-end // self.runner.layout.block_size) - self.tables[row]

@@ -53,7 +53,7 @@ def test_a_row_is_reset_when_it_is_reassigned() -> None:
     rows.initialise(RowInit(1, 2, [3], 1, GREEDY))
     assert rows.tokens[1].tolist() == [3] + [0] * 16
     assert not rows.tables[0][1].any() and not rows.tables[1][1].any()
-    assert rows.generations.tolist() == [-1, 2, -1]
+    assert rows.uses.tolist() == [-1, 2, -1]
 
 
 def test_gather_flattens_mixed_work() -> None:

@@ -25,14 +25,14 @@ class InFlight:
         self.highest = 0
         self._waiting: dict[
             int, set[tuple[int, int]]
-        ] = {}  # by step: rows whose token is in flight, and their generations
+        ] = {}  # by step: rows whose token is in flight, and the number of its use
         self._owners: dict[int, int] = {}
         runner: Any = engine._runner
         self._launch, self._collect = runner.launch, runner.collect
         runner.launch, runner.collect = self.launch, self.collect
 
     def launch(self, plan: StepPlan) -> Any:
-        self._owners |= {init.row: init.generation for init in plan.inits}
+        self._owners |= {init.row: init.row_use for init in plan.inits}
         rows = {(work.row, self._owners[work.row]) for work in plan.work}
         assert not any(rows & waiting for waiting in self._waiting.values())
         self._waiting[plan.step] = {(work.row, self._owners[work.row]) for work in plan.work if work.sample}

@@ -37,7 +37,7 @@ class RowInit(Struct, frozen=True):
     """A row is assigned to a request: all state of the row is reset to this (RELIABILITY R10)."""
 
     row: int
-    generation: int
+    row_use: int  # number of this use of the row
     token_ids: list[int]  # all tokens known so far: prompt, then outputs of earlier attempts or before preemption
     prompt_len: int
     sampling: RowSampling

@@ -25,10 +25,10 @@ class RequestTable:
         self.waiting.remove(request)
         request.table = self.kv.new_table(hit)
         request.computed = hit.tokens
-        request.row, generation = self.rows.allocate()
+        request.row, row_use = self.rows.allocate()
         self.guided += request.guide is not None
         self.running.append(request)
-        return RowInit(request.row, generation, list(request.tokens), request.prompt_len, request.sampling)
+        return RowInit(request.row, row_use, list(request.tokens), request.prompt_len, request.sampling)
 
     def preempt(self, request: Request) -> None:
         """Moves a request back to the queue: its blocks are released, and positions no longer cached are recomputed."""

@@ -48,10 +48,10 @@ class StageResult:
 
 @dataclass(slots=True)
 class _Drawing:
-    """Rows that wait for their tokens, and the generations they had."""
+    """Rows that wait for their tokens, and which use of each."""
 
     batch: Batch
-    generations: list[int]
+    uses: list[int]
 
 
 class StageRunner:
@@ -84,7 +84,7 @@ class StageRunner:
             if out is not None:
                 self._send_hidden(out)
             if self._topology.is_first_stage and batch.sample_rows:
-                owners = [int(self.runner.rows.generations[row]) for row in batch.sample_rows]
+                owners = [int(self.runner.rows.uses[row]) for row in batch.sample_rows]
                 self._drawings[step.plan.step] = _Drawing(batch, owners)
             return StageResult()
         if not batch.sample_rows:
@@ -132,7 +132,7 @@ class StageRunner:
         return result
 
     def _store_drawn(self, drawn: Drawn) -> None:
-        """Store tokens in the rows that still have the generation for which they were sampled."""
+        """Store tokens in the rows that are still in the use for which they were sampled."""
         drawing = self._drawings.pop(drawn.step, None)
         if drawing is None:
             return
@@ -140,8 +140,8 @@ class StageRunner:
         tokens = torch.tensor(drawn.tokens, dtype=torch.int64)
         kept = [
             index
-            for index, (row, owner) in enumerate(zip(batch.sample_rows, drawing.generations, strict=True))
-            if int(rows.generations[row]) == owner
+            for index, (row, owner) in enumerate(zip(batch.sample_rows, drawing.uses, strict=True))
+            if int(rows.uses[row]) == owner
         ]
         if kept:
             to = self.runner.device

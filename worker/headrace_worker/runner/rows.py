@@ -30,7 +30,7 @@ class RowState:
         self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device)
         entries = -(-max_len // layout.block_size)
         self.tables: list[NDArray[np.int32]] = [np.zeros((max_rows, entries), np.int32) for _ in layout.groups]
-        self.generations = np.full(max_rows, -1, np.int64)
+        self.uses = np.full(max_rows, -1, np.int64)
 
     def initialise(self, init: RowInit) -> None:
         """Reset all state of a row for a new request."""
@@ -40,10 +40,10 @@ class RowState:
         self.tokens[row] = to_device(known, self.device)
         for table in self.tables:
             table[row] = 0
-        self.generations[row] = init.generation
+        self.uses[row] = init.row_use
 
     def free(self, row: int) -> None:
-        self.generations[row] = -1
+        self.uses[row] = -1
 
     def update_table(self, update: TableUpdate) -> None:
         self.tables[update.group][update.row, update.first : update.first + len(update.block_ids)] = update.block_ids
