@@ -3,6 +3,7 @@
 import functools
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace_proto.quantities import counted
@@ -85,7 +86,7 @@ class Preparer:
                 texts = [await self._pool.run(functools.partial(card.decode, one)) for one in ids]
         request = self._request(body, card, ids, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
         if body.echo:
-            request.echoes = tuple(text for text in texts for _ in range(body.n or 1))
+            return replace(request, echoes=tuple(text for text in texts for _ in range(body.n or 1)))
         return request
 
     def _request(

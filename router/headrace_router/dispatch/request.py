@@ -6,7 +6,7 @@ from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """The input of a generation. `label` is the client's request id: for logs, never a key (R12)."""
 
