@@ -20,6 +20,7 @@ from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.offline import OfflineEngine, Prompt
+from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica import Replica
 
@@ -81,7 +82,7 @@ def build(tp: int, pp: int, cores: int) -> LayoutReplica:
     ]
     for process in others:
         process.start()
-    team = Team(config, 0, opened.rendezvous, opened)
+    team = join_team(config, 0, opened.rendezvous, opened)
     assembly = assemble(config, team=team)
     team.barrier()
     return LayoutReplica(assembly, threads, team, others)

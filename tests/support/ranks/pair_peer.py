@@ -6,12 +6,12 @@ import msgspec
 import torch
 
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
-from headrace_worker.ranks.team import Team
+from headrace_worker.ranks.join import join_team
 
 if __name__ == "__main__":
     device = sys.argv[1]
     config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
-    team = Team(config, 1, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=Rendezvous))
+    team = join_team(config, 1, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=Rendezvous))
     one = torch.ones(1000, device=team.device)
     while True:
         team.context.tp.all_reduce(one.clone())

@@ -18,7 +18,7 @@ from headrace_worker.assembly.assemble import assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
-from headrace_worker.ranks.team import Team
+from headrace_worker.ranks.join import join_team
 from support.child_environment import child_environment
 from support.ranks.checked_run import checked_run
 from support.worker.recorders import make_recorder
@@ -175,7 +175,7 @@ class ProcessReplica:
             for rank in range(1, ranks)
         ]
         self.recorder = make_recorder(faults[0]) if faults[0] is not None else None
-        self.team = Team(self.config, 0, opened.rendezvous, opened)
+        self.team = join_team(self.config, 0, opened.rendezvous, opened)
         try:
             assembly = assemble(self.config, team=self.team, recorder=self.recorder)
             self.team.barrier()

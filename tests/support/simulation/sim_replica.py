@@ -154,7 +154,7 @@ class SimReplica:
     def target_disconnected(self, stream: TransferStream) -> None:
         """As the source: a stream ended."""
         self.targets.pop(stream.name, None)
-        self.command(lambda exchange: exchange.granter.peer_lost(stream.name))
+        self.command(lambda exchange: exchange.target_lost(stream.name))
 
     def name_of(self, stream: TransferStream) -> str:
         self._names += 1

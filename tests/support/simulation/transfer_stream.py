@@ -127,7 +127,7 @@ class TransferStream:
             self._open = True
             assert self.source is not None and self._up is not None
             order = target.pair_registry.as_target(cast(RendezvousHost, self._rendezvous_host), self.source.shards)
-            target.command(lambda exchange: exchange.fetcher.open_pair(self.address, order))
+            target.command(lambda exchange: exchange.open_source(self.address, order))
             while self._waiting:
                 self._put(self._up, self._waiting.popleft())
         else:

@@ -11,6 +11,7 @@ import torch
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
 from support.child_environment import child_environment
 
@@ -30,7 +31,7 @@ def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "support.ranks.pair_peer", theirs, rendezvous]
     peer = subprocess.Popen(command, env=child_environment())
     config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
-    return Team(config, 0, opened.rendezvous, opened), peer
+    return join_team(config, 0, opened.rendezvous, opened), peer
 
 
 def _exchange(team: Team) -> None:

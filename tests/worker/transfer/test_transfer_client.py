@@ -40,8 +40,10 @@ class FakePairRegistry:
         self.events: list[str] = []
         self.identity = pb.ReplicaIdentity(replica_id="target")
         self.shards_message = SHARDS
-        fetcher = SimpleNamespace(open_pair=lambda source, order: self.events.append("opened"))
-        exchange = SimpleNamespace(fetcher=fetcher, source_lost=lambda source: self.events.append("lost"))
+        exchange = SimpleNamespace(
+            open_source=lambda source, order: self.events.append("opened"),
+            source_lost=lambda source: self.events.append("lost"),
+        )
         self.commands = SimpleNamespace(exchange=lambda action: action(exchange))
 
     def open_rendezvous(self) -> Any:

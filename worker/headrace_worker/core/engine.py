@@ -90,7 +90,7 @@ class Engine:
         """Ends an attempt in any phase; None when the engine does not have it (any more)."""
         request = self._requests.pop(attempt_id, None)
         if request is not None:
-            self.exchange.fetcher.cancel(request)
+            self.exchange.cancel(request)
         return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
 
     def step(self) -> list[Output]:

@@ -12,6 +12,7 @@ from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
 from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
+from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.following_rank import FollowingRank
 from headrace_worker.replica.serving_rank import ServingRank
@@ -63,7 +64,7 @@ class Replica:
         if rendezvous is None:
             return self._serve(None)
         self._report("connecting to the other ranks", 0.0)
-        self._team = team = Team(self._config, self._rank, rendezvous, self._opened)
+        self._team = team = join_team(self._config, self._rank, rendezvous, self._opened)
         try:
             return team.detector.guard(lambda: self._follow(team) if self._rank else self._serve(team))
         except Exception as error:

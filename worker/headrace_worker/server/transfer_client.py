@@ -99,7 +99,7 @@ class TransferClient:
         if mismatch:
             raise InvalidTransferError(mismatch)
         order = pair_registry.as_target(opened, shards)
-        pair_registry.commands.exchange(lambda exchange: exchange.fetcher.open_pair(source, order))
+        pair_registry.commands.exchange(lambda exchange: exchange.open_source(source, order))
         try:
             await run_duplex(self._read(source, call), self._write(self._outgoing[source], call))
         finally:

@@ -76,7 +76,7 @@ class TransferService:
         finally:
             reader.cancel()
             del self._outgoing[name]
-            pair_registry.commands.exchange(lambda exchange: exchange.granter.peer_lost(name))
+            pair_registry.commands.exchange(lambda exchange: exchange.target_lost(name))
 
     async def _read(self, name: str, frames: AsyncIterator[pb.TargetFrame]) -> None:
         try:

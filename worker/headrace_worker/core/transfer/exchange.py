@@ -88,6 +88,13 @@ class TransferExchange:
         """A step's results were processed."""
         self.granter.processed(step)
 
+    def cancel(self, request: Request) -> None:
+        """The request has ended: so does its fetch, if it has one."""
+        self.fetcher.cancel(request)
+
+    def open_source(self, source: str, order: OpenPair) -> None:
+        self.fetcher.open_pair(source, order)
+
     def receive_from_source(self, source: str, message: FromSource) -> None:
         self.fetcher.receive(source, message, self._clock())
 
@@ -96,6 +103,9 @@ class TransferExchange:
 
     def receive_from_target(self, target: str, message: ToSource) -> None:
         self.granter.receive(target, message, self._clock())
+
+    def target_lost(self, target: str) -> None:
+        self.granter.peer_lost(target)
 
     def open_target(self, target: str, order: OpenPair) -> None:
         self.granter.open_pair(target, order, self._clock())

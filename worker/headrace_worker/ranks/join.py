@@ -1,0 +1,118 @@
+"""Connects a rank to its replica's ranks: all connections are created once, in the same order on all ranks."""
+
+import contextlib
+
+import torch
+
+from headrace_kernels.cpu.library import missing
+from headrace_proto.errors import DeviceError, HeadraceError
+from headrace_worker.comm import shared_memory
+from headrace_worker.comm.communicators import DeviceCommunicator, OrderedCommunicator
+from headrace_worker.comm.failure_detection import FailureDetector
+from headrace_worker.comm.group import device_group, host_group
+from headrace_worker.comm.parallel_context import Communicator, ParallelContext, SingleRank
+from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
+from headrace_worker.comm.topology import Topology
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.device.choice import choose_device
+from headrace_worker.ranks.team import Team
+
+
+def join_team(config: ReplicaConfig, rank: int, rendezvous: Rendezvous, opened: RendezvousHost | None = None) -> Team:
+    """Connects to the other ranks; `opened` on rank 0 only. Raises RendezvousError, DeviceError, RankLostError."""
+    detector = FailureDetector(rank)
+    detector.start()
+    try:
+        return detector.guard(lambda: _join(config, Topology(config.tp, config.pp, rank), rendezvous, opened, detector))
+    except Exception as error:
+        detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+        detector.close()
+        raise
+
+
+def _join(
+    config: ReplicaConfig,
+    topology: Topology,
+    rendezvous: Rendezvous,
+    opened: RendezvousHost | None,
+    detector: FailureDetector,
+) -> Team:
+    rank, size = topology.rank, topology.size
+    rendezvous_store = join_rendezvous(rendezvous, rank, size, detector, opened)
+    store = rendezvous_store.store
+    device = _bind_device(choose_device(config.device), rank)
+    host = host_group(store, "host", config.host, rank, size, detector)
+    pipe = host
+    if device.type == "cuda" and topology.pp > 1:
+        pipe = device_group(store, "pipe", device, rank, size, detector)
+    notes: list[str] = []
+    communicator = _communicator(config, topology, device, rendezvous_store, detector, notes)
+    context = ParallelContext(communicator, topology.stage, topology.pp, config.ep)
+    return Team(topology, detector, rendezvous_store, device, host, pipe, context, notes, opened)
+
+
+def _communicator(
+    config: ReplicaConfig,
+    topology: Topology,
+    device: torch.device,
+    rendezvous_store: RendezvousStore,
+    detector: FailureDetector,
+    notes: list[str],
+) -> Communicator:
+    """Of the stage's ranks."""
+    store = rendezvous_store.store
+    if topology.tp == 1:
+        return SingleRank()
+    if device.type == "cuda":
+        name = f"stage-{topology.stage}"
+        group = device_group(store, name, device, topology.place, topology.tp, detector)
+        # NCCL's order of addition depends on the size of the tensor.
+        return OrderedCommunicator(group) if config.deterministic else DeviceCommunicator(group)
+    segment = _shared_segment(topology, rendezvous_store, notes)
+    if segment is not None:
+        return shared_memory.SharedCommunicator(segment, topology.peers, topology.place, detector)
+    group = host_group(store, f"stage-{topology.stage}", config.host, topology.place, topology.tp, detector)
+    return OrderedCommunicator(group)
+
+
+def _shared_segment(
+    topology: Topology, rendezvous_store: RendezvousStore, notes: list[str]
+) -> shared_memory.Segment | None:
+    """The stage's shared memory, if all of its ranks can map it."""
+    key = f"segment-{topology.stage}"
+    segment, why = None, missing() or ""
+    with contextlib.ExitStack() as stack:
+        try:
+            if topology.place == 0:
+                ticket, segment = stack.enter_context(shared_memory.create_segment(topology.tp))
+                rendezvous_store.post(key, ticket)
+            else:
+                segment = shared_memory.attach(rendezvous_store.read(key))
+        except OSError as error:
+            if topology.place == 0:
+                rendezvous_store.post(key, "")
+                why = why or f"there is no shared memory ({error.strerror})"
+            why = why or "the ranks of a stage are not on one node, or may not open each other's memory"
+        rendezvous_store.post(f"{key}-{topology.place}", why)
+        reasons = [rendezvous_store.read(f"{key}-{place}") for place in range(topology.tp)]
+    if not any(reasons):
+        return segment
+    why = next(reason for reason in reasons if reason)
+    notes.append(f"Ranks of a stage communicate through gloo, which is slower than shared memory: {why}.")
+    return None
+
+
+def _bind_device(device: torch.device, rank: int) -> torch.device:
+    """This rank's device, with its index: the launcher made one GPU visible to the rank."""
+    if device.type != "cuda":
+        return device
+    try:
+        index = device.index or 0
+        torch.cuda.set_device(index)
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        raise DeviceError(
+            f"rank {rank} cannot use its GPU ({type(error).__name__}): see which processes use it with nvidia-smi, and "
+            "CUDA_VISIBLE_DEVICES for what this process may see"
+        ) from error
+    return torch.device("cuda", index)
