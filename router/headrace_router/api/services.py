@@ -9,10 +9,10 @@ from headrace_router.api.http.body import BodyReader
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.dispatch.admission import Admission
-from headrace_router.dispatch.generation import Generation
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
@@ -36,8 +36,8 @@ class Services:
         return not self.admission.closed and self.fleet.ready
 
     @asynccontextmanager
-    async def generation(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+    async def run_request(self, request: GenerationRequest) -> AsyncIterator[RunningRequest]:
         """Runs a request that was admitted; a shutdown ends it. Raises ShuttingDownError."""
-        async with Generation(request, self.fleet, self.metrics, self.config) as generation:
-            with self.admission.failed_on_shutdown(generation.fail):
-                yield generation
+        async with RunningRequest(request, self.fleet, self.metrics, self.config) as running:
+            with self.admission.failed_on_shutdown(running.fail):
+                yield running

@@ -93,10 +93,10 @@ class InferenceService(InferenceServicer):
         body = _body(message, services.config.limits)
         async with services.admission.admit(tenant):
             request = await services.preparer.prepare(body, tenant, secrets.token_hex(16))
-            async with services.generation(request) as generation:
+            async with services.run_request(request) as running:
                 waiting: GenerateEvent | None = None
-                while not generation.done:
-                    for update in await generation.take():
+                while not running.done:
+                    for update in await running.take():
                         if waiting is not None:
                             yield waiting
                         waiting = _event(update)
@@ -104,8 +104,8 @@ class InferenceService(InferenceServicer):
                 last.usage.CopyFrom(
                     Usage(
                         prompt_tokens=request.prompt_tokens,
-                        completion_tokens=generation.completion_tokens,
-                        cached_tokens=generation.cached_tokens,
+                        completion_tokens=running.completion_tokens,
+                        cached_tokens=running.cached_tokens,
                     )
                 )
                 yield last

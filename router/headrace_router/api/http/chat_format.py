@@ -5,16 +5,16 @@ from typing import Any
 
 from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
-from headrace_router.dispatch.generation import Generation
+from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody
 
 
 class ChatFormat:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, body: ChatBody, generation: Generation, ident: str, created: int) -> None:
-        card = generation.request.card
-        self._choices = len(generation.choices)
+    def __init__(self, body: ChatBody, running: RunningRequest, ident: str, created: int) -> None:
+        card = running.request.card
+        self._choices = len(running.choices)
         self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
         self._logprobs = bool(body.logprobs)
@@ -59,7 +59,7 @@ class ChatFormat:
             ]
         return b"".join(pieces)
 
-    def usage_chunk(self, generation: Generation) -> bytes:
+    def usage_chunk(self, running: RunningRequest) -> bytes:
         return event(
             {
                 "id": self._common["id"],
@@ -67,11 +67,11 @@ class ChatFormat:
                 **self._common,
                 "system_fingerprint": None,
                 "choices": [],
-                "usage": usage(generation),
+                "usage": usage(running),
             }
         )
 
-    def response_object(self, updates: Sequence[ChoiceUpdate], generation: Generation) -> dict[str, Any]:
+    def response_object(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for update in updates:
             choice: dict[str, Any] = {
@@ -89,7 +89,7 @@ class ChatFormat:
             **self._common,
             "system_fingerprint": None,
             "choices": choices,
-            "usage": usage(generation),
+            "usage": usage(running),
         }
 
     def _entries(self, update: ChoiceUpdate) -> dict[str, Any] | None:

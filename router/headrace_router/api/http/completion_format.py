@@ -5,20 +5,20 @@ from typing import Any
 
 from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
-from headrace_router.dispatch.generation import Generation
+from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import CompletionBody
 
 
 class CompletionFormat:
     """`text_completion`, which streams the same object piece by piece."""
 
-    def __init__(self, body: CompletionBody, generation: Generation, ident: str, created: int) -> None:
-        card = generation.request.card
+    def __init__(self, body: CompletionBody, running: RunningRequest, ident: str, created: int) -> None:
+        card = running.request.card
         self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
         self._logprobs = body.logprobs is not None
         self._ids = bool(body.return_token_ids)
-        self._echoes = generation.request.echoes or ("",) * len(generation.choices)
+        self._echoes = running.request.echoes or ("",) * len(running.choices)
         self._offsets = [len(text) for text in self._echoes]
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
@@ -37,10 +37,10 @@ class CompletionFormat:
             choice["token_ids"] = update.token_ids
         return self._line({**choice, "finish_reason": update.finish_reason})
 
-    def usage_chunk(self, generation: Generation) -> bytes:
-        return event({**self._head, "system_fingerprint": None, "choices": [], "usage": usage(generation)})
+    def usage_chunk(self, running: RunningRequest) -> bytes:
+        return event({**self._head, "system_fingerprint": None, "choices": [], "usage": usage(running)})
 
-    def response_object(self, updates: Sequence[ChoiceUpdate], generation: Generation) -> dict[str, Any]:
+    def response_object(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for update in updates:
             choice = {"index": update.index, "text": self._echoes[update.index] + update.text}
@@ -48,7 +48,7 @@ class CompletionFormat:
             if self._ids:
                 choice["token_ids"] = update.token_ids
             choices.append({**choice, "finish_reason": update.finish_reason})
-        return {**self._head, "system_fingerprint": None, "choices": choices, "usage": usage(generation)}
+        return {**self._head, "system_fingerprint": None, "choices": choices, "usage": usage(running)}
 
     def _line(self, choice: dict[str, Any]) -> bytes:
         return self._before + line_json(choice) + self._after

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.dispatch.choice import ChoiceUpdate
-from headrace_router.dispatch.generation import Generation
+from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.model_card import ModelCard
 
 DONE = b"data: [DONE]\n\n"
@@ -46,14 +46,14 @@ def event(value: Any) -> bytes:
     return b"data: " + line_json(value) + b"\n\n"
 
 
-def usage(generation: Generation) -> dict[str, Any]:
+def usage(running: RunningRequest) -> dict[str, Any]:
     """The usage object of the tokens generated so far."""
-    prompt, completion = generation.request.prompt_tokens, generation.completion_tokens
+    prompt, completion = running.request.prompt_tokens, running.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": running.cached_tokens},
     }
 
 
@@ -66,10 +66,10 @@ class Format(Protocol):
     def chunk(self, update: ChoiceUpdate) -> bytes:
         """Events for one update of one choice."""
 
-    def usage_chunk(self, generation: Generation) -> bytes:
+    def usage_chunk(self, running: RunningRequest) -> bytes:
         """The event with the usage and no choices."""
 
-    def response_object(self, updates: Sequence[ChoiceUpdate], generation: Generation) -> dict[str, Any]:
+    def response_object(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> dict[str, Any]:
         """The object of a request without streaming, from one merged update per choice."""
 
 

@@ -16,7 +16,7 @@ from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, dumps, ev
 from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
-from headrace_router.dispatch.generation import Generation
+from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import Body, parse_body
 from headrace_router.validation.fields.ignored_fields import IgnoredFields
@@ -36,9 +36,9 @@ async def generation_response(
     services: Services,
     request: Request,
     kind: type[Body],
-    make_format: Callable[[Body, Generation, str, int], Format],
+    make_format: Callable[[Body, RunningRequest, str, int], Format],
 ) -> "GenerationResponse":
-    """Reads and checks a body of this kind. make_format: takes the body, the generation, an id, and unix seconds.
+    """Reads and checks a body of this kind. make_format: takes the body, the running request, an id, and unix seconds.
 
     Raises an ApiError; ClientDisconnect when the client disconnected.
     """
@@ -63,7 +63,7 @@ class GenerationResponse(Response):
         tenant: Tenant,
         label: str,
         body: ChatBody | CompletionBody,
-        make_format: Callable[[Generation, str, int], Format],
+        make_format: Callable[[RunningRequest, str, int], Format],
         *,
         headers: Headers = (),
     ) -> None:
@@ -95,36 +95,36 @@ class GenerationResponse(Response):
         services = self._services
         async with services.admission.admit(self._tenant):
             request = await services.preparer.prepare(self._body, self._tenant, self._label)
-            async with services.generation(request) as generation:
-                response_format = self._make_format(generation, secrets.token_hex(12), int(time.time()))
+            async with services.run_request(request) as running:
+                response_format = self._make_format(running, secrets.token_hex(12), int(time.time()))
                 if self._body.stream:
-                    await self._send_stream(generation, response_format, send)
+                    await self._send_stream(running, response_format, send)
                 else:
-                    await self._send_complete(generation, response_format, send)
+                    await self._send_complete(running, response_format, send)
 
-    async def _send_complete(self, generation: Generation, response_format: Format, send: Send) -> None:
-        body = dumps(response_format.response_object(await generation.finish(), generation))
+    async def _send_complete(self, running: RunningRequest, response_format: Format, send: Send) -> None:
+        body = dumps(response_format.response_object(await running.finish(), running))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, *self._extra_headers]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_stream(self, generation: Generation, response_format: Format, send: Send) -> None:
+    async def _send_stream(self, running: RunningRequest, response_format: Format, send: Send) -> None:
         # The first byte is sent after the first token, so that refusals are proper HTTP errors.
         silence = self._services.config.keep_alive_seconds
-        updates = await generation.take(silence)
+        updates = await running.take(silence)
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._extra_headers]})
         opening = b"".join(response_format.head())
         try:
             await send(_part(opening + (_chunks(response_format, updates) or KEEP_ALIVE)))
-            while not generation.done:
-                updates = await generation.take(silence)
-                if updates or not generation.done:
+            while not running.done:
+                updates = await running.take(silence)
+                if updates or not running.done:
                     await send(_part(_chunks(response_format, updates) or KEEP_ALIVE))
-            tail = response_format.usage_chunk(generation) if self._body.includes_usage else b""
+            tail = response_format.usage_chunk(running) if self._body.includes_usage else b""
             await send(_part(tail + DONE, last=True))
         except ApiError as error:
             self._services.metrics.failed(error)
-            log.warning("stream ended by an error", request=generation.request.label, code=error.code)
+            log.warning("stream ended by an error", request=running.request.label, code=error.code)
             await send(_part(event(error.body()), last=True))
 
 

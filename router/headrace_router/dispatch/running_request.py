@@ -24,7 +24,7 @@ from headrace_router.text.model_card import ModelCard
 log = structlog.get_logger("headrace.router.generation")
 
 
-class Generation:
+class RunningRequest:
     """Runs a request. Entered with `async with`; every exit cancels what still runs.
 
     `take` returns the updates since the last call. For a slow reader updates are merged, never queued.
@@ -60,7 +60,7 @@ class Generation:
     def completion_tokens(self) -> int:
         return sum(len(choice.output_token_ids) for choice in self.choices)
 
-    async def __aenter__(self) -> "Generation":
+    async def __aenter__(self) -> "RunningRequest":
         self._running = len(self._runs)
         for run in self._runs:
             run.begin()
@@ -126,8 +126,8 @@ class Generation:
 class _ChoiceListener:
     """Turns what a run reports into updates, metrics and log events."""
 
-    def __init__(self, generation: Generation, choice: Choice, metrics: RouterMetrics) -> None:
-        self._generation = generation
+    def __init__(self, running: RunningRequest, choice: Choice, metrics: RouterMetrics) -> None:
+        self._running_request = running
         self._choice = choice
         self._metrics = metrics
         self._model = choice.request.model
@@ -140,11 +140,11 @@ class _ChoiceListener:
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> None:
         if not self._choice.output_token_ids and is_first(self._choice.request):  # usage counts each prompt once
-            self._generation.cached_tokens += attempt.cached_tokens
+            self._running_request.cached_tokens += attempt.cached_tokens
         self._observer.add_tokens(len(token_ids))
         update = self._choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
-            self._generation.add_update(update)
+            self._running_request.add_update(update)
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
         if outcome is Outcome.MOVED:
@@ -159,7 +159,7 @@ class _ChoiceListener:
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if failure is None and attempt is not None:
             self._observer.finished(self._choice, attempt)
-        self._generation.choice_ended(failure)
+        self._running_request.choice_ended(failure)
 
 
 class LoopTimers:
