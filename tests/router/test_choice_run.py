@@ -94,13 +94,13 @@ class FakeReplica(ReplicaState[None]):
         self.begun[-1].receive(Delta(first_index=first, token_ids=ANSWER[first : first + count], finish=finish))
 
     def _record_frame(self) -> None:
-        frame = self.outbox.take()
+        frame = self.submit_queue.take()
         assert frame is not None
         self.submits += frame.submits
         self.cancelled += [cancel.attempt_id for cancel in frame.cancels]
 
 
-class Output:
+class ChoiceOutput:
     """Token ids only. `stops_at`: the number of tokens after which the answer is complete, as after a stop string."""
 
     def __init__(self, stops_at: int | None) -> None:
@@ -124,7 +124,7 @@ class Scenario:
         self.events: list[str] = []
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
-        self.output = Output(stops_at)
+        self.output = ChoiceOutput(stops_at)
         request = ChoiceRequest(
             "label", "m", "r", b"salt", [1, 2, 3], Sampling(max_tokens=4), deadline_seconds=deadline
         )

@@ -79,7 +79,7 @@ def test_a_submit_that_cannot_be_sent_ends_the_stream_and_the_link_reconnects(
     """The link's reader alone would not detect it, and no later submit would be sent."""
     harness.start([make_replica()])
     (replica,) = harness.router.services.fleet.replicas
-    take = replica.outbox.take
+    take = replica.submit_queue.take
     frames = iter([ValueError("out of range")])
 
     def fail_once() -> Any:
@@ -88,7 +88,7 @@ def test_a_submit_that_cannot_be_sent_ends_the_stream_and_the_link_reconnects(
             raise ValueError("out of range")
         return frame
 
-    monkeypatch.setattr(replica.outbox, "take", fail_once)
+    monkeypatch.setattr(replica.submit_queue, "take", fail_once)
     assert _post(harness).status_code == 503, "there is no other replica"
     eventually(lambda: _post(harness).status_code == 200)
 

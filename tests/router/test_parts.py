@@ -1,4 +1,4 @@
-"""Unit tests of small parts: policies, counters, JSON, the order of an attempt's tokens, choices, the outbox."""
+"""Unit tests of small parts: policies, counters, JSON, order of an attempt's tokens, choices, the queue of submits."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ from headrace_router.api.http import strict_json
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.core.outbox import Outbox
 from headrace_router.core.policy import LeastLoad, RoundRobin
+from headrace_router.core.submit_queue import SubmitQueue
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_counters import ReplicaCounters
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
@@ -145,18 +145,18 @@ def test_the_ending_token_is_counted_without_text(card: ModelCard) -> None:
 
 def test_a_cancel_is_never_sent_before_its_submit() -> None:
     put: list[None] = []
-    outbox = Outbox(lambda: put.append(None))
-    assert outbox.take() is None
-    outbox.submit(Submit(attempt_id=b"early"))
-    outbox.submit(Submit(attempt_id=b"late"))
-    outbox.cancel(b"early")
-    first = outbox.take()
-    outbox.cancel(b"late")
-    second = outbox.take()
+    queue = SubmitQueue(lambda: put.append(None))
+    assert queue.take() is None
+    queue.submit(Submit(attempt_id=b"early"))
+    queue.submit(Submit(attempt_id=b"late"))
+    queue.cancel(b"early")
+    first = queue.take()
+    queue.cancel(b"late")
+    second = queue.take()
     assert first is not None and second is not None and len(put) == 3
     assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
     assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
-    assert outbox.take() is None
+    assert queue.take() is None
 
 
 def test_logprobs_of_repeated_tokens_are_dropped_with_them() -> None:

@@ -40,7 +40,7 @@ class Placement(Protocol[C]):
         """Called after each attempt: an idle link to a replica that is no longer a member can be closed."""
 
 
-class Output(Protocol):
+class ChoiceOutput(Protocol):
     """The answer generated so far; the next attempt continues from its tokens."""
 
     @property
@@ -100,7 +100,7 @@ class ChoiceRun(Generic[C]):
     def __init__(
         self,
         request: ChoiceRequest,
-        output: Output,
+        output: ChoiceOutput,
         placement: Placement[C],
         retry: RetryState[ReplicaState[C]],
         timers: Timers,

@@ -17,8 +17,8 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
-from headrace_router.core.outbox import Outbox
 from headrace_router.core.sampling_options import default_options
+from headrace_router.core.submit_queue import SubmitQueue
 
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
 
@@ -38,7 +38,7 @@ class ReplicaState(Generic[C]):
         new_id: Callable[[], bytes],
         on_send: Callable[[], None],
     ) -> None:
-        """`on_send` is called when the outbox has messages for the replica."""
+        """`on_send` is called when the queue has messages for the replica."""
         self.listing: Member | None = member  # the newest entry of the member list; None = no longer a member
         self.address = member.address
         self.identity: ReplicaIdentity = member.identity
@@ -50,7 +50,7 @@ class ReplicaState(Generic[C]):
         self.connected = False
         self.attempts: dict[bytes, Attempt] = {}
         self.remote_prompts: dict[bytes, int] = {}  # by attempt: tokens that another replica will fetch from this one
-        self.outbox = Outbox(on_send)
+        self.submit_queue = SubmitQueue(on_send)
         self.stalled_checks = 0  # consecutive, by the fleet
         self._clock = clock
         self._new_id = new_id
@@ -125,7 +125,7 @@ class ReplicaState(Generic[C]):
             on_end(attempt)
 
         submit.attempt_id = self._new_id()
-        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, ended, self.outbox.cancel)
+        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, ended, self.submit_queue.cancel)
         self.attempts[attempt.id] = attempt
         if not self.connected:
             attempt.end(Outcome.LOST)
@@ -133,7 +133,7 @@ class ReplicaState(Generic[C]):
         remote = submit.HasField("source")
         tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids)
         self._unreported.append((self._step, tokens))
-        self.outbox.submit(submit)
+        self.submit_queue.submit(submit)
         return attempt
 
     def newest_started(self) -> Attempt | None:
@@ -180,4 +180,4 @@ class ReplicaState(Generic[C]):
         self.connected = False
         self._unreported.clear()
         self.end_attempts()
-        self.outbox.clear()
+        self.submit_queue.clear()

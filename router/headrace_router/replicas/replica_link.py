@@ -140,7 +140,7 @@ class ReplicaLink:
 
     async def _write(self, call: Any) -> None:
         while True:
-            frame = self.state.outbox.take()
+            frame = self.state.submit_queue.take()
             if frame is None:
                 self._wake.clear()
                 await self._wake.wait()

@@ -276,7 +276,7 @@ class SimLink:
 
     def _send(self) -> None:
         stream = self.stream
-        while stream is not None and (frame := self.state.outbox.take()) is not None:
+        while stream is not None and (frame := self.state.submit_queue.take()) is not None:
             stream.send(frame)
 
 

@@ -13,7 +13,7 @@ from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import Group, host_group
 from headrace_worker.core.plan import RowInit, RowSampling, SampledLogprobs, StepPlan, StepResult, TableUpdate, Work
 from headrace_worker.ranks.channel import FRAME_BYTES, Channel
-from headrace_worker.ranks.messages import Answer, Clear, Command, Draw, Drawn, Step, Stop, decode_command, encoder
+from headrace_worker.ranks.messages import Answer, Clear, Command, Draw, Drawn, Step, StopRank, decode_command, encoder
 
 CAPACITY = FRAME_BYTES - 8
 
@@ -60,7 +60,7 @@ PLAN = StepPlan(
     [TableUpdate(1, 2, 3, [9, 8])],
     [Work(1, 0, 2, True)],
 )
-COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17, 3), Draw(9, {0: bytes(8)}), Stop()]
+COMMANDS: list[Command] = [Step(PLAN, [Drawn(8, [1, 2, 3])]), Clear(17, 3), Draw(9, {0: bytes(8)}), StopRank()]
 
 
 def test_received_commands_equal_the_sent_ones(groups: list[Group]) -> None:
@@ -81,8 +81,8 @@ def test_masks_are_sent_to_one_rank_only_and_unchanged(groups: list[Group]) -> N
     assert {index: mask.tolist() for index, mask in draw.unpacked().items()} == {
         index: mask.tolist() for index, mask in masks.items()
     }
-    first.send_command(Stop())
-    assert [second.receive_command(), third.receive_command()] == [Stop(), Stop()]
+    first.send_command(StopRank())
+    assert [second.receive_command(), third.receive_command()] == [StopRank(), StopRank()]
 
 
 @pytest.mark.parametrize("size", [CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 3_000_000])
@@ -138,7 +138,7 @@ def test_commands_and_answers_keep_their_order(groups: list[Group]) -> None:
         if len(due) == 2:
             assert first.receive_answer(2).result.tokens == [due.pop(0)]
     assert first.receive_answer(2).result.step == 299
-    first.send_command(Stop())
+    first.send_command(StopRank())
     first.flush()
     for thread in threads:
         thread.join(20)

@@ -8,7 +8,7 @@ import structlog
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.ranks.channel import Channel
-from headrace_worker.ranks.messages import Answer, Clear, Draw, Record, Step, Stop
+from headrace_worker.ranks.messages import Answer, Clear, Draw, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.ranks.team import Team
@@ -18,10 +18,10 @@ log = structlog.get_logger(__name__)
 
 
 class Follower:
-    """Runs rank 0's commands on its own thread, until `Stop` or until a rank is lost."""
+    """Runs rank 0's commands on its own thread, until `StopRank` or until a rank is lost."""
 
     def __init__(self, stage: StageRunner, team: Team, recorder: GraphRecorder | None = None) -> None:
-        """`recorder`: for `Record` commands; rank 0 has one exactly where the others do."""
+        """`recorder`: for `RecordSteps` commands; rank 0 has one exactly where the others do."""
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._stage = stage
@@ -68,11 +68,11 @@ class Follower:
                 self._draw(command)
             case Clear(blocks, rows):
                 self._stage.runner.clear(blocks, rows)
-            case Record(max_tokens):
+            case RecordSteps(max_tokens):
                 assert self._recorder is not None
                 with contextlib.suppress(RecordingFailedError):  # raised on rank 0 as well, which reports it
                     self._stage.record(self._recorder, max_tokens)
-            case Stop():
+            case StopRank():
                 return False
         return True
 

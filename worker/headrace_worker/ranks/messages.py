@@ -46,17 +46,17 @@ class Clear(Struct, frozen=True, tag="clear"):
     rows: int
 
 
-class Record(Struct, frozen=True, tag="record"):
+class RecordSteps(Struct, frozen=True, tag="record"):
     """Record steps of up to `max_tokens` tokens."""
 
     max_tokens: int
 
 
-class Stop(Struct, frozen=True, tag="stop"):
+class StopRank(Struct, frozen=True, tag="stop"):
     """The replica stops in an orderly way."""
 
 
-Command = Step | Draw | Clear | Record | Stop
+Command = Step | Draw | Clear | RecordSteps | StopRank
 
 
 class Answer(Struct, frozen=True):

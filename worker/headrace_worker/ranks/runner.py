@@ -14,7 +14,7 @@ from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.ranks.channel import Channel
-from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, Record, Step, Stop
+from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageResult, StageRunner
 from headrace_worker.ranks.team import Team
@@ -98,12 +98,12 @@ class MultiRankRunner:
 
     def stop(self) -> None:
         """Stop the other ranks in an orderly way; nothing is launched after this."""
-        with contextlib.suppress(RankLostError):  # a lost rank needs no Stop
+        with contextlib.suppress(RankLostError):  # a lost rank needs no StopRank
             self._team.detector.check()
             self._team.detector.guard(self._send_stop)
 
     def _send_stop(self) -> None:
-        self._channel.send_command(Stop())
+        self._channel.send_command(StopRank())
         self._channel.flush()
 
     def _run(self, step: Step) -> StageResult:
@@ -117,7 +117,7 @@ class MultiRankRunner:
     def _record(
         self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None]
     ) -> tuple[list[int], list[int]]:
-        self._channel.send_command(Record(max_tokens))
+        self._channel.send_command(RecordSteps(max_tokens))
         return self._stage.record(recorder, max_tokens, done)
 
     def _guarded(self, call: Callable[[], Result]) -> Result:

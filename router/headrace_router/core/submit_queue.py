@@ -7,7 +7,7 @@ from headrace_proto.replica_pb2 import Cancel, RouterFrame, Submit
 MAX_FRAME_TOKENS = 256 << 10  # prompt tokens in one RouterFrame: about 1 MiB
 
 
-class Outbox:
+class SubmitQueue:
     """Submits and cancels of one replica until its stream sends them; within a frame, cancels come first."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
