@@ -11,7 +11,6 @@ _SPLIT_FROM = 1024
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` for inference: weight [out, in], bias [out] or None.
 
-
     On a CPU in float32 the weight is packed once in oneDNN's layout, and only that copy is kept: the caller drops its
     own reference. Elsewhere the weight stays unchanged.
 

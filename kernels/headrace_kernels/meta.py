@@ -13,7 +13,6 @@ from torch import Tensor
 class AttentionMeta:
     """One per cache group and step, shared by all layers of the group.
 
-
     The queries of sequence s are the tokens ``query_starts[s] : query_starts[s + 1]``; its i-th query is at position
     ``seq_lens[s] - query_len + i``. Position p of s is in block ``block_tables[s, p // P]`` at offset ``p % P``. Table
     entries that are completely before the span of every query may be stale: no backend reads them.

@@ -83,7 +83,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of query [T, H, D] and key [T, K, D] by cos, sin [T, R]: half-rotation of the first R of D.
 
-
     May write into query and key; use the returned tensors.
     """
     return catalog.APPLY_ROPE.best(query)(query, key, cos, sin)

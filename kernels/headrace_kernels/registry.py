@@ -1,7 +1,6 @@
 """Selects the backend of a call: every op has an ordered list of backends, and the best available one for the device of
 the call's tensors is selected, call by call: CPU tensors use the C++ one on a machine with a GPU too.
 
-
 A backend is available or not on this machine (a compiler, a GPU, a switched-off environment variable); beyond that it
 may support only some calls (dtype, device, head size). The last backend of every op is the torch reference, which is
 always available and supports all calls.

@@ -1,6 +1,5 @@
 """Compiles the C++ sources into a shared library, once per user, source, compiler and CPU.
 
-
 The library is named by a digest of all its inputs, written under a temporary name and renamed, so that processes that
 build at the same time do not interfere. The cache folder must belong to this user and be writable by no other: a
 library in it is loaded.

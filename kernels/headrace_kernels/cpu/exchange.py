@@ -1,6 +1,5 @@
 """Sums and gathers between processes of one machine, through memory that all of them map.
 
-
 `src/exchange.cpp` documents the layout of a segment. This module does not depend on how the ranks connect.
 """
 

@@ -1,6 +1,5 @@
 """The compiled library, bound to Python.
 
-
 OpenMP: the library is linked without a runtime of its own and resolves its OpenMP calls in the runtime that torch has
 loaded, so both share one thread pool. Two pools would compete for the same cores while spinning.
 """

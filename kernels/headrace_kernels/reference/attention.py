@@ -23,7 +23,6 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, H, D] over the pool [2, B, K, P, D]; see ``headrace_kernels.ops``.
 
-
     Deterministic: one token at a time, which is slow. Else sequences are padded to the longest of their bucket, where a
     bucket holds query lengths of one power of two: decode rows are never padded to the length of a prefill chunk, and
     at most about twice the necessary work is done.

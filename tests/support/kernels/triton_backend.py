@@ -24,7 +24,6 @@ def _plain_product(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
 def _interpret() -> None:
     """Loads the Triton kernels for the interpreter.
 
-
     Triton selects it when a function is decorated. Another package's import may have loaded Triton before, so its own
     library is decorated again. The variable is restored: processes of other packages' tests are not affected.
     """

@@ -34,7 +34,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def replica() -> Callable[..., ReplicaConfig]:
     """A replica config for a source; float32 on the CPU.
 
-
     Tiny models use one thread: on a busy machine two threads wait for each other longer than they compute.
     """
 

@@ -1,6 +1,5 @@
 """The whole engine (scheduler, KV manager, runner, sampler) against plain transformers in float32.
 
-
 The oracle is teacher-forced: one plain forward over prompt + outputs, whose best token at every position must be the
 engine's. That is greedy decoding position by position. If the two best logits are closer than 1e-3 either is accepted;
 such ties are counted and must be rare.

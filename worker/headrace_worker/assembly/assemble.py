@@ -141,12 +141,8 @@ def assemble(
     engine = Engine(
         Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
     )
-    for (
-        prefill,
-        decoding,
-        kv_tokens,
-        seconds,
-    ) in warm.steps:  # so that routers have a prediction from the first request on
+    # So that routers have a prediction from the first request on.
+    for prefill, decoding, kv_tokens, seconds in warm.steps:
         engine.latency.observe(prefill, decoding, kv_tokens, seconds)
     notes = [*notes, loop_note(depth, config)]
     return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, commands, ranks, notes)

@@ -41,7 +41,6 @@ class Segment:
 def create_segment(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[tuple[str, Segment]]:
     """A segment for `size` ranks, and the ticket with which the others attach until the context ends.
 
-
     Raises OSError when there is no shared memory.
     """
     if not hasattr(os, "memfd_create"):

@@ -52,7 +52,6 @@ class _Launched:
 class Engine:
     """Keeps up to `depth` launched steps uncollected when the next one is scheduled.
 
-
     Depth 0 is the synchronous loop: a step's tokens are known before the next step is planned.
     """
 

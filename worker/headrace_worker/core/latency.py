@@ -15,12 +15,8 @@ _SCALES = (1.0, 1e-3, 1e-2, 1e-5)
 _DECAY = 0.995
 _DAMPING = 0.001  # weight of a coefficient's previous value: about a thousandth of a step of average size
 _SWEEPS = 2
-_ORDER = (
-    1,
-    0,
-    2,
-    3,
-)  # while steps are too similar, the cost of prompts is attributed to tokens, that of others to the step
+# While steps are too similar, the cost of prompts is attributed to tokens, that of others to the step.
+_ORDER = (1, 0, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)

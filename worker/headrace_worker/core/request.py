@@ -45,7 +45,6 @@ class Fetched:
 class Request:
     """Scheduling state of one attempt. Positions count from 0 over prompt and output tokens alike.
 
-
     `computed` is the number of leading positions whose computation is scheduled or done; `in_flight` counts sampled
     tokens that are not read back yet. The target is ``len(tokens) + in_flight`` computed positions.
     """

@@ -13,9 +13,8 @@ class ScheduledStep:
 
     plan: StepPlan
     requests: list[Request]  # per work item
-    block_tables: list[
-        BlockTable
-    ]  # per work item: the table the plan writes to; a request that was preempted since has another one
+    # Per work item: the table that the plan writes to; a request that was preempted since has another one.
+    block_tables: list[BlockTable]
     prefill_tokens: int = 0
     decode_sequences: int = 0
     kv_tokens: int = 0

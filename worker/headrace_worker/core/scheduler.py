@@ -27,7 +27,6 @@ GUIDE_FAILED = (
 class SchedulerLimits:
     """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests.
 
-
     With `batches` > 1 that many steps are in different pipeline stages at a time. A request is then in only one of
     them, as its next position needs the token sampled at the end, and each step gets an equal share of the requests.
     """

@@ -11,7 +11,6 @@ ELEMENT_BYTES = {name: 4 if name == "float32" else 2 for name in get_args(DtypeN
 def dtype_name(wanted: str, device_type: str, deterministic: bool = False) -> str:
     """auto = bfloat16 on a GPU and on a CPU with a bfloat16 matrix unit (AMX); float32 elsewhere.
 
-
     AVX512_BF16 alone is not sufficient: its dot products speed up oneDNN's large products only, while attention, norms
     and small batches convert to float32 and back. `deterministic` needs float32 on a CPU. Raises DeviceError.
     """

@@ -85,7 +85,6 @@ def attend(
 ) -> Tensor:
     """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
 
-
     `rope`: cos and sin [T, R] with which query and key are to be rotated; both may be overwritten then. `window` is the
     one that the model's code passes (None = none) and must be the cache group's.
     """

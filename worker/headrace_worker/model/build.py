@@ -64,7 +64,6 @@ def check_supported(config: Any) -> None:
 def check_rope(config: Any, max_model_len: int | None) -> None:
     """Refuse rotary embeddings that change with the longest sequence of a batch: a row must not depend on another one.
 
-
     longrope has one set of frequencies up to its original length, and is served up to that length.
     """
     rope = getattr(config, "rope_parameters", None) or {}

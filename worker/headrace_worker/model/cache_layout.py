@@ -11,7 +11,6 @@ from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: ParallelContext = SINGLE) -> CacheLayout:
     """Derive a rank's layout from a transformers text config.
 
-
     All ranks have the same groups, since a block belongs to a group on all of them; a group's layers are those of the
     rank's stage, and with several stages there may be fewer of them than the pool has slots, or none.
 
@@ -41,7 +40,6 @@ def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: Par
 
 def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
     """Number of groups for the layers of each window, from their number on each stage.
-
 
     A token needs a block of every group, and a block has as many slots as the largest group of a stage has layers: of
     all splits, the one whose fullest stage takes the least memory, then the one with the fewest groups. On one stage

@@ -24,7 +24,6 @@ from headrace_worker.model.weights import Weights, join
 class _Stack:
     """A tensor made of stored ones: `parts[i][e]` is list i's tensor of expert e, stacked along a new dimension 0.
 
-
     The stacks of several lists are concatenated along `dim` of the result.
     """
 
@@ -82,7 +81,6 @@ class ConvertedWeights:
 
 def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -> Weights:
     """The checkpoint under the names of a model, `wanted`; `stored` itself when its names are the same.
-
 
     Raises ModelUnsupportedError for a conversion of another kind, ModelLoadError when experts are missing.
     """

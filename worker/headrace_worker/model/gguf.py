@@ -1,6 +1,5 @@
 """The tensors of a GGUF file under transformers' names.
 
-
 The llama family stores the rows of q and k in another order (each head's rotary halves interleaved), which is reversed
 here.
 """

@@ -1,6 +1,5 @@
 """The GGUF container: metadata and tensor directory, read through one memory map.
 
-
 Implements the format's specification (ggml, docs/gguf.md). Parses ~100,000 tokenizer strings in about 0.1 s, for a
 short start-up. Imports neither torch nor transformers, so that clients of `source` stay fast.
 """

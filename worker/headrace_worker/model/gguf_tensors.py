@@ -34,7 +34,6 @@ def storage_of(tensor: GgufTensor) -> Storage:
 def check_tensors(file: GgufFile) -> None:
     """Checks that every tensor is within the file and has a supported quantization. No value is read.
 
-
     Raises ModelLoadError, ModelUnsupportedError.
     """
     known: set[gguf.GGMLQuantizationType] = set()

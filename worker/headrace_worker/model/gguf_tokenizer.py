@@ -1,6 +1,5 @@
 """The tokenizer that a GGUF file's metadata describes, as a `tokenizers` object.
 
-
 Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt to equal transformers' tokenizer of the same file. The
 pre-tokenizer split is chosen by `tokenizer.ggml.pre`; unknown names are refused.
 """
@@ -89,7 +88,6 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """A placeholder for models without a tokenizer: token b is byte b, and higher ids decode to an empty string.
-
 
     Needs a vocabulary of at least 256 entries.
     """

@@ -62,7 +62,6 @@ def load(
 ) -> LoadedModel:
     """Load the model that `config` names onto this process's device: all of it, or the part of one rank.
 
-
     `plan`: the changes from outside to apply (default: all that fit). Does not communicate with other ranks. Raises
     ModelSourceError, ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
     """

@@ -16,7 +16,6 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
     """Tensor name -> the open file with it; no tensor is read. `framework`: pt or numpy, the type of read tensors.
 
-
     The library bounds a header's length and nesting, and compares its offsets with the file's size. Raises
     ModelLoadError.
     """

@@ -43,7 +43,6 @@ class ModelSource:
 def resolve(source: str, load_format: str = "auto", revision: str | None = None) -> ModelSource:
     """Find the model named by `source`: the embedded default, a `.gguf` file, a local folder, or a Hub id.
 
-
     `load_format` is auto, safetensors, gguf or dummy (random weights: only a config is needed). `revision` is a Hub
     branch, tag or commit. Raises ModelSourceError with a sentence that names what was not found.
     """
@@ -66,7 +65,6 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
 
 def content_digest(files: list[Path]) -> str:
     """A short hex digest of files: name, size, head (with the header), tail, and evenly spaced chunks of each.
-
 
     Reads at most ~5 MiB per file, whatever its size.
     """

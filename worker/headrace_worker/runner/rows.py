@@ -17,7 +17,6 @@ from headrace_worker.device.staging import to_device
 class RowState:
     """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] on the host.
 
-
     A row's unknown tokens, and its table entries beyond the allocated blocks, are zero (null block) from its
     initialisation on.
     """

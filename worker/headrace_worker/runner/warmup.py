@@ -26,7 +26,6 @@ class WarmupResult:
 def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int | None = None) -> WarmupResult:
     """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
-
     On a GPU steps of every kind, of up to `budget` tokens, run before. Resets rows and pools.
     """
     if runner.device.type == "cuda":

@@ -68,7 +68,6 @@ class Sampler:
     ) -> SampleOutput:
         """Sample one token per row.
 
-
         logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to sample;
         ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
         into rows, the allowed tokens.

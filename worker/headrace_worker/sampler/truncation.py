@@ -67,9 +67,8 @@ def draw_truncated(scores: Tensor, keys: Tensor, options: Truncation) -> Tensor:
     vocab = scores.shape[1]
     log_total = row_logsumexp(scores)[:, None]
     if scores.is_cuda:
-        return _attempt(scores, keys, options, log_total, vocab)[
-            0
-        ]  # testing whether more are needed would wait for the device
+        # Testing whether more are needed would wait for the device.
+        return _attempt(scores, keys, options, log_total, vocab)[0]
     candidates = min(FIRST_CANDIDATES, vocab)
     tokens, complete = _attempt(scores, keys, options, log_total, candidates)
     while candidates < vocab and not bool(complete.all()):

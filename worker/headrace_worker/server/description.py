@@ -12,7 +12,6 @@ CHUNK_BYTES = 1 << 20
 class Description:
     """The replica's facts as messages, and its tokenizer as the bytes of a tokenizer.json.
 
-
     Messages are replaced, never changed: other threads may be sending them.
     """
 

@@ -10,7 +10,6 @@ from headrace_worker.server.convert import fill_delta, merge_output
 class Outbox:
     """Coalesces deltas until the stream can take a frame.
 
-
     Its size is bounded by the router's attempts on this replica and their max_tokens, however slow the stream is: a
     slow router gets fewer, larger frames, and the step loop never waits for it.
     """

@@ -1,6 +1,5 @@
 """Gumbel noise as ``headrace_kernels.reference.noise`` defines it.
 
-
 To be launched with ``enable_fp_fusion=False``: every operation must be rounded separately.
 """
 

@@ -29,7 +29,6 @@ def kv_count(config: Any) -> int:
 def stage_layers(layers: int, stages: int) -> list[Span]:
     """Layers of each stage: equally many, the first stages one more (the last one also has the head).
 
-
     Raises ModelUnsupportedError when there are more stages than layers.
     """
     if stages > layers:
