@@ -16,7 +16,7 @@ _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (inst
 
 
 HERE = Path(__file__).parent
-CI = (  # files and folders of tests that start or kill whole servers for tens of seconds
+CI = (  # files and folders of tests that take tens of seconds: most start or kill whole servers
     "e2e/test_controller_restart.py",
     "e2e/test_process_failures.py",
     "e2e/test_load.py",
@@ -29,6 +29,7 @@ CI = (  # files and folders of tests that start or kill whole servers for tens o
     "e2e/test_stop.py",
     "integration/",
     "test_benchmarks.py",
+    "test_extending.py",
 )
 PROCESSES = ("death", "guided_ranks", "process_oracle", "process_requests", "recorded_ranks", "rendezvous", "transfers")
 ALONE = (  # files and folders of tests that run Ray, whole servers, or a model in several processes

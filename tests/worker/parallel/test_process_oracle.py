@@ -10,10 +10,14 @@ from support.ranks.families import FAMILIES, MOE
 from support.ranks.prompts import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+# In the fast tests: grouped heads, windows beside full attention, and experts with sinks. CI runs every family.
+FAST = ("llama", "gemma3_text", "gpt_oss")
 
 
 @pytest.mark.parametrize(("tp", "pp"), SPLITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES]
+)
 def test_tokens_between_processes(
     family: str,
     tp: int,
