@@ -98,7 +98,7 @@ def test_without_a_folder_open_files_mark_no_process(spawn: Spawn, tmp_path: Pat
 def test_a_forced_stop_with_a_joined_ray_kills_only_what_inherits_the_mark(
     spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a signal function that only records: a wrong mark would kill the processes of whoever runs the tests."""
+    """The signal function only records: a wrong mark would kill unrelated processes of the same user."""
     monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
     cleanup = open_cleanup(ClusterSpec.model_validate({"models": [{}], "ray": {"address": "127.0.0.1:1"}}))
     assert type(cleanup) is Cleanup

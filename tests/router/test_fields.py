@@ -110,7 +110,7 @@ def test_each_row_states_the_behaviour(scope: Scope, row: RestrictedField) -> No
 def test_each_field_is_declared_once_and_restricted_ones_have_a_sender(scope: Scope) -> None:
     assert not HONOURED[scope] & RESTRICTED[scope].keys()
     known = SENDERS[scope].keys()
-    assert known >= RESTRICTED[scope].keys(), "a field is refused or ignored because somebody sends it"
+    assert known >= RESTRICTED[scope].keys(), "each field that is refused or ignored has a known sender"
     assert known <= HONOURED[scope] | RESTRICTED[scope].keys(), "what a client sends is in one of the two"
 
 

@@ -7,4 +7,4 @@ Progress = Callable[[str, float], None]
 
 
 def ignore_progress(phase: str, fraction: float) -> None:
-    """For a start that nobody watches."""
+    """For a start whose progress is not shown."""
