@@ -16,10 +16,12 @@ _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (inst
 
 
 HERE = Path(__file__).parent
-CI = (  # files and folders of tests that take tens of seconds: most start or kill whole servers
+PROCESSES = ("death", "guided_ranks", "process_oracle", "process_requests", "recorded_ranks", "rendezvous", "transfers")
+CI = (  # files and folders of tests that take tens of seconds: most start or kill servers or ranks
     "e2e/test_controller_restart.py",
     "e2e/test_process_failures.py",
     "e2e/test_load.py",
+    "e2e/test_oracle.py",
     "e2e/test_pools.py",
     "e2e/test_profile.py",
     "e2e/test_ranks.py",
@@ -28,14 +30,19 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "e2e/test_routers.py",
     "e2e/test_stop.py",
     "integration/",
+    "kernels/test_compiles.py",
+    "kernels/test_splits.py",
     "test_benchmarks.py",
     "test_extending.py",
+    *(f"worker/parallel/test_{name}.py" for name in PROCESSES if name != "process_oracle"),
 )
-PROCESSES = ("death", "guided_ranks", "process_oracle", "process_requests", "recorded_ranks", "rendezvous", "transfers")
 ALONE = (  # files and folders of tests that run Ray, whole servers, or a model in several processes
     "cluster/test_live_ray.py",
     "cluster/test_local_ray.py",
     "e2e/",
+    "integration/",
+    "test_benchmarks.py",
+    "test_extending.py",
     *(f"worker/parallel/test_{name}.py" for name in PROCESSES),
 )
 

@@ -56,8 +56,9 @@ def full_check(*, ci: bool) -> list[list[Step]]:
         Step("ruff format", [*python, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
         Step("mypy", [*python, "mypy"], quiet=True),
     ]
-    beside = Step("pytest, side by side", [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {FAST}"])
-    alone = Step("pytest, one by one", [*PYTEST, "-m", f"(alone or ci) and {'not slow' if ci else FAST}"])
+    marks = "not slow" if ci else FAST
+    beside = Step("pytest, side by side", [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"])
+    alone = Step("pytest, one by one", [*PYTEST, "-m", f"alone and {marks}"])
     return [[*static, beside], [alone]]
 
 

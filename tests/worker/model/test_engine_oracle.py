@@ -22,7 +22,7 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 
 TIE = 1e-3
-MODELS = ("smollm2", "llama", "qwen3", "mistral")
+MODELS = (pytest.param("smollm2", marks=pytest.mark.ci), "llama", "qwen3", "mistral")
 GREEDY = RowSampling(temperature=0.0, logprobs=3)
 
 

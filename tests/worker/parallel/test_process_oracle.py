@@ -50,6 +50,7 @@ def test_whole_experts_per_process(
         check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 def test_the_real_model_between_processes(
     tp: int, pp: int, process_replica: Callable[..., Any], check_oracle: Callable[..., None]
