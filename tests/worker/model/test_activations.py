@@ -1,5 +1,6 @@
 """The memory reserved for steps: no step of any family takes more than predicted."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,7 @@ def _step(model: LoadedModel, tokens: int, rows: int, sampling: RowSampling) -> 
 
 def _peak(runner: Runner, plan: StepPlan) -> int:
     """Peak bytes of tensors allocated during a step."""
+    gc.collect()  # tensors of earlier tests, released in the step, would count against it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         runner.collect(runner.launch(plan))
     events: list[Any] = profile.profiler.kineto_results.events()
