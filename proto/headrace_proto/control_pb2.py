@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace_proto import replica_pb2 as headrace__proto_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"<\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x32H\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"N\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\t2H\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,7 +41,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBER']._serialized_start=355
   _globals['_MEMBER']._serialized_end=470
   _globals['_MODELENTRY']._serialized_start=472
-  _globals['_MODELENTRY']._serialized_end=532
-  _globals['_CONTROL']._serialized_start=534
-  _globals['_CONTROL']._serialized_end=606
+  _globals['_MODELENTRY']._serialized_end=550
+  _globals['_CONTROL']._serialized_start=552
+  _globals['_CONTROL']._serialized_end=624
 # @@protoc_insertion_point(module_scope)

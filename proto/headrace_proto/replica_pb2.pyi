@@ -275,16 +275,18 @@ class Cancel(_message.Message):
     def __init__(self, attempt_id: _Optional[bytes] = ...) -> None: ...
 
 class ReplicaFrame(_message.Message):
-    __slots__ = ("hello", "step", "deltas", "load")
+    __slots__ = ("hello", "step", "deltas", "load", "submits")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
     hello: ReplicaIdentity
     step: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     load: Load
-    def __init__(self, hello: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    submits: int
+    def __init__(self, hello: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions")

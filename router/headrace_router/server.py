@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import time
 
 import structlog
@@ -58,6 +59,8 @@ class RouterServer:
             self._links.open,
             POLICIES[config.policy](),
             int(time.time()),
+            clock=time.monotonic,
+            jitter=random.random,
             disaggregation=config.disaggregation,
         )
         metrics.add_fleet(fleet)
@@ -164,7 +167,7 @@ class RouterServer:
         while True:
             await asyncio.sleep(MAINTENANCE_SECONDS)
             try:
-                self.services.fleet.sweep()
+                self.services.fleet.maintain()
                 if self.config.rebalancing:
                     self.services.fleet.rebalance(time.monotonic())
                 if self.services.ready:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,22 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.choice_run import RETRY_SECONDS, ChoiceRun
-from headrace_router.core.errors import ApiError, DeadlineError, NoReplicaError, OverloadedError, ReplicaLostError
+from headrace_router.core.choice_run import SHARED_TOKENS, TRIAL_TOKENS, ChoiceRun
+from headrace_router.core.errors import (
+    ApiError,
+    DeadlineError,
+    NoReplicaError,
+    OverloadedError,
+    PoisonousRequestError,
+    ReplicaLostError,
+)
+from headrace_router.core.placement import MustWaitError
+from headrace_router.core.quarantine import MAX_FINGERPRINTS, Quarantine
 from headrace_router.core.replica_state import ReplicaState
-from headrace_router.core.retry import RetryState
+from headrace_router.core.retry import RETRY_SECONDS, RetryState
 
 ANSWER = [7, 8, 9, 10]
+PROMPT = [1, 2, 3]
 
 
 @dataclass
@@ -121,14 +132,15 @@ class Scenario:
         self.clock = Clock()
         self.replicas = {name: FakeReplica(name) for name in names}
         self.prefill: FakeReplica | None = None
+        self.alone: list[bool] = []  # whether each placement had to be alone
         self.events: list[str] = []
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
-        request = ChoiceRequest(
-            "label", "m", "r", b"salt", [1, 2, 3], Sampling(max_tokens=4), deadline_seconds=deadline
-        )
+        self.quarantine = Quarantine(self.clock.now)
+        request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=4), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+        self.refuses = 0  # further calls of `place` that must wait
         self.run = ChoiceRun(request, self.output, self, retry, self.clock, self)
         self.run.begin()
 
@@ -137,8 +149,20 @@ class Scenario:
 
     # Placement
     def place(
-        self, request: ChoiceRequest, output_tokens: int, excluded: Sequence[ReplicaState[None]]
+        self,
+        request: ChoiceRequest,
+        output_tokens: int,
+        excluded: Sequence[ReplicaState[None]],
+        *,
+        preferred: object = None,
+        alone: bool = False,
     ) -> FakeReplica | None:
+        self.alone.append(alone)
+        if self.refuses:
+            self.refuses -= 1
+            raise MustWaitError
+        if isinstance(preferred, FakeReplica) and preferred.connected:
+            return preferred
         return next((entry for entry in self.replicas.values() if entry not in excluded and entry.connected), None)
 
     def prefill_source(
@@ -332,3 +356,141 @@ def test_a_later_attempt_has_what_is_left_of_the_deadline() -> None:
     scenario["a"].begun[-1].end(Outcome.LOST)
     scenario.clock.run()
     assert scenario["b"].submits[0].deadline_ms == 1500
+
+
+def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused() -> None:
+    scenario = Scenario("a", "b", "c")
+    for name in "ab":
+        scenario[name].connected = False
+        scenario[name].end_attempts()
+        scenario.clock.run()
+    assert scenario.alone == [False, False, True] and scenario["c"].isolated
+    scenario["c"].end_attempts()
+    scenario.clock.run()
+    assert isinstance(scenario.results[0], PoisonousRequestError) and scenario.nothing_left()
+    again = ChoiceRequest("later", "m", "r", b"salt", PROMPT, Sampling(max_tokens=9))
+    with pytest.raises(PoisonousRequestError, match="refused for 600 s more"):
+        scenario.quarantine.check(again)
+    scenario.quarantine.check(ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling()))
+    scenario.clock.run(601.0)
+    scenario.quarantine.check(again)
+
+
+def test_the_quarantine_is_bounded() -> None:
+    quarantine = Quarantine(lambda: 0.0)
+    requests = [ChoiceRequest("", "m", "r", b"", [number], Sampling()) for number in range(MAX_FINGERPRINTS + 5)]
+    for request in requests:
+        quarantine.add(request)
+    assert len(quarantine) == MAX_FINGERPRINTS
+    quarantine.check(requests[0])
+    with pytest.raises(PoisonousRequestError):
+        quarantine.check(requests[-1])
+
+
+def test_a_choice_that_passed_alone_gets_company() -> None:
+    scenario = Scenario("a", "b", "c")
+    for name in "ab":
+        scenario[name].connected = False
+        scenario[name].end_attempts()
+        scenario.clock.run()
+    attempt = scenario["c"].begun[-1]
+    attempt.receive(Delta(first_index=0, token_ids=[5] * (TRIAL_TOKENS - 1)))
+    assert scenario["c"].isolated
+    attempt.receive(Delta(first_index=TRIAL_TOKENS - 1, token_ids=[5]))
+    assert not scenario["c"].isolated
+
+
+def test_a_drain_is_no_loss() -> None:
+    scenario = Scenario("a", "b", "c")
+    for name in "ab":
+        scenario[name].load.draining = True
+        scenario[name].connected = False
+        scenario[name].end_attempts()
+        scenario.clock.run()
+    assert scenario.alone == [False] * 3
+
+
+def test_a_moved_stream_continues_on_the_replica_that_it_was_moved_to() -> None:
+    scenario = Scenario("a", "b", "c")
+    scenario["a"].answer(0, 2)
+    scenario["a"].begun[-1].move(scenario["c"])
+    scenario.clock.run()
+    assert scenario.events == ["at a", "moved a", "at c"]
+    scenario["c"].answer(2, 2, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.results == [None]
+
+
+def test_a_stream_waits_while_its_replicas_continue_others() -> None:
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 2)
+    scenario.refuses = 3
+    scenario["a"].begun[-1].end(Outcome.LOST)
+    scenario.clock.run(0.2)
+    assert not scenario["b"].submits
+    scenario.clock.run(1.0)
+    assert scenario["b"].submits
+
+
+class Siblings:
+    """Two choices of one prompt; the second one follows the first."""
+
+    def __init__(self, prompt: int, *names: str) -> None:
+        self.first = Scenario(*names)
+        self.first.run.cancel()
+        self.clock, self.first.results = self.first.clock, []
+        request = ChoiceRequest("label", "m", "r", b"salt", [1] * prompt, Sampling(max_tokens=4))
+        self.first.replicas["a"].begun.clear()
+        self.first.replicas["a"].submits.clear()
+        self.runs: list[ChoiceRun[None]] = []
+        for output in (self.first.output, ChoiceOutput(None)):
+            retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+            leader = self.runs[0] if self.runs else None
+            self.runs.append(ChoiceRun(request, output, self.first, retry, self.clock, self.first, leader))
+        for run in self.runs:
+            run.begin()
+
+
+def test_further_choices_wait_until_the_first_has_computed_the_prompt() -> None:
+    siblings = Siblings(SHARED_TOKENS, "a", "b")
+    replica = siblings.first["a"]
+    siblings.clock.run(1.0)
+    assert len(replica.submits) == 1
+    replica.answer(0, 1)
+    siblings.clock.run()
+    assert len(replica.submits) == 2 and not replica.submits[1].HasField("source")
+
+
+def test_a_further_choice_elsewhere_fetches_the_prompt() -> None:
+    siblings = Siblings(SHARED_TOKENS, "b", "a")
+    siblings.first["b"].answer(0, 1)
+    siblings.first["b"].connected = True
+    place = siblings.first.place
+
+    def elsewhere(*args: Any, **options: Any) -> FakeReplica | None:
+        return place(*args, **{**options, "preferred": siblings.first["a"]})
+
+    siblings.first.place = elsewhere  # type: ignore[method-assign]
+    siblings.clock.run()
+    (submit,) = siblings.first["a"].submits
+    assert submit.source.replica_id == "b" and submit.source.cached_only
+
+
+def test_the_choices_of_a_short_prompt_start_at_once_on_one_replica() -> None:
+    siblings = Siblings(SHARED_TOKENS - 1, "a", "b")
+    assert len(siblings.first["a"].submits) == 2
+
+
+@pytest.mark.parametrize("event", ["fails", "cancelled"])
+def test_further_choices_end_with_the_first(event: str) -> None:
+    siblings = Siblings(SHARED_TOKENS, "a")
+    if event == "fails":
+        siblings.first["a"].begun[-1].receive(Delta(finish=FINISH_REFUSED))
+        siblings.clock.run()
+        assert [type(result) for result in siblings.first.results] == [OverloadedError] * 2
+    else:
+        for run in siblings.runs:
+            run.cancel()
+        siblings.clock.run()
+    assert all(run.ended for run in siblings.runs) and siblings.first.nothing_left()
+    assert len(siblings.first["a"].submits) == 1

@@ -1,15 +1,22 @@
 """The retry decisions of a choice: pure, so every case is tested."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
 from headrace_router.core.attempt import Outcome
-from headrace_router.core.errors import ApiError, NoReplicaError, OverloadedError, ReplicaLostError
-from headrace_router.core.retry import RetryState
+from headrace_router.core.errors import (
+    ApiError,
+    NoReplicaError,
+    OverloadedError,
+    PoisonousRequestError,
+    ReplicaLostError,
+)
+from headrace_router.core.retry import LONGEST_PAUSE, MAX_REFUSALS, RETRY_SECONDS, RetryState
 
 
-def _state(**options: float) -> RetryState[str]:
+def _state(**options: Any) -> RetryState[str]:
     fields = {"max_attempts": 3, "migration_limit": 2, "patience": 5.0} | options
     return RetryState("m", **fields)  # type: ignore[arg-type]
 
@@ -42,7 +49,6 @@ def test_the_wait_for_a_replica_is_bounded_separately_after_each_loss() -> None:
     for now in (10.0, 14.9):
         state.not_placed(begun=True, now=now)
     assert state.excluded == []
-    state.placed()
     state.ended("a", Outcome.LOST, begun=True)
     state.not_placed(begun=True, now=20.0)
     with pytest.raises(ReplicaLostError, match="within 5 s"):
@@ -71,12 +77,65 @@ def test_retries_are_always_bounded() -> None:
                 if random.random() < 0.4:
                     state.not_placed(begun, now)
                 else:
-                    state.placed()
                     begun = begun or random.random() < 0.5
                     state.ended(random.choice("abc"), random.choice((Outcome.REFUSED, Outcome.LOST)), begun)
             assert begun and state.migrations <= state.migration_limit
         except ApiError:
             continue
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 40])
+@pytest.mark.parametrize("patience", [5.0, 60.0, 1e9])
+def test_refusals_by_all_replicas_end_the_stream(replicas: int, patience: float) -> None:
+    """Each round is followed by a longer pause; a replica that was found and refuses is no progress."""
+    random = Random(1)
+    state = _state(patience=patience, jitter=random.random)
+    now, tried, pauses = 0.0, 0, []
+    state.ended("lost", Outcome.LOST, begun=True)
+    with pytest.raises(OverloadedError, match="send the request again"):
+        while True:
+            free = [number for number in range(replicas) if str(number) not in state.excluded]
+            if state.round_over:
+                pauses.append(state.must_wait(now))
+            elif not free:
+                pauses.append(state.not_placed(True, now))
+            else:
+                tried += 1
+                state.ended(str(free[0]), Outcome.REFUSED, begun=True)
+                continue
+            now += pauses[-1]
+    assert tried <= MAX_REFUSALS and now <= min(patience, 220.0) + 1.5 * LONGEST_PAUSE
+    assert pauses[0] < 1.5 * RETRY_SECONDS and max(pauses) <= 1.5 * LONGEST_PAUSE
+    assert len(set(pauses)) == len(pauses), "with jitter"
+
+
+def test_new_tokens_end_the_count_of_refusals() -> None:
+    state = _state()
+    for _ in range(MAX_REFUSALS):
+        state.ended("a", Outcome.REFUSED, begun=True)
+        state.not_placed(True, now=0.0)
+        state.progressed()
+    state.not_placed(True, now=100.0)
+
+
+def test_a_choice_that_was_present_at_two_losses_runs_alone_once() -> None:
+    state = _state(migration_limit=9)
+    for replica in "ab":
+        assert not state.alone
+        state.ended(replica, Outcome.LOST, begun=True)
+    state.ended("c", Outcome.REFUSED, begun=True)
+    assert state.alone
+    state.passed_alone()
+    assert not state.alone
+    with pytest.raises(PoisonousRequestError, match="3 replicas were lost"):
+        state.ended("d", Outcome.LOST, begun=True)
+
+
+def test_a_drained_replica_is_no_failed_one() -> None:
+    state = _state(migration_limit=9)
+    for replica in "abcd":
+        state.ended(replica, Outcome.LOST, begun=True, failed=False)
+    assert not state.alone and state.losses == 0
 
 
 def test_a_move_by_the_router_is_no_loss() -> None:

@@ -48,6 +48,8 @@ class Attempt:
         self.refusal = ""
         self.outcome: Outcome | None = None
         self.error: Exception | None = None
+        self.skipped = False  # the replica skipped tokens
+        self.target: object = None  # the replica that it was moved to; None = any
         self._first_index = self._next_index = first_index
         self._on_tokens = on_tokens
         self._on_end = on_end
@@ -76,6 +78,7 @@ class Attempt:
             return
         known = self._next_index - delta.first_index
         if known < 0:
+            self.skipped = True
             self.end(Outcome.LOST)
             return
         token_ids = delta.token_ids[known:]
@@ -101,10 +104,13 @@ class Attempt:
             self._on_cancel(self.id)
             self._set(outcome)
 
-    def move(self) -> None:
-        """It continues on another replica: later deltas are dropped. This replica keeps its blocks until `release`."""
+    def move(self, target: object = None) -> None:
+        """It continues on another replica: later deltas are dropped. This replica keeps its blocks until `release`.
+
+        target: that replica; None = chosen like that of a new request.
+        """
         if self.open:
-            self._kept = True
+            self._kept, self.target = True, target
             self._set(Outcome.MOVED)
 
     def release(self) -> None:

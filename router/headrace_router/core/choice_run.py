@@ -7,6 +7,9 @@
 
 A run never acts inside the call that ends an attempt: `Timers.soon` schedules the rest, so that no placement happens
 while a frame is read.
+
+The choices of one prompt are placed together: the first one leads, the others wait until it has computed the prompt,
+and run on its replica, or fetch the prompt's KV blocks from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,27 +20,12 @@ from headrace_proto.replica_pb2 import Source, Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
+from headrace_router.core.placement import MustWaitError, Placement
 from headrace_router.core.replica_state import C, ReplicaState
-from headrace_router.core.retry import RetryState
+from headrace_router.core.retry import SUSPECT_LOSSES, RetryState
 
-RETRY_SECONDS = 0.1  # between two searches for a ready replica
-
-
-class Placement(Protocol[C]):
-    """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
-
-    def place(
-        self, request: ChoiceRequest, output_tokens: int, excluded: Sequence[ReplicaState[C]]
-    ) -> ReplicaState[C] | None:
-        """A ready replica of the request's model and revision that is not excluded, or None."""
-
-    def prefill_source(
-        self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
-    ) -> ReplicaState[C] | None:
-        """The prefill replica that should compute the prompt for `target`; None when the target should."""
-
-    def sweep(self) -> None:
-        """Called after each attempt: an idle link to a replica that is no longer a member can be closed."""
+TRIAL_TOKENS = 16  # produced alone, until others may run beside a choice that was present at losses
+SHARED_TOKENS = 64  # of a prompt at least, for its choices to wait until the first one has computed it
 
 
 class ChoiceOutput(Protocol):
@@ -105,7 +93,9 @@ class ChoiceRun(Generic[C]):
         retry: RetryState[ReplicaState[C]],
         timers: Timers,
         listener: RunListener,
+        leader: "ChoiceRun[C] | None" = None,
     ) -> None:
+        """leader: the run of the prompt's first choice; None = this one."""
         self.attempt: Attempt | None = None  # the running one
         self.replica: ReplicaState[C] | None = None  # that runs it
         self._request = request
@@ -121,6 +111,13 @@ class ChoiceRun(Generic[C]):
         self._source: KvSource[C] | None = None  # of the running attempt
         self._previous: ReplicaState[C] | None = None  # the stream's last replica, if it may still have its blocks
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
+        self._target: object = None  # the replica that a moved stream was assigned to
+        self._leader = leader
+        self._followers: list[ChoiceRun[C]] = []  # that wait for this run's first token
+        self._prompt_computed = False
+        self._producing = False  # the running attempt has tokens
+        self._replica_failed = False  # at the end of the last attempt
+        self._trial_end: int | None = None  # output tokens after which others may run beside this choice
 
     @property
     def ended(self) -> bool:
@@ -135,23 +132,45 @@ class ChoiceRun(Generic[C]):
         self._began = self._timers.now()
         if self._request.deadline_seconds is not None:
             self._cancel_deadline = self._timers.after(self._request.deadline_seconds, self._expire)
-        self._run_step(self._place)
+        leader = self._leader
+        if leader is not None and not leader._prompt_computed and self._shares_prompt:
+            leader._followers.append(self)
+        else:
+            self._run_step(self._place)
 
     def cancel(self) -> None:
         """The client disconnected: everything at the replicas is freed. No-op when the run has ended."""
         if not self._ended:
             self._close()
 
+    @property
+    def _shares_prompt(self) -> bool:
+        return self._leader is not None and len(self._request.prompt_token_ids) >= SHARED_TOKENS
+
     def _place(self) -> None:
-        replica = self._placement.place(self._request, self._output_tokens, self._retry.excluded)
-        if replica is None:
-            self._release_kept()
-            self._retry.not_placed(self._output_tokens > 0, self._timers.now())
-            self._cancel_next = self._timers.after(RETRY_SECONDS, lambda: self._run_step(self._place))
+        self._placement.quarantine.check(self._request)
+        retry, begun = self._retry, self._output_tokens > 0
+        preferred, self._target = self._target, None
+        if preferred is None and self._leader is not None and not retry.excluded:
+            preferred = self._leader.replica
+        try:
+            if begun and retry.round_over:
+                raise MustWaitError
+            replica = self._placement.place(
+                self._request, self._output_tokens, retry.excluded, preferred=preferred, alone=retry.alone
+            )
+            if replica is None:
+                self._wait(retry.not_placed(begun, self._timers.now()))
+                return
+        except MustWaitError:
+            self._wait(retry.must_wait(self._timers.now()))
             return
-        self._retry.placed()
         self._listener.placed(replica.replica_id)
         self._submit(replica, self._choose_source(replica))
+
+    def _wait(self, seconds: float) -> None:
+        self._release_kept()
+        self._cancel_next = self._timers.after(seconds, lambda: self._run_step(self._place))
 
     def _submit(self, replica: ReplicaState[C], source: KvSource[C] | None) -> None:
         request = self._request
@@ -169,15 +188,23 @@ class ChoiceRun(Generic[C]):
         if source is not None:
             submit.source.CopyFrom(source.message())
         self.replica, self._source = replica, source
+        self._producing = False
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
+        if self._retry.alone:
+            replica.isolated_attempt = attempt.id
+            self._trial_end = self._output_tokens + TRIAL_TOKENS
         if source is not None and not source.cached_only:
             source.replica.remote_prompts[attempt.id] = len(request.prompt_token_ids) + self._output_tokens
 
     def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
-        """The stream's last replica, or a prefill replica if it is predicted to be faster."""
-        previous = self._previous
-        if previous is not None and previous.connected and previous is not target:
-            return KvSource(previous, cached_only=True)
+        """The replica that has the stream's blocks, or a prefill replica if it is predicted to be faster."""
+        holder = self._previous
+        if holder is None and self._shares_prompt and self._leader is not None:
+            holder = self._leader.replica
+        if holder is not None and holder.connected and holder is not target:
+            return KvSource(holder, cached_only=True)
+        if self._retry.losses:
+            return None  # it may be the cause: no further replica is involved
         source = self._placement.prefill_source(target, self._request, self._output_tokens)
         return KvSource(source, cached_only=False) if source is not None else None
 
@@ -186,14 +213,43 @@ class ChoiceRun(Generic[C]):
     ) -> None:
         attempt = self.attempt
         assert attempt is not None
-        self._remove_remote_prompt(attempt)
-        self._release_kept()
+        if not self._producing:
+            self._start_producing(attempt)
         self._listener.add_tokens(attempt, token_ids, logprobs, finish, error)
         if self._output.done and not finish:
             attempt.end(Outcome.FINISHED)  # a stop string: the replica would continue
+        if self._trial_end is not None and self._output_tokens >= self._trial_end:
+            self._end_trial()
+
+    def _start_producing(self, attempt: Attempt) -> None:
+        """The attempt's first tokens: its prompt is computed."""
+        assert self.replica is not None
+        self._producing = True
+        self._retry.progressed()
+        self.replica.arriving.discard(attempt.id)
+        self._remove_remote_prompt(attempt)
+        self._release_kept()
+        self._release_followers()
+
+    def _end_trial(self) -> None:
+        assert self.replica is not None
+        self._trial_end = None
+        self._retry.passed_alone()
+        self.replica.isolated_attempt = b""
+
+    def _release_followers(self) -> None:
+        self._prompt_computed = True
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            follower._begin_after_leader()
+
+    def _begin_after_leader(self) -> None:
+        if not self._ended:
+            self._cancel_next = self._timers.soon(lambda: self._run_step(self._place))
 
     def _attempt_ended(self, attempt: Attempt) -> None:
         if not self._ended:
+            self._replica_failed = self.replica is not None and not self.replica.leaving and not attempt.skipped
             self._cancel_next = self._timers.soon(lambda: self._run_step(lambda: self._handle_end(attempt)))
 
     def _handle_end(self, attempt: Attempt) -> None:
@@ -212,14 +268,23 @@ class ChoiceRun(Generic[C]):
             self._end(attempt, None)
             return
         begun = self._output_tokens > 0
+        self._trial_end = None
         if outcome is Outcome.MOVED:
-            self._kept, self._previous = attempt, replica
+            self._kept, self._previous, self._target = attempt, replica, attempt.target
             self._retry.moved(replica)
         else:
             self._previous = replica if begun and outcome is Outcome.LOST else None
-            self._retry.ended(replica, outcome, begun)
+            self._count_end(replica, outcome, begun)
         self._listener.left(replica.replica_id, outcome, begun)
         self._place()
+
+    def _count_end(self, replica: ReplicaState[C], outcome: Outcome, begun: bool) -> None:
+        """Raises the error that ends the run."""
+        try:
+            self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
+        finally:
+            if outcome is Outcome.LOST and self._retry.losses > SUSPECT_LOSSES:
+                self._placement.quarantine.add(self._request)
 
     def _expire(self) -> None:
         self._end(None, DeadlineError("The request's deadline passed before the answer was complete."))
@@ -235,8 +300,14 @@ class ChoiceRun(Generic[C]):
 
     def _end(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if not self._ended:
+            followers = self._followers
+            if failure is not None:
+                self._followers = []
             self._close()
             self._listener.ended(attempt, failure)
+            if failure is not None:
+                for follower in followers:
+                    follower._end(None, failure)
 
     def _close(self) -> None:
         """Releases everything of this run: its attempt, kept blocks and timers."""
@@ -250,6 +321,7 @@ class ChoiceRun(Generic[C]):
             attempt.release()  # if it was moved just before the client disconnected
             self._remove_remote_prompt(attempt)
         self._release_kept()
+        self._release_followers()
         self._placement.sweep()
 
     def _remove_remote_prompt(self, attempt: Attempt) -> None:

@@ -111,6 +111,17 @@ class ReplicaLostError(OverloadedError, kind="server_error", code="replica_lost"
     """The replica that ran the request was lost."""
 
 
+class PoisonousRequestError(
+    ReplicaLostError,
+    status=422,
+    kind="invalid_request_error",
+    code="request_quarantined",
+    grpc_code="FAILED_PRECONDITION",
+    retry_after=None,
+):
+    """Replicas were lost while this request ran; sending it again is refused for a while (RELIABILITY I25)."""
+
+
 class DeadlineError(ApiError, status=504, code="deadline_exceeded", grpc_code="DEADLINE_EXCEEDED"):
     """The request's deadline passed."""
 

@@ -1,5 +1,6 @@
 """The set of replicas: which can take work, and what models they serve. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol
@@ -8,12 +9,15 @@ from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ModelNotFoundError, NoReplicaError
+from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
 from headrace_router.core.policy.disaggregate import Mode, choose_source
 from headrace_router.core.policy.rebalance import Rebalancer
+from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
 
-STALLED_CHECKS = 3  # consecutive, before the attempts of a stalled replica continue on others
+PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
+ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (RELIABILITY I24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,24 @@ class Fleet(Generic[C]):
         policy: Policy,
         started: int,
         *,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
         disaggregation: Mode = "auto",
     ) -> None:
-        """`open_link` starts to connect, and returns at once. started: unix seconds."""
+        """`open_link` starts to connect, and returns at once. started: unix seconds.
+
+        clock: as that of the replicas' heartbeats. jitter: uniform in [0, 1), different for each router.
+        """
         self._open_link = open_link
         self._policy = policy
         self._disaggregation: Mode = disaggregation
-        self._rebalancer = Rebalancer()
+        self._rebalancer = Rebalancer(jitter)
+        self.quarantine = Quarantine(clock)
+        self._clock = clock
         self._started = started
+        self._maintained: float | None = None
+        self._ready: set[int] = set()  # links that were ready at the last `rebalance`
+        self._named_revisions: dict[str, str] = {}  # by model, where the spec names one
         self._links: dict[tuple[str, str, int], Link[C]] = {}
         self._known: dict[str, ServedModel] = {}  # as the controller lists them
         self._version: tuple[bytes, int] = (b"", 0)
@@ -77,22 +91,32 @@ class Fleet(Generic[C]):
             link.state.listing = listed.pop(key, None)
         for key, member in listed.items():
             self._links[key] = self._open_link(member)
+        self._named_revisions = {entry.name: entry.revision for entry in members.models if entry.revision}
         self._known = {
             entry.name: ServedModel(entry.name, tuple(entry.aliases), entry.created or self._started)
             for entry in members.models
         }
         self.sweep()
 
-    def sweep(self) -> None:
-        """Closes idle links to unlisted replicas; moves the attempts of a stalled replica to others."""
+    def maintain(self) -> None:
+        """Called several times a second: finds slow replicas, and moves the attempts of a stalled one to others."""
+        now = self._clock()
+        pause = now - self._maintained if self._maintained is not None else 0.0
+        self._maintained = now
+        if pause > PAUSE_SECONDS:  # all seem stalled until their frames are read
+            for replica in self.replicas:
+                replica.extend_heartbeat(pause)
         for replica in self.replicas:
-            if replica.connected and replica.stalled and replica.attempts:
-                replica.stalled_checks += 1
-                # Not at the first check: after a pause of this process all seem stalled until frames are read.
-                if replica.stalled_checks > STALLED_CHECKS and self._has_ready_peer(replica):
-                    replica.end_attempts()
-            else:
-                replica.stalled_checks = 0
+            if replica.speed.complete and replica.facts is not None:
+                peers = [other for other in self._serving(replica.model, replica.revision) if other is not replica]
+                models = [other.load.step_model for other in peers if not other.speed.slow]
+                replica.speed.evaluate(replica.load.step_model, models, replica.kv_tokens, now)
+            if replica.connected and replica.stalled and replica.attempts and self._has_ready_peer(replica):
+                replica.end_attempts()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Closes idle links to unlisted replicas."""
         for key, link in list(self._links.items()):
             if link.state.listing is None and not link.state.attempts:  # running attempts may finish
                 del self._links[key]
@@ -107,9 +131,13 @@ class Fleet(Generic[C]):
 
     @property
     def ready(self) -> bool:
-        """Whether every model that the cluster lists (or any, when none is listed) has a ready replica."""
-        served = {replica.model for replica in self.replicas if replica.ready}
-        return bool(served) and served >= set(self._known)
+        """Whether any model has a ready replica: a model without one refuses its own requests only."""
+        return any(replica.ready for replica in self.replicas)
+
+    def model_ready(self, name: str) -> bool:
+        """Whether the model with this name or alias has a ready replica; false for an unknown one."""
+        known = next((model.name for model in self.models() if name == model.name or name in model.aliases), None)
+        return known is not None and any(replica.ready for replica in self._of_model(known))
 
     def models(self) -> list[ServedModel]:
         """All models, listed by the controller or found on a replica."""
@@ -134,26 +162,71 @@ class Fleet(Generic[C]):
         )
 
     def card(self, name: str) -> C:
-        """The card of the model's newest ready revision. Raises ModelNotFoundError or NoReplicaError."""
+        """The card of the revision that new requests use. Raises ModelNotFoundError or NoReplicaError."""
         model = self.model(name)
-        newest: ReplicaState[C] | None = None
-        for replica in self._of_model(model.name):
-            if replica.ready and (newest is None or replica.identity.generation > newest.identity.generation):
-                newest = replica
-        if newest is None or newest.card is None:
+        ready = [replica for replica in self._of_model(model.name) if replica.ready and replica.card is not None]
+        revision = self._revision(model.name, ready)
+        card = next((replica.card for replica in ready if replica.revision == revision), None)
+        if card is None:
             raise NoReplicaError(f"No replica of '{model.name}' is ready; try again in a moment.")
-        return newest.card
+        return card
+
+    def _revision(self, model: str, ready: list[ReplicaState[C]]) -> str:
+        """The one that the spec names; if it names none, or none of it is ready, that of the most ready replicas."""
+        counts = Counter(replica.revision for replica in ready)
+        named = self._named_revisions.get(model, "")
+        if named in counts or not counts:
+            return named
+        newest = {revision: 0 for revision in counts}
+        for replica in ready:
+            newest[replica.revision] = max(newest[replica.revision], replica.identity.generation)
+        return max(counts, key=lambda revision: (counts[revision], newest[revision]))
 
     def place(
-        self, request: ChoiceRequest, output_tokens: int, excluded: Collection[ReplicaState[C]]
+        self,
+        request: ChoiceRequest,
+        output_tokens: int,
+        excluded: Collection[ReplicaState[C]],
+        *,
+        preferred: object = None,
+        alone: bool = False,
     ) -> ReplicaState[C] | None:
-        """A ready replica of the request's model and revision that is not excluded, or None."""
-        candidates = [
-            replica
-            for replica in self._of_model(request.model)
-            if replica.ready and replica not in excluded and replica.revision == request.revision
-        ]
-        return candidates[self._policy.choose(candidates, request, output_tokens)] if candidates else None
+        """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError."""
+        serving = self._serving(request.model, request.revision)
+        candidates = [replica for replica in serving if replica not in excluded]
+        if not candidates:
+            return None
+        if alone:
+            return self._place_alone(candidates, request, output_tokens)
+        free = [replica for replica in candidates if not replica.isolated]
+        if output_tokens:
+            free = [replica for replica in free if len(replica.arriving) < ARRIVALS]
+        if not free:
+            raise MustWaitError
+        open_ = [replica for replica in free if not replica.reserved] or free
+        steady = [replica for replica in open_ if not replica.speed.slow]
+        if steady and len(steady) < len(open_) and not output_tokens:
+            now = self._clock()
+            due = [replica for replica in open_ if replica.speed.slow and replica.speed.probe_due(now)]
+            if due:
+                return due[0]
+        for replica in steady:
+            if replica is preferred and replica.has_room:
+                return replica
+        best = steady or open_
+        return best[self._policy.choose(best, request, output_tokens)]
+
+    def _place_alone(
+        self, candidates: list[ReplicaState[C]], request: ChoiceRequest, output_tokens: int
+    ) -> ReplicaState[C]:
+        """One that runs nothing. Until there is one, new requests avoid the one with the least to do."""
+        free = [replica for replica in candidates if not replica.isolated]
+        idle = [replica for replica in free if not replica.requests and not replica.attempts]
+        if idle:
+            return idle[self._policy.choose(idle, request, output_tokens)]
+        if len(candidates) > 1 and free:
+            min(free, key=lambda replica: (not replica.reserved, replica.requests)).reserve()
+        raise MustWaitError
 
     def prefill_source(
         self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
@@ -171,17 +244,28 @@ class Fleet(Generic[C]):
     def rebalance(self, now: float) -> None:
         """Moves a stream away from each replica that is short of memory or time, when another has free capacity."""
         served: dict[tuple[str, str], list[ReplicaState[C]]] = {}
+        ready: set[int] = set()
         for replica in self.replicas:
             if replica.ready:
+                ready.add(id(replica))
                 served.setdefault((replica.model, replica.revision), []).append(replica)
+        if self._ready - ready:
+            self._rebalancer.replica_lost(now)
+        self._ready = ready
         for replicas in served.values():
-            for hot, _ in self._rebalancer.choose_moves(replicas, now):
-                attempt = replicas[hot].newest_started()
-                if attempt is not None:
-                    attempt.move()
+            for hot, cold in self._rebalancer.choose_moves(replicas, now):
+                target, attempt = replicas[cold], replicas[hot].newest_started()
+                if attempt is not None and self._takes_streams(target):
+                    attempt.move(target)
+
+    def _takes_streams(self, replica: ReplicaState[C]) -> bool:
+        return not (replica.speed.slow or replica.isolated or replica.reserved or len(replica.arriving) >= ARRIVALS)
 
     def _has_ready_peer(self, stalled: ReplicaState[C]) -> bool:
         return any(replica.ready for replica in self._of_model(stalled.model))
+
+    def _serving(self, model: str, revision: str) -> list[ReplicaState[C]]:
+        return [replica for replica in self._of_model(model) if replica.ready and replica.revision == revision]
 
     def _of_model(self, name: str) -> Iterator[ReplicaState[C]]:
         return (replica for replica in self.replicas if replica.facts is not None and replica.model == name)

@@ -1,11 +1,11 @@
 """One replica's state in this router: pure; frames, time and attempt ids are passed in."""
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_DRAINING,
     REPLICA_STATE_READY,
     ROLE_PREFILL,
     Load,
@@ -18,9 +18,11 @@ from headrace_proto.replica_pb2 import (
 from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.sampling_options import default_options
+from headrace_router.core.step_speed import StepSpeed
 from headrace_router.core.submit_queue import SubmitQueue
 
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
+RESERVED_SECONDS = 3.0  # longer than the pause between two searches of a choice that must run alone
 
 
 class ReplicaState(Generic[C]):
@@ -51,12 +53,15 @@ class ReplicaState(Generic[C]):
         self.attempts: dict[bytes, Attempt] = {}
         self.remote_prompts: dict[bytes, int] = {}  # by attempt: tokens that another replica will fetch from this one
         self.submit_queue = SubmitQueue(on_send)
-        self.stalled_checks = 0  # consecutive, by the fleet
+        self.speed = StepSpeed()
+        self.arriving: set[bytes] = set()  # attempts that continue a stream and have no new tokens yet
+        self.isolated_attempt = b""  # it runs alone: nothing else is placed here until it ends
         self._clock = clock
         self._new_id = new_id
         self._step = -1
         self._heartbeat = 0.0
-        self._unreported: deque[tuple[int, int]] = deque()  # newest step when it was sent, tokens to compute there
+        self._reserved_until = 0.0
+        self._unreported: dict[bytes, tuple[int, int]] = {}  # tokens to compute there, newest step when it was queued
 
     # What policies read
 
@@ -73,13 +78,13 @@ class ReplicaState(Generic[C]):
 
     @property
     def unreported(self) -> int:
-        """Attempts that were sent and that its reported load cannot include yet."""
+        """Attempts that were sent and that its reported load does not include yet."""
         return len(self._unreported)
 
     @property
     def unreported_tokens(self) -> int:
         """Tokens of these attempts that will be computed there."""
-        return sum(tokens for _, tokens in self._unreported)
+        return sum(tokens for tokens, _ in self._unreported.values())
 
     @property
     def remote_prompt_tokens(self) -> int:
@@ -99,6 +104,43 @@ class ReplicaState(Generic[C]):
     def stall_limit(self, seconds: float) -> float:
         """Seconds without a step until it counts as stalled, at least `seconds`."""
         return stall_limit(self.load.predicted_step_ms / 1e3, seconds)
+
+    @property
+    def requests(self) -> int:
+        """Attempts of all routers that run or wait there, or were sent by this one."""
+        return self.load.running + self.load.waiting + self.unreported
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more attempt runs at once, as far as its rows decide."""
+        rows = self.facts.max_num_seqs if self.facts is not None else 0
+        return not rows or self.requests < rows
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens in its KV cache, as far as its facts are known."""
+        if self.facts is None:
+            return 0.0
+        return self.load.kv_usage * self.facts.kv_blocks * self.facts.identity.kv_layout.block_size
+
+    @property
+    def isolated(self) -> bool:
+        """Whether an attempt runs there alone."""
+        return self.isolated_attempt in self.attempts
+
+    @property
+    def reserved(self) -> bool:
+        """Whether a choice waits to run there alone."""
+        return self._clock() < self._reserved_until
+
+    def reserve(self) -> None:
+        """For a short time, for a choice that must run alone."""
+        self._reserved_until = self._clock() + RESERVED_SECONDS
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is drained: the end of its attempts is no failure."""
+        return self.load.draining or (self.listing is not None and self.listing.state == REPLICA_STATE_DRAINING)
 
     @property
     def ready(self) -> bool:
@@ -122,6 +164,8 @@ class ReplicaState(Generic[C]):
 
         def ended(attempt: Attempt) -> None:
             self.attempts.pop(attempt.id, None)
+            self._unreported.pop(attempt.id, None)
+            self.arriving.discard(attempt.id)
             on_end(attempt)
 
         submit.attempt_id = self._new_id()
@@ -132,7 +176,9 @@ class ReplicaState(Generic[C]):
             return attempt
         remote = submit.HasField("source")
         tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids)
-        self._unreported.append((self._step, tokens))
+        self._unreported[attempt.id] = tokens, self._step
+        if submit.output_token_ids:
+            self.arriving.add(attempt.id)
         self.submit_queue.submit(submit)
         return attempt
 
@@ -150,7 +196,7 @@ class ReplicaState(Generic[C]):
     def describe(self, facts: ModelFacts, card: C) -> None:
         """Applies what the replica reports of itself when it is connected. card: what the owner made of the facts."""
         if facts.identity.boot_id != self.identity.boot_id:
-            self.load = Load()  # an earlier process's report is invalid
+            self.load, self.speed = Load(), StepSpeed()  # an earlier process's reports are invalid
         self.identity, self.facts, self.card = facts.identity, facts, card
         self.model, self.revision = facts.identity.model, facts.identity.revision
         self.defaults = default_options(facts)
@@ -160,9 +206,13 @@ class ReplicaState(Generic[C]):
         if frame.HasField("hello"):
             self.identity = frame.hello
             self._step, self._heartbeat = -1, self._clock()
+            self.speed.restart()
             self.connected = True
         if frame.HasField("load"):
             self.load = frame.load
+        if frame.HasField("submits"):
+            for attempt_id in self.submit_queue.take_reported(frame.submits):
+                self._unreported.pop(attempt_id, None)
         for delta in frame.deltas:
             attempt = self.attempts.get(delta.attempt_id)
             if attempt is not None:
@@ -170,10 +220,16 @@ class ReplicaState(Generic[C]):
         if frame.step <= self._step:
             return False
         self._step, self._heartbeat = frame.step, self._clock()
-        # Two steps after it was sent, a submit is included in the load that the replica reports.
-        while self._unreported and frame.step >= self._unreported[0][0] + 2:
-            self._unreported.popleft()
+        self.speed.add(frame.step, self.load, self._heartbeat)
+        if not frame.HasField("submits"):
+            # A replica of the release before: two steps after it was queued, its load is assumed to include a submit.
+            for attempt_id in [key for key, (_, step) in self._unreported.items() if frame.step >= step + 2]:
+                del self._unreported[attempt_id]
         return True
+
+    def extend_heartbeat(self, seconds: float) -> None:
+        """This process was paused: the replica's frames of that time are not read yet."""
+        self._heartbeat = min(self._clock(), self._heartbeat + seconds)
 
     def disconnect(self) -> None:
         """The stream has ended, and with it every attempt on it."""

@@ -1,18 +1,31 @@
-"""Where a choice may run next when its replica refuses or is lost: pure, time is passed in.
+"""Where a choice may run next when its replica refuses or is lost: pure, time and randomness are passed in.
 
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
-after it:                the stream moves, `migration_limit` times; none ready → wait, up to `patience` seconds, while
-                         the controller replaces the lost replica
+after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
+                         token it ends after `patience` seconds or MAX_REFUSALS refusals (RELIABILITY R24)
+present at two losses:   it runs alone once; the next loss ends it (RELIABILITY I25)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from headrace_proto.quantities import counted
 from headrace_router.core.attempt import Outcome
-from headrace_router.core.errors import ApiError, NoReplicaError, OverloadedError, ReplicaLostError
+from headrace_router.core.errors import (
+    ApiError,
+    NoReplicaError,
+    OverloadedError,
+    PoisonousRequestError,
+    ReplicaLostError,
+)
 
 Replica = TypeVar("Replica")
+
+RETRY_SECONDS = 0.1  # mean time between two searches for a ready replica; the first pause after refusals
+LONGEST_PAUSE = 2.0  # seconds; each pause after refusals is twice the one before
+MAX_REFUSALS = 100  # of a stream, without a new token
+SUSPECT_LOSSES = 2  # a choice that was present at so many runs alone
 
 
 @dataclass(slots=True)
@@ -23,47 +36,121 @@ class RetryState(Generic[Replica]):
     max_attempts: int
     migration_limit: int
     patience: float  # seconds
+    jitter: Callable[[], float] = lambda: 0.5  # uniform in [0, 1): spreads the retries of many choices
     excluded: list[Replica] = field(default_factory=list)
     migrations: int = 0
+    losses: int = 0  # of replicas that failed while it ran there
     _tries: int = 0
     _refusals: int = 0
+    _refused_in_round: int = 0  # since the last pause
+    _refused_in_vain: int = 0  # since the last new token
+    _pauses: int = 0
     _waiting_since: float | None = None
+    _ran_alone: bool = False
 
-    def placed(self) -> None:
-        """A replica was found."""
-        self._waiting_since = None
+    @property
+    def alone(self) -> bool:
+        """Whether its next attempt must run where nothing else runs."""
+        return self.losses >= SUSPECT_LOSSES and not self._ran_alone
 
-    def ended(self, replica: Replica, outcome: Outcome, begun: bool) -> None:
-        """An attempt was refused or lost. `begun`: tokens were sent. Raises the ApiError that ends the choice."""
+    @property
+    def round_over(self) -> bool:
+        """Whether enough replicas have refused a stream: it pauses before the next one is tried."""
+        return self._refused_in_round >= self.max_attempts
+
+    def progressed(self) -> None:
+        """The running attempt has produced tokens."""
+        self._end_wait()
+
+    def passed_alone(self) -> None:
+        """It ran alone, and the replica is alive."""
+        self._ran_alone = True
+
+    def ended(self, replica: Replica, outcome: Outcome, begun: bool, *, failed: bool = True) -> None:
+        """An attempt was refused or lost. Raises the ApiError that ends the choice.
+
+        begun: tokens were sent. failed: a lost replica was not lost because it was drained.
+        """
         self._refusals += outcome is Outcome.REFUSED
+        self.losses += outcome is Outcome.LOST and failed
         if begun and outcome is Outcome.LOST:
             self.migrations += 1
             if self.migrations > self.migration_limit:
                 lost = f"{counted(self.migrations, 'replica')} {'was' if self.migrations == 1 else 'were'} lost"
                 raise ReplicaLostError(f"{lost} while this request ran; send the request again.")
+            self._check_losses()
             self.excluded = [replica]
+            self._end_wait()
             return
+        self._check_losses()
         self.excluded.append(replica)
         self._tries += 1
-        if not begun and self._tries >= self.max_attempts:
+        if begun:
+            self._refused_in_round += 1
+            self._refused_in_vain += 1
+            if self._refused_in_vain >= MAX_REFUSALS:
+                raise OverloadedError(
+                    f"The replica of this request was lost, and the others refused it {MAX_REFUSALS} times; send the "
+                    "request again."
+                )
+        elif self._tries >= self.max_attempts:
             raise self._none_left()
 
     def moved(self, replica: Replica) -> None:
         """The router itself moved the stream: no replica failed."""
         self.excluded = [replica]
+        self._end_wait()
 
-    def not_placed(self, begun: bool, now: float) -> None:
-        """No replica can be chosen now: the caller waits and retries. Raises the ApiError that ends the choice."""
+    def not_placed(self, begun: bool, now: float) -> float:
+        """No replica can be chosen now. Returns the seconds until the next search; raises the ApiError that ends it."""
         if not begun:
             raise self._none_left()
         self.excluded.clear()  # one that refused may have capacity by now
+        return self._pause(now, refused=self._refused_in_round > 0)
+
+    def must_wait(self, now: float) -> float:
+        """Replicas are ready, but may not be used yet. Returns and raises like `not_placed`."""
+        return self._pause(now, refused=True)
+
+    def _pause(self, now: float, *, refused: bool) -> float:
         if self._waiting_since is None:
             self._waiting_since = now
         elif now - self._waiting_since >= self.patience:
-            raise ReplicaLostError(
-                f"The replica of this request was lost, and none was ready within {self.patience:.0f} s; send the "
-                "request again."
+            raise self._waited_too_long()
+        pause = RETRY_SECONDS
+        if refused:
+            pause = min(RETRY_SECONDS * 2**self._pauses, LONGEST_PAUSE)
+            self._pauses = min(self._pauses + 1, 10)
+        self._refused_in_round = 0
+        return pause * (0.5 + self.jitter())
+
+    def _end_wait(self) -> None:
+        self._waiting_since = None
+        self._refused_in_round = self._refused_in_vain = self._pauses = 0
+
+    def _check_losses(self) -> None:
+        if self.losses > SUSPECT_LOSSES:
+            raise PoisonousRequestError(
+                f"{counted(self.losses, 'replica')} were lost while this request ran, so it is not run again; change "
+                "it, or report it to the operator of this server."
             )
+
+    def _waited_too_long(self) -> ApiError:
+        seconds = f"{self.patience:.0f} s"
+        if self.alone:
+            return ReplicaLostError(
+                f"{counted(self.losses, 'replica')} were lost while this request ran, and none was free to run it "
+                f"alone within {seconds}; send the request again."
+            )
+        if not self.migrations:
+            return self._none_left()
+        if self._refused_in_vain:
+            return OverloadedError(
+                f"The replica of this request was lost, and the others were full for {seconds}; send the request again."
+            )
+        return ReplicaLostError(
+            f"The replica of this request was lost, and none was ready within {seconds}; send the request again."
+        )
 
     def _none_left(self) -> ApiError:
         if self._refusals:

@@ -1,5 +1,6 @@
-"""Messages that wait to be sent to a replica: pure; `on_put` is called after a message was added."""
+"""Messages that wait to be sent to a replica, and those that it has not reported yet: pure."""
 
+from collections import deque
 from collections.abc import Callable
 
 from headrace_proto.replica_pb2 import Cancel, RouterFrame, Submit
@@ -11,8 +12,11 @@ class SubmitQueue:
     """Submits and cancels of one replica until its stream sends them; within a frame, cancels come first."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
+        """`on_put` is called after a message was added."""
         self._submits: list[Submit] = []
         self._cancels: list[bytes] = []
+        self._sent: deque[bytes] = deque()  # attempts of this stream that the replica has not reported
+        self._reported = 0  # submits of this stream
         self._on_put = on_put
 
     def submit(self, submit: Submit) -> None:
@@ -31,6 +35,8 @@ class SubmitQueue:
         """Drops everything: the stream has ended."""
         self._submits.clear()
         self._cancels.clear()
+        self._sent.clear()
+        self._reported = 0
 
     def take(self) -> RouterFrame | None:
         """The queued messages as one frame, up to about 1 MiB of prompts; None when there are none."""
@@ -44,4 +50,13 @@ class SubmitQueue:
                 break
         submits, self._submits = self._submits[:count], self._submits[count:]
         cancels, self._cancels = self._cancels, []
+        self._sent.extend(submit.attempt_id for submit in submits)
         return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])
+
+    def take_reported(self, count: int) -> list[bytes]:
+        """The attempts that are new among the first `count` submits of this stream, which the replica has by now."""
+        reported = []
+        while self._reported < count and self._sent:
+            reported.append(self._sent.popleft())
+            self._reported += 1
+        return reported

@@ -1,6 +1,7 @@
 """A request in progress: its choices run on replicas, and their updates are collected in one place."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -41,15 +42,24 @@ class RunningRequest:
         self._ended = asyncio.Event()
         self._failure: ApiError | None = None
         self._running = 0
-        self._runs = [self._run(choice, fleet, metrics, config) for choice in self.choices]
+        self._runs: list[ChoiceRun[ModelCard]] = []
+        for choice in self.choices:
+            self._runs.append(self._run(choice, fleet, metrics, config))
 
     def _run(
         self, choice: Choice, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
     ) -> ChoiceRun[ModelCard]:
         retry: RetryState[ReplicaState[ModelCard]] = RetryState(
-            choice.request.model, config.max_attempts, config.migration_limit, config.migration_patience_seconds
+            choice.request.model,
+            config.max_attempts,
+            config.migration_limit,
+            config.migration_patience_seconds,
+            random.random,
         )
-        return ChoiceRun(choice.request, choice, fleet, retry, LoopTimers(), _ChoiceListener(self, choice, metrics))
+        copy = choice.request.sampling.choice_index
+        leader = self._runs[-copy] if copy else None  # the first choice of the same prompt
+        listener = _ChoiceListener(self, choice, metrics)
+        return ChoiceRun(choice.request, choice, fleet, retry, LoopTimers(), listener, leader)
 
     @property
     def done(self) -> bool:

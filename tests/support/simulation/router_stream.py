@@ -21,6 +21,7 @@ class RouterStream:
     def __init__(self, link: "SimLink", replica: "SimReplica") -> None:
         self.replica = replica
         self.attempts: set[bytes] = set()  # at the replica
+        self.accepted = 0  # submits that the replica's loop has taken
         self.message_faults = 0  # frames that will be lost or duplicated
         self._link = link
         self._router_open = self._replica_open = True
@@ -70,7 +71,8 @@ class RouterStream:
     def _flush(self) -> None:
         self._flushing = False
         deltas, self._pending = list(self._pending.values()), {}
-        frame = pb.ReplicaFrame(step=self.replica.steps, load=self.replica.load(), deltas=deltas)
+        load, accepted = self.replica.load(), self.accepted
+        frame = pb.ReplicaFrame(step=self.replica.steps, load=load, deltas=deltas, submits=accepted)
         if self.message_faults and deltas and self._world.chance(0.5):
             self.message_faults -= 1
             if self._world.chance(0.5):

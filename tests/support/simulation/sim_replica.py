@@ -55,6 +55,7 @@ class SimReplica:
         self.stopped = False
         self._spent = 0.0  # seconds of the current turn
         self.draining = False
+        self.slowdown = 1.0  # of its steps
         self.cluster = cluster
         self.world: World = cluster.world
         self.shape = shape
@@ -129,6 +130,7 @@ class SimReplica:
         stream.attempts.add(submit.attempt_id)
 
         def accept() -> Output | None:
+            stream.accepted += 1
             if self.draining:
                 return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="draining")
             return self.engine.submit(request)
@@ -223,7 +225,7 @@ class SimReplica:
         self._send_out(outbound)
 
     def _spend(self) -> None:
-        self._spent += self.shape.step_seconds * (0.5 + self.world.random.random())
+        self._spent += self.slowdown * self.shape.step_seconds * (0.5 + self.world.random.random())
 
     def _check_output(self, output: Output) -> None:
         if output.attempt_id in self._ended and output.attempt_id in self._owners:

@@ -1,8 +1,9 @@
 """A router: production fleet, policies, rebalancer and choice runs, and clients that check every token."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from random import Random
 from typing import TYPE_CHECKING
 
 from headrace_proto import control_pb2 as control
@@ -13,6 +14,7 @@ from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
+from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from support.simulation.router_stream import RouterStream
@@ -97,6 +99,10 @@ class SimRequest:
         self.outcome = ""
         self.tokens: list[int] = []
         self.failure: Exception | None = None
+        self.error: ApiError | None = None  # that the client receives
+        self.placements: list[tuple[float, str]] = []  # times and names of replicas
+        self.token_times: list[float] = []
+        self.ended_at: float | None = None
         self._router = router
         self._world = router.world
         self._finish = ""
@@ -114,7 +120,7 @@ class SimRequest:
             ),
             self,
             SimPlacement(router, spec.pinned),
-            RetryState("m", max_attempts=3, migration_limit=3, patience=5.0),
+            RetryState("m", max_attempts=3, migration_limit=3, patience=5.0, jitter=router.jitter),
             SimTimers(router.world),
             self,
         )
@@ -156,6 +162,7 @@ class SimRequest:
     # RunListener
 
     def placed(self, replica_id: str) -> None:
+        self.placements.append((self._world.now, replica_id))
         if self._world.tracing:
             self._world.log(f"request {self.spec.number} to {replica_id}, {len(self.tokens)} sent")
 
@@ -164,6 +171,7 @@ class SimRequest:
     ) -> None:
         first = len(self.tokens)
         self.tokens += token_ids
+        self.token_times += [self._world.now] * len(token_ids)
         if self.outcome or self._finish:
             raise InvariantViolation(f"request {self.spec.number} has ended and receives tokens")
         if self.tokens != self._expected[: len(self.tokens)]:
@@ -186,6 +194,7 @@ class SimRequest:
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if failure is not None and not isinstance(failure, ApiError):
             raise failure
+        self.error = failure
         if failure is None:
             self._end(self._finish)
         else:
@@ -196,7 +205,7 @@ class SimRequest:
             raise InvariantViolation(f"request {self.spec.number} ends twice: {self.outcome}, {outcome}")
         if self._world.tracing:
             self._world.log(f"request {self.spec.number} ends: {outcome}")
-        self.outcome = outcome
+        self.outcome, self.ended_at = outcome, self._world.now
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +215,24 @@ class SimPlacement:
     router: "SimRouter"
     pinned: str  # the replica that the request is placed on, if that is ready
 
-    def place(self, request: ChoiceRequest, output_tokens: int, excluded: Collection[State]) -> State | None:
-        if self.pinned:
+    @property
+    def quarantine(self) -> Quarantine:
+        return self.router.fleet.quarantine
+
+    def place(
+        self,
+        request: ChoiceRequest,
+        output_tokens: int,
+        excluded: Sequence[State],
+        *,
+        preferred: object = None,
+        alone: bool = False,
+    ) -> State | None:
+        if self.pinned and not alone:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return state
-        return self.router.fleet.place(request, output_tokens, excluded)
+        return self.router.fleet.place(request, output_tokens, excluded, preferred=preferred, alone=alone)
 
     def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
         """Any other replica, reachable or not; rarely the target itself."""
@@ -290,7 +311,8 @@ class SimRouter:
         self.links: list[SimLink] = []
         self.moved = 0  # streams that `SimRequest.move` moved
         self.source_share = source_share
-        self.fleet: Fleet[None] = Fleet(self._open, LeastLoad(), 0)
+        self.jitter = Random(self.world.seed).random  # of its own: the schedule's draws stay the same
+        self.fleet: Fleet[None] = Fleet(self._open, LeastLoad(), 0, clock=self.world.clock, jitter=self.jitter)
         self._maintaining = False
 
     @property
@@ -320,7 +342,7 @@ class SimRouter:
     def _maintain(self) -> None:
         for link in list(self.links):
             link.check_stall()
-        self.fleet.sweep()
+        self.fleet.maintain()
         self.fleet.rebalance(self.world.now)
         if self.busy:
             self.world.at(MAINTENANCE_SECONDS, self._maintain)

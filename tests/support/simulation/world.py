@@ -40,12 +40,13 @@ class Fifo:
 class World:
     """The event loop, in virtual seconds. Everything is an event, and only the seed determines its time."""
 
-    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+    def __init__(self, seed: int, *, tracing: bool = False, max_events: int = MAX_EVENTS) -> None:
         self.seed = seed
         self.random = Random(seed)
         self.now = 0.0
         self.events = 0
         self.tracing = tracing
+        self._max_events = max_events
         self._heap: list[tuple[float, int, Owner | None, Callable[[], None]]] = []
         self._count = 0
 
@@ -82,6 +83,6 @@ class World:
                     continue
             self.now = due
             self.events += 1
-            if self.events > MAX_EVENTS:
-                raise InvariantViolation(f"the cluster does not become idle within {MAX_EVENTS} events")
+            if self.events > self._max_events:
+                raise InvariantViolation(f"the cluster does not become idle within {self._max_events} events")
             action()

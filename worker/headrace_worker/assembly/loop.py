@@ -29,6 +29,7 @@ class StepReport:
     cache_changes: list[CacheChange]
     draining: bool
     outbound: Outbound | None = None  # messages to other replicas
+    accepted: int = 0  # calls of `submit` that the load includes, refused ones counted
 
 
 class EngineLoop:
@@ -55,6 +56,7 @@ class EngineLoop:
         self._stopping = False
         self._draining = False
         self._step = 0
+        self._accepted = 0
         self._held: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name="headrace-steps", daemon=True)
 
@@ -97,6 +99,7 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def _accept(self, request: Request) -> Output | None:
+        self._accepted += 1
         if self._draining:
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="the replica is draining")
         refusal = self._engine.submit(request)
@@ -137,7 +140,13 @@ class EngineLoop:
         outbound = engine.exchange.take_outbound()
         self._sink(
             StepReport(
-                self._step, outputs, engine.load(), engine.take_cache_changes(), self._draining, outbound or None
+                self._step,
+                outputs,
+                engine.load(),
+                engine.take_cache_changes(),
+                self._draining,
+                outbound or None,
+                self._accepted,
             )
         )
 

@@ -19,6 +19,7 @@ class Outbox:
         self._pending: dict[bytes, pb.Delta] = {}  # those of the frame, by attempt
         self._step = 0
         self._load = pb.Load()
+        self._submits = 0
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -32,10 +33,11 @@ class Outbox:
             else:
                 merge_output(delta, output)
 
-    def set_heartbeat(self, step: int, load: pb.Load) -> None:
-        """Stores the newest heartbeat and allows the next frame to be sent."""
+    def set_heartbeat(self, step: int, load: pb.Load, submits: int) -> None:
+        """Stores the newest heartbeat and allows the next frame to be sent. submits: those that `load` includes."""
         self._step = step
         self._load = load
+        self._submits = submits
         self._ready.set()
 
     def close(self) -> None:
@@ -53,4 +55,5 @@ class Outbox:
         self._pending.clear()
         frame.step = self._step
         frame.load.CopyFrom(self._load)
+        frame.submits = self._submits
         return frame

@@ -1,6 +1,7 @@
 """headrace.v1.Replica: one stream per router, fed once per step."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -31,6 +32,19 @@ class _RouterStream:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.attempts: set[bytes] = set()
+        self._submits = 0  # that the step loop has taken
+        self._queued: deque[int] = deque()  # the others, by their number among the submits of all streams
+
+    def submitted(self, number: int) -> None:
+        """A submit was received, when `number` of all streams had been passed to the step loop."""
+        self._queued.append(number)
+
+    def accepted(self, number: int) -> int:
+        """The submits of this stream among the first `number` that the step loop has taken."""
+        while self._queued and self._queued[0] <= number:
+            self._queued.popleft()
+            self._submits += 1
+        return self._submits
 
 
 class Servicer(ReplicaServicer):
@@ -54,6 +68,7 @@ class Servicer(ReplicaServicer):
         self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
+        self._submitted = 0  # requests passed to the step loop
         self._last: StepReport | None = None
         self._last_at = loop.clock()
 
@@ -64,7 +79,7 @@ class Servicer(ReplicaServicer):
             stream.outbox.put(outputs)
         load = to_load(report.load, report.step, report.draining)
         for stream in self._streams:
-            stream.outbox.set_heartbeat(report.step, load)
+            stream.outbox.set_heartbeat(report.step, load, stream.accepted(report.accepted))
         self._cache.publish(report.cache_changes)
         if report.outbound is not None:
             self._send_out(report.outbound)
@@ -149,10 +164,11 @@ class Servicer(ReplicaServicer):
                 self._loop.cancel(cancel.attempt_id)
         for submit in frame.submits:
             refusal = self._submit(stream, submit)
+            stream.submitted(self._submitted)
             if refusal is not None:
                 stream.outbox.put([refusal])
-                if self._last is not None:
-                    stream.outbox.set_heartbeat(self._last.step, self._load())
+                if (last := self._last) is not None:
+                    stream.outbox.set_heartbeat(last.step, self._load(), stream.accepted(last.accepted))
 
     def _submit(self, stream: _RouterStream, submit: pb.Submit) -> Output | None:
         """Submits a request to the step loop, or returns its refusal."""
@@ -185,6 +201,7 @@ class Servicer(ReplicaServicer):
         self._owners[submit.attempt_id] = stream
         stream.attempts.add(submit.attempt_id)
         self._loop.submit(request)
+        self._submitted += 1
         return None
 
     def _by_stream(self, outputs: list[Output]) -> dict[_RouterStream, list[Output]]:

@@ -4,37 +4,49 @@ Short of KV: requests wait at one replica, or were preempted there since the las
 blocks and an empty queue. Short of time: its steps take much longer than the steps of another one that runs far fewer
 streams (as after one was replaced: all streams run on the replicas that survived). A stream that moves has its KV
 blocks fetched by its new replica.
+
+Each router moves its own streams only, and waits a random part of PAUSE_SECONDS before the first move: otherwise all
+routers would move one at the same time, before the loads show the first move.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace_proto.replica_pb2 import Load
 from headrace_router.core.policy.interface import Candidate
 
-PAUSE_SECONDS = 0.5  # between two moves away from one replica: the reported loads must include the last one first
+PAUSE_SECONDS = (
+    0.5  # mean time between two moves away from one replica: the reported loads must include the last one first
+)
 COLD_USAGE = 0.6  # KV in use at most on the replica that a stream moves to
 USAGE_STEP = 0.2  # at least this much less than on the replica that it leaves
 FEWER_STREAMS = 4
 SLOWER_STEPS = 1.5
+SETTLE_SECONDS = 5.0  # after a loss, without moves: the streams of the lost replica arrive at the others
 
 
 @dataclass(slots=True)
 class Rebalancer:
     """Keeps counts of preemptions and times of moves. Of one router, which moves its own streams only."""
 
+    jitter: Callable[[], float] = lambda: 0.0  # uniform in [0, 1)
     _preemptions: dict[str, int] = field(default_factory=dict)
+    _preempted_at: dict[str, float] = field(default_factory=dict)
+    _due: dict[str, float] = field(default_factory=dict)  # of the next move away from a replica
     _not_before: dict[str, float] = field(default_factory=dict)
+    _settled_at: float = 0.0
+
+    def replica_lost(self, now: float) -> None:
+        """Pauses all moves for SETTLE_SECONDS."""
+        self._settled_at = now + SETTLE_SECONDS
 
     def choose_moves(self, members: Sequence[Candidate], now: float) -> list[tuple[int, int]]:
         """Pairs of member indices (from, to): one stream should move for each."""
         moves = []
         for index, member in enumerate(members):
-            seen = self._preemptions.get(member.replica_id)
-            preempted = member.load.counters.preemptions
-            self._preemptions[member.replica_id] = preempted
-            short_of_kv = member.load.waiting > 0 or (seen is not None and preempted > seen)
-            if member.load.running < 2 or now < self._not_before.get(member.replica_id, 0.0):
+            key = member.replica_id
+            short_of_kv = self._is_short_of_kv(member, now)
+            if member.load.running < 2 or now < max(self._settled_at, self._not_before.get(key, 0.0)):
                 continue
             free = [other for other in range(len(members)) if other != index and _has_capacity(members[other].load)]
             fit = [
@@ -43,10 +55,20 @@ class Rebalancer:
                 if (short_of_kv and members[other].load.kv_usage <= member.load.kv_usage - USAGE_STEP)
                 or _is_slow(member.load, members[other].load)
             ]
-            if fit:
-                self._not_before[member.replica_id] = now + PAUSE_SECONDS
+            if not fit:
+                self._due.pop(key, None)
+            elif now >= self._due.setdefault(key, now + self.jitter() * PAUSE_SECONDS):
+                del self._due[key]
+                self._not_before[key] = now + PAUSE_SECONDS
                 moves.append((index, min(fit, key=lambda other: members[other].load.running)))
         return moves
+
+    def _is_short_of_kv(self, member: Candidate, now: float) -> bool:
+        key, preempted = member.replica_id, member.load.counters.preemptions
+        if preempted > self._preemptions.get(key, preempted):
+            self._preempted_at[key] = now
+        self._preemptions[key] = preempted
+        return member.load.waiting > 0 or now - self._preempted_at.get(key, -PAUSE_SECONDS - 1) <= PAUSE_SECONDS
 
 
 def _has_capacity(load: Load) -> bool:

@@ -1,0 +1,42 @@
+"""What a choice needs of the fleet: a replica for each attempt."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.quarantine import Quarantine
+from headrace_router.core.replica_state import C, ReplicaState
+
+
+class MustWaitError(Exception):
+    """Replicas are ready, but the choice may use none of them yet: search again after a pause."""
+
+
+class Placement(Protocol[C]):
+    """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """The requests that are not run."""
+
+    def place(
+        self,
+        request: ChoiceRequest,
+        output_tokens: int,
+        excluded: Sequence[ReplicaState[C]],
+        *,
+        preferred: object = None,
+        alone: bool = False,
+    ) -> ReplicaState[C] | None:
+        """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError.
+
+        preferred: the replica to choose if it is ready and has room. alone: only one that runs nothing.
+        """
+
+    def prefill_source(
+        self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
+    ) -> ReplicaState[C] | None:
+        """The prefill replica that should compute the prompt for `target`; None when the target should."""
+
+    def sweep(self) -> None:
+        """Called after each attempt: an idle link to a replica that is no longer a member can be closed."""

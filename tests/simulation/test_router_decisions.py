@@ -1,0 +1,145 @@
+"""Schedules for the router's decisions: refusals by all, requests that kill, losses under load, slow replicas."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+
+from headrace_router.core.errors import OverloadedError, PoisonousRequestError
+from headrace_worker.core.request import Finish, Output, Request
+from support.simulation.steady_load import ANSWER_TOKENS, CAPACITY, SteadyLoad
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+def simulate(seed: int, count: int, plan: Callable[[SteadyLoad], None]) -> SteadyLoad:
+    """Runs a planned schedule to its end."""
+
+    async def run() -> SteadyLoad:
+        load = SteadyLoad(seed, count)
+        plan(load)
+        load.world.run()
+        load.check_end()
+        return load
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_stream_that_all_replicas_refuse_ends(count: int) -> None:
+    """Bounded in time (patience is 5 s) and in attempts (RELIABILITY R24)."""
+
+    def refuse(request: Request) -> Output:
+        return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="full")
+
+    def refuse_all(load: SteadyLoad) -> None:
+        for replica in load.replicas:
+            replica.engine.submit = refuse  # type: ignore[method-assign]
+        for stream in load.router.streams:
+            stream.disconnect()
+
+    def plan(load: SteadyLoad) -> None:
+        load.schedule_requests([load.request(0.5, tokens=60)])
+        load.at(1.0, lambda: refuse_all(load))
+
+    (request,) = simulate(1, count, plan).requests
+    assert isinstance(request.error, OverloadedError) and request.tokens
+    assert request.ended_at is not None and request.ended_at < 10.0
+    assert len(request.placements) <= 40
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -> None:
+    """Two deaths among others, one alone; then it fails, and so does the same prompt (RELIABILITY I25)."""
+
+    def plan(load: SteadyLoad) -> None:
+        load.send(rate=10.0, seconds=20.0)
+        poison = load.request(3.0)
+        load.poisonous.add(str(poison.number))
+        for at in (3.0, 18.0):
+            load.at(at, lambda: load.router.arrive(poison))
+
+    load = simulate(seed, 4, plan)
+    poisonous = [request for request in load.requests if str(request.spec.number) in load.poisonous]
+    assert [type(request.error) for request in poisonous] == [PoisonousRequestError] * 2
+    assert len(load.company) == 3 and load.company[2] == 0, "the third time it ran alone"
+    assert not poisonous[1].placements
+    others = [request for request in load.requests if request not in poisonous]
+    assert {request.outcome for request in others} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_moves_after_a_loss_are_paced_and_goodput_recovers(seed: int) -> None:
+    """One of four replicas is lost at 90 % load (RELIABILITY I24)."""
+    lost_at, end = 10.0, 40.0
+    rate = 0.9 * 4 * CAPACITY / ANSWER_TOKENS
+    most = [0]
+
+    def look(load: SteadyLoad) -> None:
+        arriving = [len(link.state.arriving) for link in load.router.links]
+        most[0] = max(most[0], *arriving)
+        if load.world.now < end:
+            load.at(0.01, lambda: look(load))
+
+    def plan(load: SteadyLoad) -> None:
+        load.send(rate, end)
+        load.at(lost_at, lambda: load.kill(load.replica("r3"), None))
+        load.at(lost_at, lambda: look(load))
+
+    load = simulate(seed, 4, plan)
+
+    three = simulate(seed, 3, lambda load: load.send(rate, end))
+    carried = three.tokens_between(lost_at + 10.0, end)
+    assert load.tokens_between(lost_at + 10.0, end) >= 0.95 * carried
+    moved = [request for request in load.requests if len(request.placements) > 1 and request.tokens]
+    present = [request for request in moved if request.placements[0][1] == "r3"]
+    assert present and all(request.placements[0][0] < lost_at for request in present)
+    late = [at for request in present for at, _ in request.placements[1:] if at > lost_at + 10.0]
+    assert not late, "no second wave"
+    assert most[0] <= 4, "streams that a replica continues at a time"
+
+
+def shares(load: SteadyLoad, start: float, end: float) -> float:
+    """The share of new requests that r3 got."""
+    names = [name for request in load.requests for at, name in request.placements[:1] if start <= at < end]
+    return names.count("r3") / len(names)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("load_share", [0.4, 0.7])
+def test_a_slow_replica_is_taken_out_and_comes_back(seed: int, load_share: float) -> None:
+    """Its steps take five times as long from 10 s to 30 s (RELIABILITY I21)."""
+    rate = load_share * 4 * CAPACITY / ANSWER_TOKENS
+
+    def plan(load: SteadyLoad, slowdown: float) -> None:
+        def set_slowdown(factor: float) -> None:
+            load.replica("r3").slowdown = factor
+
+        load.send(rate, 60.0)
+        load.at(10.0, lambda: set_slowdown(slowdown))
+        load.at(30.0, lambda: set_slowdown(1.0))
+
+    slow = simulate(seed, 4, lambda load: plan(load, 5.0))
+    assert shares(slow, 0.0, 10.0) > 0.2
+    assert shares(slow, 20.0, 30.0) <= 0.05
+    assert shares(slow, 40.0, 60.0) > 0.2, "back in use"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_replicas_of_lasting_different_speed_all_stay_in_use(seed: int) -> None:
+    """A slower machine is no failure: weighing speeds belongs to placement."""
+
+    def plan(load: SteadyLoad) -> None:
+        load.replica("r3").slowdown = 4.0
+        load.send(0.4 * 4 * CAPACITY / ANSWER_TOKENS, 30.0)
+
+    assert shares(simulate(seed, 4, plan), 15.0, 30.0) > 0.08
