@@ -63,6 +63,11 @@ class RouterSettings(BaseModel):
     )
 
 
+def new_router_id() -> str:
+    """Random: every start of a router is another one."""
+    return f"router-{secrets.token_hex(8)}"
+
+
 class RouterConfig(RouterSettings):
     """One router process. Port 0 means any free one; the router reports its real ports to the controller."""
 
@@ -80,7 +85,7 @@ class RouterConfig(RouterSettings):
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
     secret: SecretBytes = Field(description="the cluster's secret")
-    router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
+    router_id: str = Field(default_factory=new_router_id)
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     limits: Limits = Limits()

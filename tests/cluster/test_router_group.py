@@ -1,15 +1,17 @@
 """Several routers of one serve: their configs, the ports that they share, and their addresses."""
 
+import io
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
+from headrace_cluster.launch import router_process
 from headrace_cluster.launch.router_group import RouterGroup
-from headrace_cluster.launch.router_process import RouterProcess
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.errors import ListenError
 from headrace_router.config import RouterConfig
@@ -17,16 +19,17 @@ from headrace_router.config import RouterConfig
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
-    """The configs of the processes that would have been started; their pids count from 1."""
+    """The configs of the processes that would have been started."""
     configs: list[RouterConfig] = []
-    pids: dict[RouterProcess, int] = {}
 
-    def start(process: RouterProcess) -> None:
-        pids[process] = len(configs) + 1
-        configs.append(process._config)
+    def encode(config: RouterConfig) -> str:
+        configs.append(config)
+        return ""
 
-    monkeypatch.setattr(RouterProcess, "start", start)
-    monkeypatch.setattr(RouterProcess, "pid", property(pids.get))
+    monkeypatch.setattr(router_process, "encode_config", encode)
+    monkeypatch.setattr(
+        router_process.subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=io.BytesIO(), poll=lambda: 0)
+    )
     return configs
 
 
@@ -43,9 +46,12 @@ def make() -> Iterator[Callable[..., RouterGroup]]:
         group.stop()
 
 
-def _place(pid: int, config: RouterConfig, metrics: int) -> RouterPlace:
+def _place(config: RouterConfig, metrics: int) -> RouterPlace:
     return RouterPlace(
-        pid, f"127.0.0.1:{config.port}", f"127.0.0.1:{config.grpc_port}", f"127.0.0.1:{metrics or config.port}"
+        config.router_id,
+        f"127.0.0.1:{config.port}",
+        f"127.0.0.1:{config.grpc_port}",
+        f"127.0.0.1:{metrics or config.port}",
     )
 
 
@@ -94,16 +100,18 @@ def test_the_ports_are_reserved_while_no_router_runs(
 def test_addresses_are_known_once_all_are_listed(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(count=2, port=0, grpc_port=0)
     group.start()
-    other = RouterPlace(99, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` on another machine
-    first, second = (_place(pid, started[0], 9000 + pid) for pid in (1, 2))
+    other = RouterPlace("router-x", "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` on another machine
+    first, second = (_place(config, 9001 + index) for index, config in enumerate(started))
     assert group.places([other, second]) == [] and not group.ready([])
     assert group.places([second, other, first]) == [first, second]
     group.start()  # simulates a restart of both: they use the same ports
     assert [config.metrics_port for config in started[2:]] == [9001, 9002]
+    assert len({config.router_id for config in started}) == 4, "each start is another router"
+    assert group.places([first, second]) == []
 
 
 def test_an_invalid_address_is_an_error(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(port=0, grpc_port=0)
     group.start()
     with pytest.raises(RouterFailedError, match="'nowhere'"):
-        group.places([RouterPlace(1, "nowhere", "", "nowhere")])
+        group.places([RouterPlace(started[0].router_id, "nowhere", "", "nowhere")])

@@ -21,11 +21,11 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def simulate(seed: int, count: int, plan: Callable[[SteadyLoad], None]) -> SteadyLoad:
+def simulate(seed: int, count: int, plan: Callable[[SteadyLoad], None], scale: int = 1) -> SteadyLoad:
     """Runs a planned schedule to its end."""
 
     async def run() -> SteadyLoad:
-        load = SteadyLoad(seed, count)
+        load = SteadyLoad(seed, count, scale)
         plan(load)
         load.world.run()
         load.check_end()
@@ -95,9 +95,8 @@ def test_moves_after_a_loss_are_paced_and_goodput_recovers(seed: int) -> None:
         load.at(lost_at, lambda: load.kill(load.replica("r3"), None))
         load.at(lost_at, lambda: look(load))
 
-    load = simulate(seed, 4, plan)
-
-    three = simulate(seed, 3, lambda load: load.send(rate, end))
+    load = simulate(seed, 4, plan, scale=4)
+    three = simulate(seed, 3, lambda load: load.send(rate, end), scale=4)
     carried = three.tokens_between(lost_at + 10.0, end)
     assert load.tokens_between(lost_at + 10.0, end) >= 0.95 * carried
     moved = [request for request in load.requests if len(request.placements) > 1 and request.tokens]

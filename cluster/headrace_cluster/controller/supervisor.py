@@ -269,7 +269,9 @@ class Supervisor:
             member.identity.role = record.role.number  # a health message may be older than the last flip
             members.append(member)
         models = [
-            control_pb2.ModelEntry(name=model.name, aliases=model.aliases, created=self._created)
+            control_pb2.ModelEntry(
+                name=model.name, aliases=model.aliases, created=self._created, revision=model.revision or ""
+            )
             for model in self._spec.models
         ]
         await self._membership.publish(members, models)

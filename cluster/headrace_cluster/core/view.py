@@ -43,7 +43,7 @@ class ReplicaProgress(msgspec.Struct, frozen=True):
 class RouterPlace(msgspec.Struct, frozen=True):
     """Where a router that is connected to this controller listens."""
 
-    pid: int
+    id: str  # random for each start of the process: numbers of processes repeat, on other nodes and in containers
     http: str
     grpc: str
     metrics: str  # an address of this router alone: `http`, unless that port is shared

@@ -35,7 +35,6 @@ class RouterGroup:
         shared = {"port": self._reservations[0].port, "grpc_port": self._reservations[1].port, "share_port": True}
         self._processes = []
         for index in range(routers.count):
-            # Each new config has a new router id.
             each = router_config(spec, controller, secret, index, log_folder)
             each = each.model_copy(update=shared)
             self._processes.append(RouterProcess(each, f"router {index + 1} of {routers.count}"))
@@ -47,10 +46,10 @@ class RouterGroup:
 
     def places(self, known: Sequence[RouterPlace]) -> list[RouterPlace]:
         """The addresses of our routers, in order, from the controller's list; empty until it contains all of them."""
-        by_pid = {place.pid: place for place in known}
-        if any(process.pid not in by_pid for process in self._processes):
+        by_id = {place.id: place for place in known}
+        if any(process.router_id not in by_id for process in self._processes):
             return []
-        found = [by_pid[process.pid or 0] for process in self._processes]
+        found = [by_id[process.router_id] for process in self._processes]
         for process, place in zip(self._processes, found, strict=True):
             metrics = _split(place.metrics)[1] if place.metrics != place.http else None
             process.fix_ports(_split(place.http)[1], _split(place.grpc)[1] if place.grpc else 0, metrics)

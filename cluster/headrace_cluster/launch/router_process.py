@@ -17,7 +17,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
 from headrace_proto.logs import LogConfig, stderr
 from headrace_router.access.auth import ApiKey
-from headrace_router.config import RouterConfig
+from headrace_router.config import RouterConfig, new_router_id
 
 RESTART_SECONDS = (0.2, 1.0, 2.0, 5.0)  # delay before the next attempt; the last one repeats
 STABLE_SECONDS = 60.0
@@ -79,8 +79,13 @@ class RouterProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def router_id(self) -> str:
+        return self._config.router_id
+
     def start(self) -> None:
-        """Starts the process; the controller lists it once it serves."""
+        """Starts the process under a new id; the controller lists it once it serves."""
+        self._config = self._config.model_copy(update={"router_id": new_router_id()})
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
         command = [sys.executable, "-m", "headrace_cluster", "router", "--config-stdin", "--parent", str(os.getpid())]
         self._process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Watches the controller's member list, which also registers this router there."""
 
 import asyncio
+import random
 from typing import Any
 
 import grpc
@@ -56,5 +57,5 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
         if not warned:
             log.warning("controller is unreachable; the last member list stays in use", address=address, reason=reason)
             warned = True
-        await asyncio.sleep(backoff)
+        await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         backoff = min(2 * backoff, LAST_BACKOFF)

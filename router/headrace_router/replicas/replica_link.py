@@ -1,6 +1,7 @@
 """The streams to the replicas: one gRPC connection updates each ReplicaState."""
 
 import asyncio
+import random
 import secrets
 import time
 from typing import Any
@@ -90,7 +91,7 @@ class ReplicaLink:
                     return
                 log.warning("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
                 backoff = FIRST_BACKOFF if time.monotonic() - began > 5 else min(2 * backoff, LAST_BACKOFF)
-                await asyncio.sleep(backoff)
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         finally:
             replica.disconnect()
 

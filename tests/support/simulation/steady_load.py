@@ -19,9 +19,11 @@ CAPACITY = ROWS / STEP_SECONDS  # tokens per second of one replica
 class SteadyLoad(Cluster):
     """`count` replicas named r0, r1, …; requests of one size arrive at random times."""
 
-    def __init__(self, seed: int, count: int) -> None:
-        world = World(seed, max_events=2_000_000)
-        shapes = [Shape(f"r{n}", 1, 1, 256, ROWS, 64, 0, STEP_SECONDS) for n in range(count)]
+    def __init__(self, seed: int, count: int, scale: int = 1) -> None:
+        """scale: of the rows and the time of a step; the capacity stays the same."""
+        world = World(seed, max_events=400_000)
+        seconds = scale * STEP_SECONDS
+        shapes = [Shape(f"r{n}", 1, 1, 256 * scale, scale * ROWS, 64 * scale, 0, seconds) for n in range(count)]
         super().__init__(world, Model((0,), 1), shapes, {shape.name for shape in shapes}, 0.0)
         self.poisonous: set[str] = set()  # labels of requests that kill the replica that runs them
         self.company: list[int] = []  # the other requests on the replica, at each of these deaths

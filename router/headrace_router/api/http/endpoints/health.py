@@ -18,9 +18,11 @@ def add(app: FastAPI, services: Services) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health/ready", tags=["health"], summary="Whether requests are served")
     @app.get("/health", tags=["health"], summary="Whether requests are served")
-    async def ready() -> Response:
-        if not services.ready:
+    async def ready(model: str | None = None) -> Response:
+        """With `model`: whether requests for this model are served; a model without replicas is not ready alone."""
+        if not services.ready or (model is not None and not services.fleet.model_ready(model)):
             closing = services.admission.closed
-            sentence = "The server is shutting down." if closing else "Not every model has a ready replica yet."
+            missing = "No model has a ready replica yet." if model is None else "The model has no ready replica."
+            sentence = "The server is shutting down." if closing else missing
             return error_response(NoReplicaError(sentence))  # not raised: a probe is not counted as a failed request
         return json_response({"status": "ready"})
