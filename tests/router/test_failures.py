@@ -290,6 +290,39 @@ def test_burst_is_spread_before_loads_are_reported(harness: Any, make_replica: A
     assert max(len(replica.submits) for replica in replicas) <= 4
 
 
+@pytest.mark.parametrize("words", [1, 60])
+def test_the_choices_of_a_request_run_on_one_replica(
+    harness: Any, make_replica: Any, expected_reply: str, words: int
+) -> None:
+    """The others of a long prompt start when the first one has computed it, and find it in the prefix cache."""
+    replicas = [make_replica(replica_id=name, first_seconds=0.2) for name in "abc"]
+    harness.start(replicas)
+    answer = _post(harness, n=4, messages=[{"role": "user", "content": "x7 " * words}])
+    texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
+    assert texts == [expected_reply] * 4
+    assert sorted(len(replica.submits) for replica in replicas) == [0, 0, 4]
+
+
+def test_a_request_that_kills_replicas_is_refused_when_it_is_sent_again(
+    harness: Any, make_replica: Any, expected_reply: str
+) -> None:
+    """An error that clients do not answer with a retry (RELIABILITY I25)."""
+    harness.start([make_replica(replica_id=name, die_after=0) for name in "abc"] + [make_replica(replica_id="d")])
+    fourth = harness.replicas[3]
+    for replica in harness.replicas[:3]:
+        replica.load.kv_usage = 0.0  # they are chosen first
+    fourth.load.kv_usage, fourth.load.running = 0.9, 3
+    time.sleep(0.1)
+    for _ in range(2):
+        answer = _post(harness)
+        assert answer.status_code == 422 and answer.json()["error"]["code"] == "request_quarantined"
+        assert "retry-after" not in answer.headers
+    assert not fourth.submits
+    fourth.load.running = 0
+    other = _post(harness, messages=[{"role": "user", "content": "another prompt"}])
+    assert other.json()["choices"][0]["message"]["content"] == expected_reply
+
+
 def test_requests_beyond_the_queue_are_refused_at_once(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(first_seconds=0.5)], limits={"max_concurrent_requests": 2, "max_queued_requests": 1})
     codes: list[int] = []

@@ -115,6 +115,27 @@ def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
     harness.call(controller.server.stop(0))
 
 
+def test_a_model_without_replicas_answers_503_for_itself_alone(
+    harness: Any, make_replica: Any, eventually: Any
+) -> None:
+    replica = make_replica()
+    harness.start([replica])
+    member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
+    models = [ModelEntry(name="tiny", aliases=["small"]), ModelEntry(name="large")]
+
+    async def update() -> None:
+        harness.router.services.fleet.update(MemberList(members=[member], models=models))
+
+    harness.call(update())
+    with harness.client() as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        for name, status in (("tiny", 200), ("small", 200), ("large", 503), ("unknown", 503)):
+            assert client.get("/health/ready", params={"model": name}).status_code == status, name
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+        refused = client.post("/v1/completions", json={**BODY, "model": "large"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_replica_ready"
+
+
 def test_a_list_that_cannot_be_applied_is_requested_again(
     harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,3 +326,32 @@ def test_a_failed_loop_ends_its_requests_and_reports_its_failure(make_served: Ma
     assert merged[b"q" * 16].finish == pb.FINISH_CANCELLED
     assert served.loop.ended.wait(5)
     assert served.loop.failure is not None
+
+
+def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -> None:
+    """A router counts a submit itself until then, however many steps pass meanwhile."""
+    served = make_served(num_blocks=512)
+    submits = [submit(bytes([number]) * 16, [5, 6, 7]) for number in range(5)]
+    submits[2].model = "other"  # refused without the step loop
+    seen: list[pb.ReplicaFrame] = []
+
+    async def read() -> None:
+        async def frames() -> AsyncIterator[pb.RouterFrame]:
+            yield pb.RouterFrame(hello=HELLO, submits=submits[:4])
+            await asyncio.sleep(0.3)
+            yield pb.RouterFrame(submits=submits[4:])
+            await asyncio.sleep(60)
+
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            async for frame in served.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
+                seen.append(frame)
+                if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:
+                    break
+
+    asyncio.run(read())
+    counts = [frame.submits for frame in seen if frame.HasField("submits")]
+    assert len(counts) >= len(seen) - 1 and counts == sorted(counts) and counts[-1] == 5
+    finished = 0
+    for frame in seen:
+        finished += sum(delta.finish != pb.FINISH_NONE for delta in frame.deltas)
+        assert frame.load.running + frame.load.waiting + finished >= frame.submits
