@@ -2,6 +2,7 @@
 
 import io
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
         return ""
 
     monkeypatch.setattr(router_process, "encode_config", encode)
-    monkeypatch.setattr(
-        router_process.subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=io.BytesIO(), poll=lambda: 0)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=io.BytesIO(), poll=lambda: 0))
     return configs
 
 
@@ -49,6 +48,7 @@ def make() -> Iterator[Callable[..., RouterGroup]]:
 def _place(config: RouterConfig, metrics: int) -> RouterPlace:
     return RouterPlace(
         config.router_id,
+        1,
         f"127.0.0.1:{config.port}",
         f"127.0.0.1:{config.grpc_port}",
         f"127.0.0.1:{metrics or config.port}",
@@ -100,7 +100,7 @@ def test_the_ports_are_reserved_while_no_router_runs(
 def test_addresses_are_known_once_all_are_listed(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(count=2, port=0, grpc_port=0)
     group.start()
-    other = RouterPlace("router-x", "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` on another machine
+    other = RouterPlace("router-x", 1, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` on another machine
     first, second = (_place(config, 9001 + index) for index, config in enumerate(started))
     assert group.places([other, second]) == [] and not group.ready([])
     assert group.places([second, other, first]) == [first, second]
@@ -114,4 +114,4 @@ def test_an_invalid_address_is_an_error(make: Callable[..., RouterGroup], starte
     group = make(port=0, grpc_port=0)
     group.start()
     with pytest.raises(RouterFailedError, match="'nowhere'"):
-        group.places([RouterPlace(started[0].router_id, "nowhere", "", "nowhere")])
+        group.places([RouterPlace(started[0].router_id, 1, "nowhere", "", "nowhere")])

@@ -44,6 +44,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
     """Where a router that is connected to this controller listens."""
 
     id: str  # random for each start of the process: numbers of processes repeat, on other nodes and in containers
+    pid: int
     http: str
     grpc: str
     metrics: str  # an address of this router alone: `http`, unless that port is shared

@@ -85,7 +85,7 @@ class ControllerActor:
             progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
             started=self._supervisor.started(),
             roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
-            routers=[RouterPlace(r.id, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
+            routers=[RouterPlace(r.id, r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
             snapshot=self._supervisor.snapshot(),
             failures={
                 entry["id"]: reason

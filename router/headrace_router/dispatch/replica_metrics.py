@@ -61,6 +61,11 @@ GAUGES = (
         "Whether this router sends new requests there",
         lambda replica, _: float(replica.ready),
     ),
+    Gauge(
+        "headrace_replica_slow",
+        "Whether this router avoids it, because its steps take much longer than those of its peers",
+        lambda replica, _: float(replica.speed.slow),
+    ),
 )
 
 COUNTERS = (
