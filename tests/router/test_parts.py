@@ -32,6 +32,7 @@ REQUEST = ChoiceRequest("label", "m", "r", b"", (5,), Sampling(max_tokens=1))
 @dataclass
 class Candidate:
     replica_id: str = "r"
+    build: tuple[str, int] = ("r", 1)
     load: Load = field(default_factory=Load)
     unreported: int = 0
     unreported_tokens: int = 0
@@ -71,6 +72,16 @@ def test_counters_of_two_builds_at_the_same_time_add_up() -> None:
         for boot, count in [(b"1", 5), (b"2", 1), (b"1", 8), (b"2", 3), (b"3", 2), (b"2", 4)]
     ]
     assert totals == [5, 6, 9, 11, 13, 14]
+
+
+def test_a_build_that_ends_before_an_older_one_is_counted_once() -> None:
+    """The old build of a rollout still counts while its new one is replaced again and again."""
+    counters = ReplicaCounters()
+    total = 0.0
+    for number in range(20):
+        for boot, count in ((b"old", 1000 + number), (b"new %d" % number, 10)):
+            total = counters.totals(("m", "r"), boot, Counters(generation_tokens=count))[1]
+    assert total == 1019 + 20 * 10
 
 
 @pytest.mark.parametrize("text", ["1e999", "[1e999]", "-1e999"])
