@@ -15,8 +15,13 @@ class Replica:
     load: Load = field(default_factory=Load)
     remote_prompt_tokens: int = 0
     replica_id: str = "r"
+    generation: int = 1
     unreported: int = 0
     unreported_tokens: int = 0
+
+    @property
+    def build(self) -> tuple[str, int]:
+        return self.replica_id, self.generation
 
 
 def load(rate_ms: float = 1.0, **fields: Any) -> Load:

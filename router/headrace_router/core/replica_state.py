@@ -70,6 +70,11 @@ class ReplicaState(Generic[C]):
         return self.identity.replica_id or self.address
 
     @property
+    def build(self) -> tuple[str, int]:
+        """Id and generation: during a rollout two builds of a replica may be ready."""
+        return self.replica_id, self.identity.generation
+
+    @property
     def role(self) -> Role:
         """As the controller lists it; without a controller, as the replica reports it."""
         if self.listing is not None and self.listing.identity.role:

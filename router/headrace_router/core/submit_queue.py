@@ -26,10 +26,11 @@ class SubmitQueue:
     def cancel(self, attempt_id: bytes) -> None:
         """Cancels an attempt; a submit that is still queued is dropped."""
         kept = [submit for submit in self._submits if submit.attempt_id != attempt_id]
-        if len(kept) == len(self._submits):
-            self._cancels.append(attempt_id)
-            self._on_put()
-        self._submits = kept
+        if len(kept) < len(self._submits):
+            self._submits = kept
+            return
+        self._cancels.append(attempt_id)
+        self._on_put()
 
     def clear(self) -> None:
         """Drops everything: the stream has ended."""

@@ -23,13 +23,19 @@ GUESS_SECONDS = 0.001  # per token, until any replica has computed some
 Mode = Literal["auto", "always", "off"]
 
 
-def choose_source(tokens: int, target: Candidate, sources: Sequence[Candidate], mode: Mode = "auto") -> int | None:
+def choose_source(
+    tokens: int,
+    target: Candidate,
+    sources: Sequence[Candidate],
+    mode: Mode = "auto",
+    least_tokens: int = LEAST_TOKENS,
+) -> int | None:
     """The index of the fastest source, or None when the target should compute the prompt itself.
 
-    tokens: to compute, output of earlier attempts included. `always` only chooses among sources; short prompts stay at
-    the target in this mode, too.
+    tokens: to compute, output of earlier attempts included. `always` only chooses among sources; prompts shorter than
+    `least_tokens` stay at the target in this mode, too.
     """
-    if mode == "off" or tokens < LEAST_TOKENS or not sources:
+    if mode == "off" or tokens < least_tokens or not sources:
         return None
     known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
     fallback = min(known, default=GUESS_SECONDS)

@@ -15,6 +15,10 @@ class Candidate(Protocol):
     def replica_id(self) -> str: ...
 
     @property
+    def build(self) -> tuple[str, int]:
+        """Id and generation: during a rollout two builds of a replica may be ready."""
+
+    @property
     def load(self) -> Load:
         """As in its newest frame."""
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from headrace_proto.replica_pb2 import Load
 from headrace_router.core.policy.interface import Candidate
 
-PAUSE_SECONDS = (
-    0.5  # mean time between two moves away from one replica: the reported loads must include the last one first
-)
+# Mean time between two moves away from one replica: the reported loads must include the last one first.
+PAUSE_SECONDS = 0.5
 COLD_USAGE = 0.6  # KV in use at most on the replica that a stream moves to
 USAGE_STEP = 0.2  # at least this much less than on the replica that it leaves
 FEWER_STREAMS = 4
@@ -30,10 +29,10 @@ class Rebalancer:
     """Keeps counts of preemptions and times of moves. Of one router, which moves its own streams only."""
 
     jitter: Callable[[], float] = lambda: 0.0  # uniform in [0, 1)
-    _preemptions: dict[str, int] = field(default_factory=dict)
-    _preempted_at: dict[str, float] = field(default_factory=dict)
-    _due: dict[str, float] = field(default_factory=dict)  # of the next move away from a replica
-    _not_before: dict[str, float] = field(default_factory=dict)
+    _preemptions: dict[tuple[str, int], int] = field(default_factory=dict)
+    _preempted_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    _due: dict[tuple[str, int], float] = field(default_factory=dict)  # of the next move away from a replica
+    _not_before: dict[tuple[str, int], float] = field(default_factory=dict)
     _settled_at: float = 0.0
 
     def replica_lost(self, now: float) -> None:
@@ -44,7 +43,7 @@ class Rebalancer:
         """Pairs of member indices (from, to): one stream should move for each."""
         moves = []
         for index, member in enumerate(members):
-            key = member.replica_id
+            key = member.build
             short_of_kv = self._is_short_of_kv(member, now)
             if member.load.running < 2 or now < max(self._settled_at, self._not_before.get(key, 0.0)):
                 continue
@@ -64,7 +63,7 @@ class Rebalancer:
         return moves
 
     def _is_short_of_kv(self, member: Candidate, now: float) -> bool:
-        key, preempted = member.replica_id, member.load.counters.preemptions
+        key, preempted = member.build, member.load.counters.preemptions
         if preempted > self._preemptions.get(key, preempted):
             self._preempted_at[key] = now
         self._preemptions[key] = preempted
