@@ -48,12 +48,16 @@ def _marks(first: int) -> list[pytest.MarkDecorator]:
 def test_no_schedule_violates_an_invariant(first: int) -> None:
     """In every odd one streams are also moved at random times."""
     total: Counter[str] = Counter()
-    for seed in range(first, min(first + SHARE, LAST)):
+    seeds = range(first, min(first + SHARE, LAST))
+    for seed in seeds:
         total += _run(seed, moves=seed % 2 == 1)
     # Faults had an effect: fetches succeeded and failed, clients disconnected, deadlines passed, streams moved.
     assert total["fetches"] > total["fetched"] > total["fetches"] // 3
-    assert total["FINISH_LENGTH"] > 5 * SHARE // 2 and total["disconnected"] and total["deadline"]
-    assert total["moved"] > SHARE // 2
+    assert total["FINISH_LENGTH"] > 5 * len(seeds) // 2
+    if len(seeds) >= SHARE:
+        assert total["disconnected"] and total["deadline"] and total["moved"] > SHARE // 2
+        assert total["sources_chosen"] > SHARE // 8, "production's policy chose no prefill replica"
+        assert total["stalled"] > 0, "no stalled replica lost its attempts"
 
 
 def test_a_seed_is_one_schedule() -> None:

@@ -11,7 +11,7 @@ from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ModelNotFoundError, NoReplicaError
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
-from headrace_router.core.policy.disaggregate import Mode, choose_source
+from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
 from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
@@ -53,14 +53,17 @@ class Fleet(Generic[C]):
         clock: Callable[[], float],
         jitter: Callable[[], float],
         disaggregation: Mode = "auto",
+        least_disaggregated: int = LEAST_TOKENS,
     ) -> None:
         """`open_link` starts to connect, and returns at once. started: unix seconds.
 
         clock: as that of the replicas' heartbeats. jitter: uniform in [0, 1), different for each router.
+        least_disaggregated: tokens of the shortest prompt that a prefill replica may compute.
         """
         self._open_link = open_link
         self._policy = policy
         self._disaggregation: Mode = disaggregation
+        self._least_disaggregated = least_disaggregated
         self._rebalancer = Rebalancer(jitter)
         self.quarantine = Quarantine(clock)
         self._clock = clock
@@ -238,7 +241,7 @@ class Fleet(Generic[C]):
             if replica.ready_source and replica is not target and replica.revision == request.revision
         ]
         tokens = len(request.prompt_token_ids) + output_tokens
-        chosen = choose_source(tokens, target, sources, self._disaggregation)
+        chosen = choose_source(tokens, target, sources, self._disaggregation, self._least_disaggregated)
         return sources[chosen] if chosen is not None else None
 
     def rebalance(self, now: float) -> None:

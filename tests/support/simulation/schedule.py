@@ -58,6 +58,8 @@ def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str
         outcomes["fetched"] += replica.engine.exchange.fetcher.counters.done
         outcomes["preempted"] += replica.scheduler.counters.preemptions
     outcomes["moved"] = cluster.router.moved
+    outcomes["sources_chosen"] = cluster.router.sources_chosen
+    outcomes["stalled"] = cluster.router.stalled
     outcomes["events"] = world.events
     return outcomes
 

@@ -18,7 +18,7 @@ from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from support.simulation.router_stream import RouterStream
-from support.simulation.sim_model import MAX_MODEL_LEN, expected_answer
+from support.simulation.sim_model import BLOCK, MAX_MODEL_LEN, expected_answer
 from support.simulation.world import InvariantViolation, World
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAINTENANCE_SECONDS = 0.1  # between two checks of all replicas
 RECONNECT_SECONDS = 0.1
+LINK_SECONDS = 30.0  # the default of `stall_seconds`: without steps, until a link is closed
 
 
 class Phase(Enum):
@@ -240,7 +241,11 @@ class SimPlacement:
         if not self.pinned and world.chance(self.router.source_share):
             states = [state for state in self.router.fleet.replicas if state is not target or world.chance(0.02)]
             return world.random.choice(states) if states else None
-        return None if self.pinned else self.router.fleet.prefill_source(target, request, output_tokens)
+        if self.pinned:
+            return None
+        source = self.router.fleet.prefill_source(target, request, output_tokens)
+        self.router.sources_chosen += source is not None
+        return source
 
     def sweep(self) -> None:
         self.router.fleet.sweep()
@@ -267,9 +272,9 @@ class SimLink:
             self.stream.disconnect()
 
     def check_stall(self) -> None:
-        """A stream without steps is closed, as the production link's read times out."""
+        """A stream without steps for longer is closed, as the production link's read times out."""
         state = self.state
-        if self.stream is not None and state.connected and state.stalled:
+        if self.stream is not None and state.connected and state.seconds_since_step > state.stall_limit(LINK_SECONDS):
             self.stream.disconnect()
 
     def received(self, frame: pb.ReplicaFrame) -> None:
@@ -310,9 +315,19 @@ class SimRouter:
         self.requests: list[SimRequest] = []
         self.links: list[SimLink] = []
         self.moved = 0  # streams that `SimRequest.move` moved
+        self.sources_chosen = 0  # by production's policy
+        self.stalled = 0  # attempts that production's maintenance ended on stalled replicas
         self.source_share = source_share
         self.jitter = Random(self.world.seed).random  # of its own: the schedule's draws stay the same
-        self.fleet: Fleet[None] = Fleet(self._open, LeastLoad(), 0, clock=self.world.clock, jitter=self.jitter)
+        self.fleet: Fleet[None] = Fleet(
+            self._open,
+            LeastLoad(),
+            0,
+            clock=self.world.clock,
+            jitter=self.jitter,
+            disaggregation="always" if self.world.seed % 2 else "auto",
+            least_disaggregated=2 * BLOCK,  # the prompts of the simulation are short
+        )
         self._maintaining = False
 
     @property
@@ -342,7 +357,10 @@ class SimRouter:
     def _maintain(self) -> None:
         for link in list(self.links):
             link.check_stall()
+        held = {id(attempt) for state in self.fleet.replicas if state.stalled for attempt in state.attempts.values()}
         self.fleet.maintain()
+        left = {id(attempt) for state in self.fleet.replicas for attempt in state.attempts.values()}
+        self.stalled += len(held - left)
         self.fleet.rebalance(self.world.now)
         if self.busy:
             self.world.at(MAINTENANCE_SECONDS, self._maintain)
