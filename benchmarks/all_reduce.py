@@ -37,7 +37,7 @@ def run(rank: int, rendezvous: Rendezvous, opened: RendezvousHost | None = None)
     torch.set_num_threads(1)
     team = join_team(ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", tp=2), rank, rendezvous, opened)
     shared: Communicator = team.context.tp
-    group = host_group(team.rendezvous_store.store, "benchmark", "127.0.0.1", rank, 2, team.detector)
+    group = host_group(team.store, "benchmark", "127.0.0.1", rank, 2, team.detector)
     methods: dict[str, Any] = {
         f"{type(shared).__name__} (rank order)": shared,
         "gloo all-reduce": GlooReduce(group),

@@ -465,16 +465,14 @@ class GroupLayers(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PairRendezvous(_message.Message):
-    __slots__ = ("host", "store_port", "link_port", "token")
+    __slots__ = ("host", "token", "port")
     HOST_FIELD_NUMBER: _ClassVar[int]
-    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
-    LINK_PORT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
     host: str
-    store_port: int
-    link_port: int
     token: bytes
-    def __init__(self, host: _Optional[str] = ..., store_port: _Optional[int] = ..., link_port: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+    port: int
+    def __init__(self, host: _Optional[str] = ..., token: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
 
 class TargetFrame(_message.Message):
     __slots__ = ("hello", "request", "cancel", "done", "renew")

@@ -18,7 +18,7 @@ from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
 
-RENDEZVOUS = Rendezvous("127.0.0.1", 1, 2, bytes(32))
+RENDEZVOUS = Rendezvous("127.0.0.1", 1, bytes(32))
 
 
 def test_all_gpus_of_a_node_are_visible_to_its_ranks() -> None:

@@ -41,7 +41,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
 
     def open_rendezvous(self) -> Rendezvous:
         """A rendezvous that is not used."""
-        return Rendezvous("127.0.0.1", 1, 1, bytes(32))
+        return Rendezvous("127.0.0.1", 1, bytes(32))
 
     def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:
         """Listens; with the model "refuse-last" the last rank fails, and the others report a lost rank."""

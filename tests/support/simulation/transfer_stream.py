@@ -21,7 +21,7 @@ class _FakeRendezvousHost:
     """Replaces a RendezvousHost, of which only the rendezvous is used."""
 
     def __init__(self, number: int) -> None:
-        self.rendezvous = Rendezvous("127.0.0.1", 1, 1, number.to_bytes(32, "big"))
+        self.rendezvous = Rendezvous("127.0.0.1", 1, number.to_bytes(32, "big"))
 
 
 class TransferStream:

@@ -1,5 +1,6 @@
 """Ranks connect to each other; other connections are closed, and ranks that do not join are named."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -7,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import TCPStore
 
 from headrace_worker.comm.errors import RankLostError, RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.link import GREETING, connect_to_rank_0
+from headrace_worker.comm.handshake import connect_to_rank_0
+from headrace_worker.comm.handshake_messages import ANSWER_BYTES, CONFIRMATION_BYTES, sign_hello
 from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
 
 Detectors = Callable[[int], FailureDetector]
@@ -74,7 +78,7 @@ def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
 def test_all_join_and_read_values_of_the_others(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
     opened = RendezvousHost("127.0.0.1")
     stores = [future.result(20) for future in gather(opened, 4, threads, detectors)]
-    stores[2].post("key", "rank 2")
+    stores[2].set("key", "rank 2")
     assert [store.read("key") for store in stores] == ["rank 2"] * 4
 
 
@@ -92,7 +96,7 @@ def test_a_rank_that_does_not_join_is_named_and_the_others_are_notified(
     detector.fail(str(raised.value))
     assert "rank 0" in str(other.explain(OSError())) and "did not join" in str(other.failure)
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", opened.rendezvous.link_port), 1)  # no rank can join any more
+        socket.create_connection(("127.0.0.1", opened.rendezvous.port), 1)  # no rank can join any more
 
 
 def test_a_rank_lost_after_it_joined_ends_the_wait_for_the_rest(
@@ -100,7 +104,7 @@ def test_a_rank_lost_after_it_joined_ends_the_wait_for_the_rest(
 ) -> None:
     opened = RendezvousHost("127.0.0.1")
     first = threads.submit(join_rendezvous, opened.rendezvous, 0, 3, detectors(0), opened, 20)
-    link = connect_to_rank_0("127.0.0.1", opened.rendezvous.link_port, opened.rendezvous.token, 1, 5)
+    link = connect_to_rank_0("127.0.0.1", opened.rendezvous.port, opened.rendezvous.token, 1, 5)
     link.close()
     with pytest.raises(RankLostError, match=rf"rank 1 \(process {os.getpid()}\) is lost"):
         first.result(5)
@@ -119,25 +123,84 @@ def test_ranks_that_wait_for_the_rest_receive_heartbeats(threads: ThreadPoolExec
     first.result(5)
 
 
-GREETINGS = {
-    "a wrong token": lambda token: GREETING.pack(bytes(32), 1, 1),
-    "an invalid rank": lambda token: GREETING.pack(token, 9, 1),
-    "rank 0": lambda token: GREETING.pack(token, 0, 1),
+HELLOS = {
+    "a wrong token": lambda token: sign_hello(bytes(32), 1, 1)[1],
+    "an invalid rank": lambda token: sign_hello(token, 9, 1)[1],
+    "rank 0": lambda token: sign_hello(token, 0, 1)[1],
+    "the token itself": lambda token: token * 2,
     "HTTP": lambda token: b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: everything there is\r\n\r\n",
 }
 
 
-@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=list(GREETINGS))
+@pytest.mark.parametrize("hello", HELLOS.values(), ids=list(HELLOS))
 def test_unauthenticated_connections_are_closed_without_an_answer(
-    greeting: Callable[[bytes], bytes], threads: ThreadPoolExecutor, detectors: Detectors
+    hello: Callable[[bytes], bytes], threads: ThreadPoolExecutor, detectors: Detectors
 ) -> None:
     opened = RendezvousHost("127.0.0.1")
     first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
-    connection = connect(opened.rendezvous.link_port, greeting(opened.rendezvous.token))
+    connection = connect(opened.rendezvous.port, hello(opened.rendezvous.token))
     assert is_closed(connection, 1)
     assert not first.done()
     join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
     first.result(5)
+
+
+def test_a_recorded_hello_admits_nobody(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    """Without the token no confirmation of rank 0's answer is possible, not even one that was valid before."""
+    opened = RendezvousHost("127.0.0.1")
+    first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
+    _, hello = sign_hello(opened.rendezvous.token, 1, 1)
+    for confirmation in (bytes(CONFIRMATION_BYTES), hello[-CONFIRMATION_BYTES:]):
+        connection = connect(opened.rendezvous.port, hello)
+        assert len(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL)) == ANSWER_BYTES
+        connection.sendall(confirmation)
+        assert is_closed(connection, 1)
+    assert not first.done()
+    join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
+    first.result(5)
+
+
+def test_a_false_rank_0_is_refused(detectors: Detectors) -> None:
+    """Its answer would need the token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            connection.sendall(bytes(ANSWER_BYTES))
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RendezvousError, match=r"rank 1 cannot reach rank 0 .*\(ConnectionAbortedError\)"):
+            connect_to_rank_0("127.0.0.1", port, bytes(32), 1, 5)
+
+
+def test_the_token_is_never_sent(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
+    opened = RendezvousHost("127.0.0.1")
+    recorded = bytearray()
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            copy_all(source, target)
+
+    def copy_all(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(4096):
+            recorded.extend(data)
+            target.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
+        via = msgspec.structs.replace(opened.rendezvous, port=int(listener.getsockname()[1]))
+        second = threads.submit(join_rendezvous, via, 1, 2, detectors(1))
+        near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", opened.rendezvous.port))
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=copy, args=ends, daemon=True).start()
+        second.result(5).set("key", "value")
+        assert first.result(5).read("key") == "value"
+    token = opened.rendezvous.token
+    assert b"value" in recorded  # the recording is complete
+    assert token not in recorded and token.hex().encode() not in recorded
 
 
 def test_a_second_rank_with_the_same_number_is_rejected(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
@@ -153,7 +216,7 @@ def test_a_second_rank_with_the_same_number_is_rejected(threads: ThreadPoolExecu
 def test_many_silent_connections_delay_no_rank(threads: ThreadPoolExecutor, detectors: Detectors) -> None:
     opened = RendezvousHost("127.0.0.1")
     first = threads.submit(join_rendezvous, opened.rendezvous, 0, 2, detectors(0), opened, 20)
-    connections = [connect(opened.rendezvous.link_port, b"x" * (index % 30)) for index in range(100)]
+    connections = [connect(opened.rendezvous.port, b"x" * (index % 30)) for index in range(100)]
     started = time.monotonic()
     join_rendezvous(opened.rendezvous, 1, 2, detectors(1))
     first.result(5)
@@ -198,7 +261,7 @@ def listening() -> set[tuple[str, int]]:
 def test_a_replica_listens_on_its_interface_only(
     save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
 ) -> None:
-    """Store, links and gloo. 127.0.0.2 would be another interface."""
+    """Links and gloo. 127.0.0.2 would be another interface."""
     before = listening()
     with process_replica(save_tiny("llama"), 2, 2) as replica:
         mine = listening() - before
@@ -206,13 +269,13 @@ def test_a_replica_listens_on_its_interface_only(
         replica.run([[5, 6, 7]], 2)
 
 
-def test_garbage_on_the_stores_port_has_no_effect(
+def test_garbage_on_open_ports_has_no_effect(
     save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
 ) -> None:
     before = listening()
     with process_replica(save_tiny("llama"), 2, 1) as replica:
         connections = []
-        for _, port in listening() - before:  # the store's, and gloo's if it keeps one open
+        for _, port in listening() - before:  # gloo's, if it keeps one open
             for data in (
                 b"GET / HTTP/1.1\r\n\r\n",
                 bytes(1000),
@@ -224,6 +287,28 @@ def test_garbage_on_the_stores_port_has_no_effect(
         threading.Event().wait(0.2)
         replica.run([[5, 6, 7]], 4)
         replica.team.detector.check()
+
+
+def test_no_port_serves_the_keys_that_the_ranks_share(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
+) -> None:
+    """A store of torch on a port lists all its keys, and lets anybody change them."""
+    before = listening()
+    found: list[TCPStore] = []
+
+    def find(port: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1)))
+
+    with process_replica(save_tiny("llama"), 2, 1) as replica:
+        # Daemons: torch's client waits for an answer of gloo's port for ever.
+        searches = [threading.Thread(target=find, args=(port,), daemon=True) for _, port in listening() - before]
+        for search in searches:
+            search.start()
+        for search in searches:
+            search.join(1.5)
+        assert not found
+        replica.run([[5, 6, 7]], 4)
 
 
 def test_every_rendezvous_has_a_new_token() -> None:

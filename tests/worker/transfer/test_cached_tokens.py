@@ -32,7 +32,7 @@ class Pair:
                 self._orders[number] += plan.orders
 
             bench.runner.on_launch = note
-        rendezvous = Rendezvous("127.0.0.1", 1, 1, b"t" * 32)
+        rendezvous = Rendezvous("127.0.0.1", 1, b"t" * 32)
         self.source.engine.exchange.open_target("d", OpenPair(1, rendezvous, 2, 1, 0, (), sends=True))
         self.target.engine.exchange.fetcher.open_pair("p", OpenPair(1, rendezvous, 2, 0, 1, (), sends=False))
 

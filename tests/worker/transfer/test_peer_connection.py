@@ -13,6 +13,7 @@ from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_routes
 from headrace_worker.kv_transfer import peer_connection as module
+from headrace_worker.kv_transfer.chunk_bytes import PieceMac, Trailer
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
 
@@ -58,7 +59,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnecti
         pool = torch.randn(2, 8, 2, 4, 8) if sends else torch.zeros(2, 8, 2, 4, 8)
         caches: Any = {layer: LayerCache(0, pool, 0) for layer in (0, 1)}
         reports: list[TransferReport] = []
-        order = OpenPair(1, Rendezvous("", 1, 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
+        order = OpenPair(1, Rendezvous("", 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
         connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, reports.append)
         connection.start()
         return connection, pool, reports
@@ -115,3 +116,21 @@ def test_an_unexpected_chunk_ends_the_pair(
     assert isinstance(reports[1], PairFailed) and "another chunk" in reports[1].error
     source.close()
     target.close()
+
+
+def test_a_changed_byte_or_another_key_is_detected() -> None:
+    """A stranger on the network can compute any checksum, and no MAC."""
+    key = bytes(32)
+    piece = torch.arange(64, dtype=torch.uint8)
+    sent = PieceMac(key)
+    sent.add(piece)
+    trailer = Trailer.decode(sent.trailer(7, 0, complete=True).encode())
+    for other_key, other_piece, fetch, matches in (
+        (key, piece, 7, True),
+        (key, piece + 1, 7, False),
+        (bytes([1]) * 32, piece, 7, False),
+        (key, piece, 8, False),
+    ):
+        received = PieceMac(other_key)
+        received.add(other_piece)
+        assert trailer.equals(received.trailer(fetch, 0, complete=True)) is matches

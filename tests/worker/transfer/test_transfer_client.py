@@ -47,7 +47,7 @@ class FakePairRegistry:
         self.commands = SimpleNamespace(exchange=lambda action: action(exchange))
 
     def open_rendezvous(self) -> Any:
-        return SimpleNamespace(rendezvous=Rendezvous("127.0.0.1", 1, 1, bytes(32)))
+        return SimpleNamespace(rendezvous=Rendezvous("127.0.0.1", 1, bytes(32)))
 
     def find_mismatch(self, identity: pb.ReplicaIdentity, shards: KvShards) -> str:
         return ""

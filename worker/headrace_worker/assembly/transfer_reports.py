@@ -19,10 +19,10 @@ def to_commands(commands: CommandQueue) -> Callable[[TransferReport], None]:
 
 def to_rank_0(detector: FailureDetector) -> Callable[[TransferReport], None]:
     """For any other rank's transfer worker."""
-    return lambda report: detector.notify_rank_0(_encode(report).decode())
+    return lambda report: detector.notify_rank_0(_encode(report))
 
 
 def forward_notes(detector: FailureDetector, commands: CommandQueue) -> None:
     """Passes the reports of the other ranks to the step loop of rank 0."""
     handle = to_commands(commands)
-    detector.on_notice(lambda text: handle(_decode(text)))
+    detector.on_notice(lambda note: handle(_decode(note)))

@@ -17,6 +17,7 @@ from typing import TypeVar
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.heartbeats import HeartbeatTracker
 from headrace_worker.comm.link import FrameKind, Link
+from headrace_worker.comm.shared_entries import SharedEntries
 
 TICK_SECONDS = 0.1
 SILENT_TICKS = 40  # not fewer: where many processes share few cores, a live one may not be scheduled for 1–2 s
@@ -31,12 +32,13 @@ class FailureDetector:
 
     def __init__(self, rank: int, links: Iterable[Link] = ()) -> None:
         self.failure: RankLostError | None = None
+        self.entries = SharedEntries()
         self._rank = rank
         self._links: dict[int, Link] = {}
         self._heartbeats = HeartbeatTracker(STARTUP_TICKS, PARTING_TICKS)
         self._new: deque[Link] = deque()
         self._callbacks: list[Callable[[RankLostError], None]] = []
-        self._listener: Callable[[str], None] = lambda text: None
+        self._listener: Callable[[bytes], None] = lambda note: None
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._closing = threading.Event()
@@ -53,8 +55,9 @@ class FailureDetector:
             self._links = self._links | {link.rank: link}
             self._new.append(link)
             failure = self.failure
+        self.entries.attach(link)
         if failure is not None:
-            link.send(FrameKind.FAILED, str(failure))
+            link.send_text(FrameKind.FAILED, str(failure))
 
     def on_loss(self, callback: Callable[[RankLostError], None]) -> None:
         """Call `callback` once when a rank is lost, at once if one is already; on the detector's thread or this one."""
@@ -64,12 +67,12 @@ class FailureDetector:
                 return
         callback(self.failure)
 
-    def notify_rank_0(self, text: str) -> None:
+    def notify_rank_0(self, note: bytes) -> None:
         """Send a short message to rank 0, outside of the steps. For ranks other than 0."""
         for link in self._links.values():
-            link.send(FrameKind.NOTE, text)
+            link.send(FrameKind.NOTE, note)
 
-    def on_notice(self, listener: Callable[[str], None]) -> None:
+    def on_notice(self, listener: Callable[[bytes], None]) -> None:
         """On rank 0: pass the other ranks' notes to `listener`, on the detector's thread."""
         self._listener = listener
 
@@ -169,12 +172,14 @@ class FailureDetector:
                 self._lose(link, "is lost: its connection closed")
             return False
         self._heartbeats.record_frame(link.rank)
-        for kind, text in frames:
+        for kind, payload in frames:
             if kind is FrameKind.FAILED:
                 others = [other for other in self._links.values() if other is not link]
-                self._fail(text, notify=others)
+                self._fail(payload.decode(errors="replace"), notify=others)
+            elif kind is FrameKind.ENTRY:
+                self.entries.receive(link, payload)
             elif kind is FrameKind.NOTE:
-                self._listener(text)
+                self._listener(payload)
             elif kind is FrameKind.LEAVING:
                 self._heartbeats.record_leaving(link.rank)
                 return False
@@ -192,7 +197,7 @@ class FailureDetector:
             callbacks, self._callbacks = self._callbacks, []
         self._failed.set()
         for link in notify:  # before this rank exits, which the others would take for the cause
-            link.send(FrameKind.FAILED, sentence)
+            link.send_text(FrameKind.FAILED, sentence)
         for callback in callbacks:
             with contextlib.suppress(Exception):  # a failing callback must not keep the others from being called
                 callback(self.failure)

@@ -1,7 +1,6 @@
-"""Rank 0's handshake server: connections with the token are accepted, others are closed and delay no accepted one."""
+"""Rank 0's handshake server: a connection that proves the token is accepted; others are closed and delay none."""
 
 import contextlib
-import hmac
 import os
 import selectors
 import socket
@@ -10,11 +9,23 @@ from dataclasses import dataclass
 
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.link import ANSWER, GREETING, Link
+from headrace_worker.comm.handshake_messages import (
+    ANSWER_BYTES,
+    CONFIRMATION_BYTES,
+    HELLO_BYTES,
+    Handshake,
+    sign_answer,
+    sign_confirmation,
+    sign_hello,
+    verify_answer,
+    verify_confirmation,
+    verify_hello,
+)
+from headrace_worker.comm.link import Link
 
 _POLL_SECONDS = 0.1
-_GREETING_SECONDS = 2.0  # in which a connection must send its whole greeting
-_MAX_PENDING = 1024  # connections whose greeting is incomplete
+_HANDSHAKE_SECONDS = 2.0  # in which a connection must send all its messages
+_MAX_PENDING = 1024  # connections whose handshake is incomplete
 
 
 @dataclass(slots=True)
@@ -22,6 +33,12 @@ class _PendingConnection:
     connection: socket.socket
     until: float
     received: bytes = b""
+    answered: tuple[Handshake, int, int] | None = None  # with the rank and process id of its Hello
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the message that it sends next."""
+        return (CONFIRMATION_BYTES if self.answered else HELLO_BYTES) - len(self.received)
 
 
 class HandshakeServer:
@@ -77,35 +94,48 @@ class HandshakeServer:
         if len(self._pending) >= _MAX_PENDING:
             self._reject(next(iter(self._pending.values())))
         connection.setblocking(False)
-        self._pending[connection.fileno()] = _PendingConnection(connection, time.monotonic() + _GREETING_SECONDS)
+        self._pending[connection.fileno()] = _PendingConnection(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, pending: _PendingConnection) -> Link | None:
-        """The connection's link once its greeting is complete and valid."""
+        """The connection's link once its handshake is complete and valid."""
         try:
-            data = pending.connection.recv(GREETING.size - len(pending.received))
+            data = pending.connection.recv(pending.missing)
         except BlockingIOError:
             return None
         except OSError:
             data = b""
         pending.received += data
-        if data and len(pending.received) < GREETING.size:
+        if data and pending.missing:
             return None
-        link = self._authenticate(pending) if data else None
+        if not data:
+            self._reject(pending)
+            return None
+        message, pending.received = pending.received, b""
+        if pending.answered is None:
+            if not self._answer(pending, message):
+                self._reject(pending)
+            return None
+        handshake, rank, pid = pending.answered
+        confirmed = verify_confirmation(handshake, message)
+        if confirmed is None or rank not in self._missing:
+            self._reject(pending)
+            return None
         self._unregister(pending)
-        if link is None:
-            pending.connection.close()
-        return link
+        return Link(pending.connection, rank, pid, confirmed.keys(on_rank_0=True))
 
-    def _authenticate(self, pending: _PendingConnection) -> Link | None:
-        presented, rank, pid = GREETING.unpack(pending.received)
-        if not hmac.compare_digest(presented, self._token) or rank not in self._missing:
-            return None
+    def _answer(self, pending: _PendingConnection, message: bytes) -> bool:
+        """Answers a genuine Hello of a missing rank."""
+        hello = verify_hello(self._token, message)
+        if hello is None or hello[1] not in self._missing:
+            return False
+        handshake, answer = sign_answer(hello[0], os.getpid())
+        pending.answered = handshake, hello[1], hello[2]
         try:
-            pending.connection.sendall(ANSWER.pack(os.getpid()))
+            pending.connection.sendall(answer)
         except OSError:
-            return None
-        return Link(pending.connection, rank, pid)
+            return False
+        return True
 
     def _unregister(self, pending: _PendingConnection) -> None:
         self._selector.unregister(pending.connection)
@@ -115,3 +145,34 @@ class HandshakeServer:
         self._unregister(pending)
         with contextlib.suppress(OSError):
             pending.connection.close()
+
+
+def connect_to_rank_0(host: str, port: int, token: bytes, rank: int, seconds: float) -> Link:
+    """Connect this rank to rank 0. Raises RendezvousError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            connection = stack.enter_context(socket.create_connection((host, port), seconds))
+            handshake, hello = sign_hello(token, rank, os.getpid())
+            connection.sendall(hello)
+            answered = verify_answer(handshake, _receive(connection, ANSWER_BYTES))
+            if answered is None:
+                raise ConnectionAbortedError
+            confirmed, confirmation = sign_confirmation(answered[0])
+            connection.sendall(confirmation)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {rank} cannot reach rank 0 at {host}:{port} ({type(error).__name__}); see rank 0's log, or "
+                "check for a firewall between the nodes"
+            ) from error
+        stack.pop_all()
+        return Link(connection, 0, answered[1], confirmed.keys(on_rank_0=False))
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data

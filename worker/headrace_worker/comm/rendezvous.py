@@ -1,79 +1,77 @@
-"""How the ranks of a replica connect: a key-value store on rank 0, and a link from each rank to it.
+"""How the ranks of a replica connect: each to rank 0, over a link on which they also share keys and values.
 
 Rank 0 opens the rendezvous; the process that starts the ranks (the `cluster` package, through an authenticated call)
-sends the others its address and the token. Store and links listen on the replica's interface only. The store has no
-password, hence its keys have a prefix that only the ranks know; the links require the token.
+sends the others its address and the token. Rank 0 listens on the replica's interface only. Whoever connects has to
+prove that it knows the token, which itself is never sent; so has rank 0.
 """
 
 import secrets
 import socket
-import time
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import Store
 
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.handshake import HandshakeServer
-from headrace_worker.comm.link import connect_to_rank_0
+from headrace_worker.comm.handshake import HandshakeServer, connect_to_rank_0
 from headrace_worker.core.config import Rendezvous
 
 JOIN_SECONDS = 120.0
-_POLL_SECONDS = 0.01
+_LOSS_SECONDS = 0.1  # between two looks for a lost rank
 
 
 class RendezvousHost:
-    """Rank 0's listening sockets and store, opened before the other ranks get their address."""
+    """Rank 0's listening socket, opened before the other ranks get its address."""
 
     def __init__(self, host: str) -> None:
-        """Listens on `host`, on any free ports. Raises RendezvousError."""
+        """Listens on `host`, on any free port. Raises RendezvousError."""
         self.listener = _listen(host)
-        store_socket = _listen(host)
-        port = int(store_socket.getsockname()[1])
-        # The store gets a listening socket: by itself it would listen on every interface.
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=store_socket.detach()
-        )
-        self.rendezvous = Rendezvous(host, port, int(self.listener.getsockname()[1]), secrets.token_bytes(32))
+        self.rendezvous = Rendezvous(host, int(self.listener.getsockname()[1]), secrets.token_bytes(32))
 
     def close(self) -> None:
         """Stop accepting ranks; connected ones stay connected."""
         self.listener.close()
 
 
-class RendezvousStore:
-    """The store, under the rendezvous's prefix."""
+class RendezvousStore(Store):
+    """What the ranks share, as torch's process groups read it. Reads wait until a key is set.
 
-    def __init__(self, rendezvous: Rendezvous, detector: FailureDetector) -> None:
-        """Raises RendezvousError when the store cannot be reached."""
+    Its owner keeps a reference for as long as a group uses it: C++ keeps none to this class's methods.
+    """
+
+    def __init__(self, detector: FailureDetector) -> None:
+        super().__init__()
         self._detector = detector
-        try:
-            store = TCPStore(
-                rendezvous.host, rendezvous.store_port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS)
-            )
-        except (RuntimeError, ValueError) as error:
-            raise RendezvousError(
-                f"the store of rank 0 cannot be reached at {rendezvous.host}:{rendezvous.store_port}; see rank 0's "
-                "log, or check for a firewall between the nodes"
-            ) from error
-        self.store = PrefixStore(rendezvous.token.hex(), store)
+        self._entries = detector.entries
 
-    def post(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Raises RankLostError."""
-        try:
-            self.store.set(key, value)
-        except RuntimeError as error:
-            raise self._detector.explain(error) from error
+        self._detector.check()
+        self._entries.publish(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, once it is set. Raises RankLostError."""
+        while (value := self._entries.wait(key, _LOSS_SECONDS)) is None:
+            self._detector.check()
+        return value
 
     def read(self, key: str) -> str:
-        """The value of `key`, once it is set. Raises RankLostError."""
-        try:
-            while not self.store.check([key]):
-                self._detector.check()
-                time.sleep(_POLL_SECONDS)
-            return self.store.get(key).decode()
-        except RuntimeError as error:
-            raise self._detector.explain(error) from error
+        """The value of `key` as text, once it is set. Raises RankLostError."""
+        return self.get(key).decode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._entries.find(key) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raises RankLostError. `timeout` is not used: a live rank sets its keys, and the loss of one ends the wait."""
+        for key in keys:
+            self.get(key)
+
+    def delete_key(self, key: str) -> bool:
+        """Of this rank's copy."""
+        found = self._entries.find(key) is not None
+        self._entries.discard(key)
+        return found
 
 
 def join_rendezvous(
@@ -94,8 +92,8 @@ def join_rendezvous(
         finally:
             host.close()
     else:
-        detector.add(connect_to_rank_0(rendezvous.host, rendezvous.link_port, rendezvous.token, rank, seconds))
-    return RendezvousStore(rendezvous, detector)
+        detector.add(connect_to_rank_0(rendezvous.host, rendezvous.port, rendezvous.token, rank, seconds))
+    return RendezvousStore(detector)
 
 
 def _listen(host: str) -> socket.socket:

@@ -9,8 +9,8 @@ class StoreAllGather:
     Sequences with different names are independent, so that two threads of a rank may each use one.
     """
 
-    def __init__(self, rendezvous_store: RendezvousStore, name: str, rank: int, size: int) -> None:
-        self._store = rendezvous_store
+    def __init__(self, store: RendezvousStore, name: str, rank: int, size: int) -> None:
+        self._store = store
         self._name = name
         self._rank = rank
         self._size = size
@@ -19,5 +19,11 @@ class StoreAllGather:
     def gather(self, value: str) -> list[str]:
         """The value of each rank, in rank order. Waits for all ranks; raises RankLostError when one is lost."""
         self._round += 1
-        self._store.post(f"{self._name}-{self._round}-{self._rank}", value)
-        return [self._store.read(f"{self._name}-{self._round}-{rank}") for rank in range(self._size)]
+        self._store.set(self._key(self._round, self._rank), value)
+        values = [self._store.read(self._key(self._round, rank)) for rank in range(self._size)]
+        for rank in range(self._size):  # each rank has begun this round, and so has read all of the last one
+            self._store.delete_key(self._key(self._round - 1, rank))
+        return values
+
+    def _key(self, round_number: int, rank: int) -> str:
+        return f"{self._name}-{round_number}-{rank}"

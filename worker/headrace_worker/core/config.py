@@ -138,11 +138,10 @@ class ReplicaConfig(ReplicaSettings):
 
 
 class Rendezvous(Struct, frozen=True):
-    """Rendezvous of a replica's ranks: two ports of one host, and a token of 32 random bytes that identifies them."""
+    """Rendezvous of a replica's ranks: a port of rank 0's host, and 32 random bytes that only the ranks know."""
 
     host: str
-    store_port: int
-    link_port: int
+    port: int
     token: bytes
 
 

@@ -7,43 +7,50 @@ decides how much is allocated.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
 
 import torch
-import xxhash
+from blake3 import blake3
 from torch import Tensor
 
-TRAILER_BYTES = 32
-_TRAILER = struct.Struct("<QIIQQ")
+MAC_BYTES = 32
+_TRAILER = struct.Struct("<QIIQ")
+TRAILER_BYTES = _TRAILER.size + MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """Identity and checksum of a chunk's part: `complete` unless its fetch was dropped meanwhile."""
+    """Identity of a chunk's part, and a MAC over it and its pieces; `complete` unless its fetch was dropped."""
 
     fetch: int
     chunk: int
     complete: bool
     num_bytes: int
-    checksum: int  # XXH3 of all pieces in order
+    mac: bytes  # [MAC_BYTES]
 
     def encode(self) -> Tensor:
-        """[32] uint8."""
-        packed = _TRAILER.pack(self.fetch, self.chunk, self.complete, self.num_bytes, self.checksum)
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        """[TRAILER_BYTES] uint8."""
+        return torch.frombuffer(bytearray(_identity(self) + self.mac), dtype=torch.uint8)
+
+    def equals(self, other: "Trailer") -> bool:
+        """Compared in constant time."""
+        return compare_digest(_identity(self) + self.mac, _identity(other) + other.mac)
 
     @classmethod
     def decode(cls, raw: Tensor) -> "Trailer":
-        """From [32] uint8."""
-        fetch, chunk, complete, num_bytes, checksum = _TRAILER.unpack(raw.numpy().tobytes())
-        return cls(fetch, chunk, complete == 1, num_bytes, checksum)
+        """From [TRAILER_BYTES] uint8."""
+        data = raw.numpy().tobytes()
+        fetch, chunk, complete, num_bytes = _TRAILER.unpack_from(data)
+        return cls(fetch, chunk, complete == 1, num_bytes, data[_TRAILER.size :])
 
 
-class PieceChecksum:
-    """Counts the bytes of pieces and computes their checksum."""
+class PieceMac:
+    """Counts the bytes of pieces and computes the MAC of their trailer: BLAKE3, keyed."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        """`key`: 32 bytes, of one direction between two ranks."""
         self.num_bytes = 0
-        self._hash = xxhash.xxh3_64()
+        self._hash = blake3(key=key)
 
     def add(self, piece: Tensor) -> None:
         """A contiguous piece in host memory."""
@@ -51,9 +58,15 @@ class PieceChecksum:
         self._hash.update(raw)
         self.num_bytes += len(raw)
 
-    @property
-    def checksum(self) -> int:
-        return int(self._hash.intdigest())
+    def trailer(self, fetch: int, chunk: int, *, complete: bool) -> Trailer:
+        """The trailer of the pieces so far; the last call on this object."""
+        unsigned = Trailer(fetch, chunk, complete, self.num_bytes, b"")
+        self._hash.update(_identity(unsigned))
+        return Trailer(fetch, chunk, complete, self.num_bytes, self._hash.digest(MAC_BYTES))
+
+
+def _identity(trailer: Trailer) -> bytes:
+    return _TRAILER.pack(trailer.fetch, trailer.chunk, trailer.complete, trailer.num_bytes)
 
 
 def new_piece(pool: Tensor, blocks: int, heads: int) -> Tensor:

@@ -31,7 +31,7 @@ class PairGroup:
                 order.rendezvous, me, order.size, self._detector, opened, JOIN_SECONDS
             )
             self._group: Group = self._detector.guard(
-                lambda: host_group(self._store.store, "pair", host, me, order.size, self._detector)
+                lambda: host_group(self._store, "pair", host, me, order.size, self._detector)
             )
             self._detector.enable_hang_detection()
         except (RendezvousError, RankLostError):

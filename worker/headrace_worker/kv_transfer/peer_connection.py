@@ -14,12 +14,13 @@ from torch import Tensor
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.group import Receiving, Sending
+from headrace_worker.comm.link_keys import derive_key
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, Route
 from headrace_worker.kv_transfer.chunk_bytes import (
     TRAILER_BYTES,
-    PieceChecksum,
+    PieceMac,
     Trailer,
     new_piece,
     read_blocks,
@@ -143,7 +144,7 @@ class PeerConnection:
 
     def _send(self, pair_group: PairGroup, order: Send, gate: LayerGate | None) -> None:
         for route in self._routes:
-            checksum = PieceChecksum()
+            mac = PieceMac(self._key(route))
             complete = True
             sending: Sending | None = None
             for group, layers in enumerate(route.layers):
@@ -161,13 +162,13 @@ class PeerConnection:
                             piece = read_blocks(pool, blocks, heads)
                         else:  # the receiver expects a piece: send zeros, and mark the trailer as incomplete
                             piece = new_piece(pool, len(blocks), heads[1] - heads[0]).zero_()
-                    checksum.add(piece)
+                    mac.add(piece)
                     if sending is not None:
                         pair_group.finish(sending)
                     sending = pair_group.send(piece, route.target)
             if sending is not None:
                 pair_group.finish(sending)
-            trailer = Trailer(order.fetch, order.chunk, complete, checksum.num_bytes, checksum.checksum)
+            trailer = mac.trailer(order.fetch, order.chunk, complete=complete)
             pair_group.finish(pair_group.send(trailer.encode(), route.target))
         self._count_transferred(order.fetch)
 
@@ -175,7 +176,7 @@ class PeerConnection:
         good, num_bytes = True, 0
         try:
             for route in self._routes:
-                checksum = self._receive_pieces(pair_group, order, route)
+                mac = self._receive_pieces(pair_group, order, route)
                 raw = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
                 pair_group.take(pair_group.expect(raw, route.source))
                 trailer = Trailer.decode(raw)
@@ -183,18 +184,17 @@ class PeerConnection:
                     raise ChunkOrderError(
                         "the peer sent another chunk than the expected one: update both replicas to one release"
                     )
-                expected = Trailer(order.fetch, order.chunk, True, checksum.num_bytes, checksum.checksum)
-                good = good and trailer == expected
-                num_bytes += checksum.num_bytes
+                num_bytes += mac.num_bytes
+                good = good and trailer.equals(mac.trailer(order.fetch, order.chunk, complete=True))
         except Exception:
             self._report_received(order, num_bytes, good=False)
             raise
         self._count_transferred(order.fetch)
         self._report_received(order, num_bytes, good=good)
 
-    def _receive_pieces(self, pair_group: PairGroup, order: Receive, route: Route) -> PieceChecksum:
+    def _receive_pieces(self, pair_group: PairGroup, order: Receive, route: Route) -> PieceMac:
         """A chunk's pieces on one route. While one is written into its blocks, the next is being received."""
-        checksum = PieceChecksum()
+        mac = PieceMac(self._key(route))
         heads = self._local_heads(route)
         parts = [(group, layer) for group, layers in enumerate(route.layers) for layer in layers if order.counts[group]]
         incoming: deque[tuple[Tensor, Receiving]] = deque()
@@ -210,11 +210,11 @@ class PeerConnection:
             piece, receiving = incoming.popleft()
             pair_group.take(receiving)
             expect(place + 1)
-            checksum.add(piece)
+            mac.add(piece)
             with self._lock:
                 if order.fetch in self._queued_chunks:
                     write_blocks(self._caches[layer].pool, order.blocks[group], heads, piece)
-        return checksum
+        return mac
 
     def _report_received(self, order: Receive, num_bytes: int, *, good: bool) -> None:
         self._report(Received(self._rank, order.pair, order.fetch, order.chunk, good, num_bytes))
@@ -227,6 +227,10 @@ class PeerConnection:
                 self._queued_chunks[fetch] = left
             else:
                 self._queued_chunks.pop(fetch, None)
+
+    def _key(self, route: Route) -> bytes:
+        """The MAC key of a route: other routes and other pairs have other keys."""
+        return derive_key(self._order.rendezvous.token, f"kv from {route.source} to {route.target}")
 
     def _local_heads(self, route: Route) -> tuple[int, int]:
         return route.heads[0] - self._first_head, route.heads[1] - self._first_head

@@ -38,29 +38,27 @@ def _join(
     detector: FailureDetector,
 ) -> Team:
     rank, size = topology.rank, topology.size
-    rendezvous_store = join_rendezvous(rendezvous, rank, size, detector, opened)
-    store = rendezvous_store.store
+    store = join_rendezvous(rendezvous, rank, size, detector, opened)
     device = _bind_device(choose_device(config.device), rank)
     host = host_group(store, "host", config.host, rank, size, detector)
     pipe = host
     if device.type == "cuda" and topology.pp > 1:
         pipe = device_group(store, "pipe", device, rank, size, detector)
     notes: list[str] = []
-    communicator = _communicator(config, topology, device, rendezvous_store, detector, notes)
+    communicator = _communicator(config, topology, device, store, detector, notes)
     context = ParallelContext(communicator, topology.stage, topology.pp, config.ep)
-    return Team(topology, detector, rendezvous_store, device, host, pipe, context, notes, opened)
+    return Team(topology, detector, store, device, host, pipe, context, notes)
 
 
 def _communicator(
     config: ReplicaConfig,
     topology: Topology,
     device: torch.device,
-    rendezvous_store: RendezvousStore,
+    store: RendezvousStore,
     detector: FailureDetector,
     notes: list[str],
 ) -> Communicator:
     """Of the stage's ranks."""
-    store = rendezvous_store.store
     if topology.tp == 1:
         return SingleRank()
     if device.type == "cuda":
@@ -68,16 +66,14 @@ def _communicator(
         group = device_group(store, name, device, topology.place, topology.tp, detector)
         # NCCL's order of addition depends on the size of the tensor.
         return OrderedCommunicator(group) if config.deterministic else DeviceCommunicator(group)
-    segment = _shared_segment(topology, rendezvous_store, notes)
+    segment = _shared_segment(topology, store, notes)
     if segment is not None:
         return shared_memory.SharedCommunicator(segment, topology.peers, topology.place, detector)
     group = host_group(store, f"stage-{topology.stage}", config.host, topology.place, topology.tp, detector)
     return OrderedCommunicator(group)
 
 
-def _shared_segment(
-    topology: Topology, rendezvous_store: RendezvousStore, notes: list[str]
-) -> shared_memory.Segment | None:
+def _shared_segment(topology: Topology, store: RendezvousStore, notes: list[str]) -> shared_memory.Segment | None:
     """The stage's shared memory, if all of its ranks can map it."""
     key = f"segment-{topology.stage}"
     segment, why = None, missing() or ""
@@ -85,16 +81,16 @@ def _shared_segment(
         try:
             if topology.place == 0:
                 ticket, segment = stack.enter_context(shared_memory.create_segment(topology.tp))
-                rendezvous_store.post(key, ticket)
+                store.set(key, ticket)
             else:
-                segment = shared_memory.attach(rendezvous_store.read(key))
+                segment = shared_memory.attach(store.read(key))
         except OSError as error:
             if topology.place == 0:
-                rendezvous_store.post(key, "")
+                store.set(key, "")
                 why = why or f"there is no shared memory ({error.strerror})"
             why = why or "the ranks of a stage are not on one node, or may not open each other's memory"
-        rendezvous_store.post(f"{key}-{topology.place}", why)
-        reasons = [rendezvous_store.read(f"{key}-{place}") for place in range(topology.tp)]
+        store.set(f"{key}-{topology.place}", why)
+        reasons = [store.read(f"{key}-{place}") for place in range(topology.tp)]
     if not any(reasons):
         return segment
     why = next(reason for reason in reasons if reason)

@@ -9,7 +9,7 @@ import torch
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import Group
 from headrace_worker.comm.parallel_context import ParallelContext
-from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore
+from headrace_worker.comm.rendezvous import RendezvousStore
 from headrace_worker.comm.store_all_gather import StoreAllGather
 from headrace_worker.comm.topology import Topology
 
@@ -26,24 +26,22 @@ class Team:
         self,
         topology: Topology,
         detector: FailureDetector,
-        rendezvous_store: RendezvousStore,
+        store: RendezvousStore,
         device: torch.device,
         host: Group,
         pipe: Group,
         context: ParallelContext,
         notes: list[str],
-        opened: RendezvousHost | None,
     ) -> None:
-        """notes: sentences for the start, about how the ranks are connected; opened: on rank 0."""
+        """notes: sentences for the start, about how the ranks are connected."""
         self.topology = topology
         self.detector = detector
-        self.rendezvous_store = rendezvous_store
+        self.store = store
         self.device = device
         self.host = host
         self.pipe = pipe
         self.context = context
         self.notes = notes
-        self._opened = opened  # the store lives in it
         self._all_gather = self.new_all_gather("agree")
 
     def gather_all(self, value: int) -> list[int]:
@@ -55,7 +53,7 @@ class Team:
 
     def new_all_gather(self, name: str) -> StoreAllGather:
         """A sequence of all-gathers beside `gather_all`, for another thread; all ranks create it once."""
-        return StoreAllGather(self.rendezvous_store, name, self.topology.rank, self.topology.size)
+        return StoreAllGather(self.store, name, self.topology.rank, self.topology.size)
 
     def local_ranks(self) -> int:
         """How many ranks share this one's memory, itself included."""

@@ -59,17 +59,14 @@ def to_shards(message: pb.KvShards) -> KvShards:
 
 
 def rendezvous_message(rendezvous: Rendezvous) -> pb.PairRendezvous:
-    return pb.PairRendezvous(
-        host=rendezvous.host, store_port=rendezvous.store_port, link_port=rendezvous.link_port, token=rendezvous.token
-    )
+    return pb.PairRendezvous(host=rendezvous.host, port=rendezvous.port, token=rendezvous.token)
 
 
 def to_rendezvous(message: pb.PairRendezvous) -> Rendezvous:
     """Raises InvalidTransferError."""
-    ports = (message.store_port, message.link_port)
-    if len(message.token) != 32 or not message.host or not all(0 < port < 65536 for port in ports):
+    if len(message.token) != 32 or not message.host or not 0 < message.port < 65536:
         raise InvalidTransferError("the peer's rendezvous has no valid host, port or token")
-    return Rendezvous(message.host, message.store_port, message.link_port, message.token)
+    return Rendezvous(message.host, message.port, message.token)
 
 
 def target_frame(message: ToSource) -> pb.TargetFrame:

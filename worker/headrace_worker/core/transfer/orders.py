@@ -61,7 +61,7 @@ Order = OpenPair | ClosePair | Send | Receive | Drop
 
 
 class Received(Struct, frozen=True, tag="received"):
-    """A rank has received a chunk. `good`: all of it is in its blocks, count and checksum agree."""
+    """A rank has received a chunk. `good`: all of it is in its blocks, count and MAC agree."""
 
     rank: int
     pair: int
