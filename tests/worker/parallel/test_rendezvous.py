@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from headrace_worker.comm.errors import RankLostError, RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
