@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_write
 from headrace_kernels.cpu.elementwise import apply_rope
-from headrace_kernels.cpu.library import load
+from headrace_kernels.cpu.library import check_status, load
 from headrace_kernels.reference import cache as reference
 
 _write_kv = load().headrace_write_kv
@@ -12,16 +13,19 @@ _write_kv = load().headrace_write_kv
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
     """See ``headrace_kernels.ops.write_kv``."""
-    if pool.dtype is not torch.float32 or key.dtype is not torch.float32 or not pool.is_cpu:
+    check_write(key, value, pool, slots)
+    if not _fits(key, value, pool, slots):
         return reference.write_kv(key, value, pool, slots, kv_scale)
     key, value, slots = _rows(key), _rows(value), slots.contiguous()
     tokens, kv_heads, head_dim = key.shape
     key_token, key_head, _ = key.stride()
     value_token, value_head, _ = value.stride()
-    _write_kv(
+    status = _write_kv(
         key.data_ptr(), key_token, key_head, value.data_ptr(), value_token, value_head, pool.data_ptr(), pool.shape[1],
         slots.data_ptr(), tokens, kv_heads, head_dim, pool.shape[3], torch.get_num_threads(),
     )  # fmt: skip
+    check_status("write_kv", status)
+    return None
 
 
 def rope_write_kv(
@@ -38,6 +42,15 @@ def rope_write_kv(
     query, key = apply_rope(query, key, cos, sin)
     write_kv(key, value, pool, slots, kv_scale)
     return query
+
+
+def _fits(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> bool:
+    return (
+        pool.dtype is key.dtype is value.dtype is torch.float32
+        and slots.dtype is torch.int64
+        and (pool.is_cpu and key.is_cpu and value.is_cpu and slots.is_cpu)
+        and pool.is_contiguous()
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_halves, check_norm, check_rope
 from headrace_kernels.cpu.library import load
 from headrace_kernels.reference import elementwise as reference
 
@@ -24,7 +25,8 @@ def _fits(x: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``headrace_kernels.ops.rms_norm``."""
-    if not (_fits(x) and weight.dtype is torch.float32):
+    check_norm(x, weight)
+    if not (_fits(x) and _fits(weight)):
         return reference.rms_norm(x, weight, eps)
     weight = weight.contiguous()
     if x.is_contiguous():  # the usual case, worth 2 µs
@@ -43,7 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.add_rms_norm``."""
-    if not (_fits(x) and _fits(residual) and weight.dtype is torch.float32 and x.shape == residual.shape):
+    check_norm(x, weight)
+    if not (_fits(x) and _fits(residual) and _fits(weight) and x.shape == residual.shape):
         return reference.add_rms_norm(x, residual, weight, eps)
     weight = weight.contiguous()
     x, residual = x.contiguous(), residual.contiguous()
@@ -58,6 +61,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.silu_mul``."""
+    check_halves(gate_up)
     if not _fits(gate_up):
         return reference.silu_mul(gate_up)
     rows = _rows(gate_up)
@@ -70,7 +74,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.apply_rope``; in place."""
-    if not (_fits(query) and _fits(key) and _fits(cos)):
+    check_rope(query, key, cos, sin)
+    if not (_fits(query) and _fits(key) and _fits(cos) and _fits(sin)):
         return reference.apply_rope(query, key, cos, sin)
     query = query if query.stride(2) == 1 else query.contiguous()
     key = key if key.stride(2) == 1 else key.contiguous()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.cpu.build import KernelBuildError, library_path
 
 SWITCH = "HEADRACE_CPU_KERNELS"
@@ -18,9 +19,9 @@ SWITCH = "HEADRACE_CPU_KERNELS"
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CODES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
 
-# Argument types by function: p pointer, i int64, f float. None of them returns a value.
+# Argument types by function: p pointer, i int64, f float.
 _SIGNATURES = {
-    "headrace_attention": "ppiipipppiiiiiififpi",
+    "headrace_attention": "ppiipipppiiiiiiiififpi",
     "headrace_write_kv": "piipiipipiiiii",
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
@@ -32,6 +33,15 @@ _SIGNATURES = {
     "headrace_gumbel_argmax": "ppipiii",
     "headrace_exchange_sum": "ppiiiipip",
     "headrace_exchange_gather": "pppiiiipip",
+}
+
+# What the functions that check values return; the others return nothing.
+_RETURN_STATUS = {"headrace_attention", "headrace_write_kv"}
+UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
+_REFUSALS = {
+    2: "query_starts and seq_lens describe tokens or keys that do not exist",
+    3: "a block table is too short for its sequence, or names a block outside of the pool",
+    4: "a slot is outside of the pool",
 }
 
 
@@ -64,10 +74,16 @@ def load() -> ctypes.CDLL:
         for name, codes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_CODES[code] for code in codes]
-            function.restype = None
+            function.restype = ctypes.c_int64 if name in _RETURN_STATUS else None
     except (OSError, AttributeError) as error:
         raise KernelBuildError(f"the compiled kernels do not load ({type(error).__name__})") from error
     return library
+
+
+def check_status(op: str, status: int) -> None:
+    """Raises KernelArgumentError unless the status is 0."""
+    if status:
+        raise KernelArgumentError(f"{op}: {_REFUSALS[status]}. This is a bug: please report it.")
 
 
 def _openmp_runtime() -> str | None:

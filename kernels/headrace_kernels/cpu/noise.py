@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_keys, check_scores
 from headrace_kernels.cpu.library import load
 from headrace_kernels.reference import noise as reference
 
@@ -13,6 +14,7 @@ _gumbel_argmax = load().headrace_gumbel_argmax
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_noise``."""
+    check_keys("gumbel_noise", keys)
     if not keys.is_cpu:
         return reference.gumbel_noise(keys, vocab)
     keys = keys.contiguous()
@@ -23,7 +25,8 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_noise_at``."""
-    if not keys.is_cpu:
+    check_keys("gumbel_noise_at", keys, ids)
+    if not (keys.is_cpu and ids.is_cpu and ids.dtype is torch.int64):
         return reference.gumbel_noise_at(keys, ids)
     keys, ids = keys.contiguous(), ids.contiguous()
     out = torch.empty(ids.shape)
@@ -33,7 +36,9 @@ def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_argmax``; noise is only computed where it can change the result."""
-    if not scores.is_cpu or scores.dtype is not torch.float32:
+    check_scores("gumbel_argmax", scores)
+    check_keys("gumbel_argmax", keys, scores)
+    if not (scores.is_cpu and keys.is_cpu and scores.dtype is torch.float32):
         return reference.gumbel_argmax(scores, keys)
     keys = keys.contiguous()
     scores = scores if scores.stride(1) == 1 else scores.contiguous()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_scores
 from headrace_kernels.cpu.library import load
 from headrace_kernels.reference import softmax as reference
 
@@ -11,6 +12,7 @@ _row_logsumexp = load().headrace_row_logsumexp
 
 def row_logsumexp(scores: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.row_logsumexp``."""
+    check_scores("row_logsumexp", scores)
     if scores.dtype is not torch.float32 or not scores.is_cpu:
         return reference.row_logsumexp(scores)
     scores = scores if scores.stride(1) == 1 else scores.contiguous()

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from headrace_kernels.arguments import check_attention
 from headrace_kernels.gpu.availability import interpreted
 from headrace_kernels.gpu.kernels import attention as kernels
 from headrace_kernels.gpu.kernels import merge
@@ -21,6 +22,7 @@ from headrace_kernels.reference import attention as reference
 LOG2_E = 1.4426950408889634
 CHUNK = 1024  # keys that deterministic attention sums before it merges them with the others
 _LARGEST_HEAD = 256
+_LARGEST_GROUP = 64  # query heads per KV head: a tile holds a token with all of them
 _SPLIT_KEYS = 128  # no piece of a split sequence is shorter
 _MAX_SPLITS = 64
 _PROGRAMS = 2048  # upper bound of a split grid: about 16 per multiprocessor of an H200
@@ -51,13 +53,20 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:
     """See ``headrace_kernels.ops.paged_attention``."""
-    known = query.dtype in FLOATS and (pool.dtype in FLOATS or quantization(pool))
-    if not known or query.shape[2] > _LARGEST_HEAD or pool.stride(-1) != 1:
+    check_attention(query, pool, meta, sinks, window)
+    if not _fits(query, pool, meta):
         return reference.paged_attention(
             query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
             deterministic=deterministic,
         )  # fmt: skip
     return _Launch(query, pool, meta, scale, window, softcap, sinks, kv_scale, deterministic).run()
+
+
+def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
+    known = query.dtype in FLOATS and (pool.dtype in FLOATS or quantization(pool) != 0)
+    small = query.shape[2] <= _LARGEST_HEAD and query.shape[1] // pool.shape[2] <= _LARGEST_GROUP
+    plain = pool.stride(-1) == 1 and meta.query_starts.is_contiguous() and meta.seq_lens.is_contiguous()
+    return known and small and plain
 
 
 class _Launch:

@@ -6,16 +6,19 @@ No operations are fused: rotated and quantized values are bit for bit the refere
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_rope, check_write
 from headrace_kernels.gpu.kernels import cache as kernels
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
 from headrace_kernels.reference import cache as reference
 
 _WARPS = 4
+_LARGEST_TOKEN = 1 << 16  # entries of all heads of a token, which a program holds in registers
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
     """See ``headrace_kernels.ops.write_kv``."""
-    if not _fits(pool, key, value):
+    check_write(key, value, pool, slots)
+    if not _fits(pool, key, value, slots):
         return reference.write_kv(key, value, pool, slots, kv_scale)
     tokens, kv_heads, head_dim = key.shape
     if tokens == 0:
@@ -43,7 +46,9 @@ def rope_write_kv(
     kv_scale: Tensor | None = None,
 ) -> Tensor:
     """See ``headrace_kernels.ops.rope_write_kv``; writes into neither query nor key."""
-    if not _fits(pool, key, value) or not can_rotate(query, key, cos, sin):
+    check_rope(query, key, cos, sin)
+    check_write(key, value, pool, slots)
+    if not _fits(pool, key, value, slots) or not can_rotate(query, key, cos, sin):
         return reference.rope_write_kv(query, key, value, cos, sin, pool, slots, kv_scale)
     tokens, heads, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -64,10 +69,16 @@ def rope_write_kv(
 
 
 def can_rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernels support these: one dtype for all (torch would widen a mixture)."""
-    return query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype
+    """Whether the kernels support these: one dtype for all (torch would widen a mixture), and not too many heads."""
+    known = query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype
+    return known and _token_size(query) <= _LARGEST_TOKEN and _token_size(key) <= _LARGEST_TOKEN
 
 
-def _fits(pool: Tensor, key: Tensor, value: Tensor) -> bool:
+def _fits(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
     known = pool.dtype in FLOATS or quantization(pool) != 0
-    return known and key.dtype in FLOATS and value.dtype in FLOATS and pool.stride(-1) == 1
+    known = known and key.dtype in FLOATS and value.dtype in FLOATS and slots.dtype is torch.int64
+    return known and pool.stride(-1) == 1 and _token_size(key) <= _LARGEST_TOKEN
+
+
+def _token_size(heads: Tensor) -> int:
+    return power_of_2(heads.shape[1]) * power_of_2(heads.shape[2])

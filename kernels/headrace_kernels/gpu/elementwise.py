@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_halves, check_norm, check_rope
 from headrace_kernels.gpu.cache import can_rotate
 from headrace_kernels.gpu.kernels import cache as rope_kernels
 from headrace_kernels.gpu.kernels import elementwise as kernels
@@ -15,6 +16,7 @@ _TILE = 1024
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``headrace_kernels.ops.rms_norm``."""
+    check_norm(x, weight)
     if not _norms(x, weight):
         return reference.rms_norm(x, weight, eps)
     return _normed(x, None, weight, eps)[0]
@@ -22,6 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.add_rms_norm``."""
+    check_norm(x, weight)
     if not _norms(x, weight) or x.shape != residual.shape or x.dtype is not residual.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     return _normed(x, residual, weight, eps)
@@ -65,6 +68,7 @@ def _two_levels(x: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.silu_mul``."""
+    check_halves(gate_up)
     if gate_up.dtype not in FLOATS:
         return reference.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -82,6 +86,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See ``headrace_kernels.ops.apply_rope``; not in place."""
+    check_rope(query, key, cos, sin)
     if not can_rotate(query, key, cos, sin):
         return reference.apply_rope(query, key, cos, sin)
     tokens, heads, head_dim = query.shape

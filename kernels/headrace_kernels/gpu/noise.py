@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_keys, check_scores
 from headrace_kernels.gpu.kernels import noise as kernels
 from headrace_kernels.gpu.tensors import power_of_2, rows
 from headrace_kernels.reference import noise as reference
@@ -13,6 +14,7 @@ _PIECE = 8192  # entries of a row per program of the argmax
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_noise``."""
+    check_keys("gumbel_noise", keys)
     out = torch.empty(keys.shape[0], vocab, dtype=torch.float32, device=keys.device)
     if out.numel():
         grid = (keys.shape[0], -(-vocab // _BLOCK))
@@ -22,6 +24,9 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_noise_at``."""
+    check_keys("gumbel_noise_at", keys, ids)
+    if ids.dtype is not torch.int64:
+        return reference.gumbel_noise_at(keys, ids)
     out = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     count = out.numel()
     if count:
@@ -33,6 +38,8 @@ def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_argmax``; noise is only computed where it can change the result."""
+    check_scores("gumbel_argmax", scores)
+    check_keys("gumbel_argmax", keys, scores)
     if scores.dtype is not torch.float32:
         return reference.gumbel_argmax(scores, keys)
     scores = rows(scores)

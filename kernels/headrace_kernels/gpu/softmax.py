@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import check_scores
 from headrace_kernels.gpu.kernels import softmax as kernels
 from headrace_kernels.gpu.tensors import FLOATS, rows
 from headrace_kernels.reference import softmax as reference
@@ -12,7 +13,8 @@ _BLOCK = 4096
 
 def row_logsumexp(scores: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.row_logsumexp``."""
-    if scores.dtype not in FLOATS or scores.dim() != 2:
+    check_scores("row_logsumexp", scores)
+    if scores.dtype not in FLOATS:
         return reference.row_logsumexp(scores)
     scores = rows(scores)
     count, size = scores.shape

@@ -46,7 +46,7 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     """Noise [R, N] float32 of keys [R] int64 at vocabulary indices ids [R, N] int64."""
-    hashed = finalize(keys[:, None] + (ids + 1) * _signed(GOLDEN))
+    hashed = finalize(keys[:, None] + (ids.long() + 1) * _signed(GOLDEN))
     x = (_shift_right(hashed, 32).float() + 0.5) * 2.0**-32
     x = x.clamp(max=_LARGEST_X)
     near = x < _NEAR_ONE

@@ -16,8 +16,12 @@ namespace {
 
 constexpr int TILE = 64;     // keys per softmax step
 constexpr int CHUNK = 512;   // keys per mergeable partial result
-constexpr int MAX_ROWS = 64; // query rows per item
+constexpr int MAX_ROWS = 64; // query rows per item: at least one token with all query heads of a KV head
+constexpr int64_t MAX_SIZE = 1 << 16;  // of a head and of a block, and of the number of KV heads: indices fit an int
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
+
+// What an entry returns: library.py raises the errors.
+enum Status : int64_t { DONE, UNSUPPORTED, BAD_LENGTHS, BAD_TABLE, BAD_SLOT };
 
 #ifdef __AVX512F__
 constexpr int ROW_BLOCK = 8, VECTOR_BLOCK = 2;  // 16 accumulators of the 32 registers
@@ -269,23 +273,59 @@ void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
                    item.kv_head * group + r % group, all.peak[r], all.total[r], all.mixed + r * head_dim);
 }
 
+// Whether every token and every block that the sequences name is inside its tensor.
+Status check(const Batch& batch, int64_t sequences, int64_t tokens, int64_t table_entries, int64_t pool_blocks) {
+    for (int64_t s = 0; s < sequences; s++) {
+        const int64_t start = batch.query_starts[s], stop = batch.query_starts[s + 1], length = batch.seq_lens[s];
+        if (start < 0 || stop < start || stop > tokens || length < 0) return BAD_LENGTHS;
+        if (start == stop || length == 0) continue;
+        if (length < stop - start) return BAD_LENGTHS;
+        const int64_t last = (length - 1) / batch.block_size;
+        if (last >= table_entries) return BAD_TABLE;
+        for (int64_t i = batch.oldest_seen(length - (stop - start)) / batch.block_size; i <= last; i++) {
+            const int64_t block = batch.tables[s * batch.table_stride + i];
+            if (block < 0 || block >= pool_blocks) return BAD_TABLE;
+        }
+    }
+    return DONE;
+}
+
+// Zeros for the tokens of no sequence, and of those without keys.
+void clear_others(const Batch& batch, int64_t sequences, int64_t tokens) {
+    const int64_t row = (int64_t)batch.heads * batch.head_dim;
+    int64_t done = 0;
+    for (int64_t s = 0; s < sequences; s++) {
+        if (batch.seq_lens[s] == 0) continue;
+        std::fill(batch.out + done * row, batch.out + batch.query_starts[s] * row, 0.f);
+        done = batch.query_starts[s + 1];
+    }
+    std::fill(batch.out + done * row, batch.out + tokens * row, 0.f);
+}
+
 }  // namespace
 
-extern "C" void headrace_attention(float* out, const float* query, int64_t query_token_stride, int64_t query_head_stride,
-                                   const float* pool, int64_t pool_blocks, const int32_t* query_starts,
-                                   const int32_t* seq_lens, const int32_t* tables, int64_t table_stride,
-                                   int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                   int64_t block_size, float scale, int64_t window, float softcap, const float* sinks,
-                                   int64_t threads) {
+// `query_tokens`: rows of query and out; tables [sequences, table_entries]; the pool is contiguous.
+extern "C" int64_t headrace_attention(float* out, const float* query, int64_t query_token_stride,
+                                      int64_t query_head_stride, const float* pool, int64_t pool_blocks,
+                                      const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                                      int64_t table_stride, int64_t table_entries, int64_t sequences,
+                                      int64_t query_tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                      int64_t block_size, float scale, int64_t window, float softcap,
+                                      const float* sinks, int64_t threads) {
+    if (kv_heads < 1 || heads < 1 || heads % kv_heads || heads / kv_heads > MAX_ROWS || head_dim < 1 ||
+        head_dim % WIDTH || block_size < 1 || window < 0 || std::max({kv_heads, head_dim, block_size}) > MAX_SIZE)
+        return UNSUPPORTED;
     const Batch batch{out, query, query_token_stride, query_head_stride, pool,
                       pool + pool_blocks * kv_heads * block_size * head_dim, query_starts, seq_lens, tables,
                       table_stride, (int)heads, (int)kv_heads, (int)head_dim, (int)block_size, scale, softcap, window,
                       sinks};
-    const int group = batch.group(), tile_tokens = std::max(1, MAX_ROWS / group);
+    if (const Status status = check(batch, sequences, query_tokens, table_entries, pool_blocks)) return status;
+    clear_others(batch, sequences, query_tokens);
+    const int group = batch.group(), tile_tokens = MAX_ROWS / group;
     std::vector<Item> items, split;  // split: the items of one (sequence, KV head) whose chunks are merged afterwards
     int64_t partial_rows = 0, work = 0;
     for (int s = 0; s < sequences; s++) {
-        const int tokens = (int)batch.query_len(s);
+        const int tokens = seq_lens[s] ? (int)batch.query_len(s) : 0;
         const int64_t first_chunk = batch.oldest_seen(batch.first_position(s)) / CHUNK;
         const int64_t chunks = (seq_lens[s] - 1) / CHUNK - first_chunk + 1;
         for (int kv_head = 0; kv_head < kv_heads && tokens > 0; kv_head++) {
@@ -302,6 +342,7 @@ extern "C" void headrace_attention(float* out, const float* query, int64_t query
             }
         }
     }
+    if (items.empty()) return DONE;
     const std::unique_ptr<float[]> partial(new float[partial_rows * (head_dim + 2)]);
     float *peaks = partial.get(), *totals = peaks + partial_rows, *mixed = totals + partial_rows;
     const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
@@ -336,12 +377,15 @@ extern "C" void headrace_attention(float* out, const float* query, int64_t query
             }
         }
     }
+    return DONE;
 }
 
-extern "C" void headrace_write_kv(const float* key, int64_t key_token_stride, int64_t key_head_stride,
-                                  const float* value, int64_t value_token_stride, int64_t value_head_stride,
-                                  float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
-                                  int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
+extern "C" int64_t headrace_write_kv(const float* key, int64_t key_token_stride, int64_t key_head_stride,
+                                     const float* value, int64_t value_token_stride, int64_t value_head_stride,
+                                     float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
+                                     int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] >= pool_blocks * block_size) return BAD_SLOT;
     const int team = threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads);
     float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -353,4 +397,5 @@ extern "C" void headrace_write_kv(const float* key, int64_t key_token_stride, in
             std::memcpy(values + to, value + t * value_token_stride + h * value_head_stride, head_dim * sizeof(float));
         }
     }
+    return DONE;
 }

@@ -1,0 +1,80 @@
+"""Checks of shapes at the entry of the native backends: kernels compute addresses from them.
+
+A call with shapes that do not fit each other is refused; one that fits, but that a backend was not written for, is
+computed by torch. Tables, lengths and slots are values: the C++ code checks them where it reads them, on a GPU they are
+on the device, and its kernels do not check them.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace_kernels.meta import AttentionMeta
+
+
+class KernelArgumentError(ValueError):
+    """An op was called with arguments that do not fit each other."""
+
+
+def check_attention(query: Tensor, pool: Tensor, meta: AttentionMeta, sinks: Tensor | None, window: int) -> None:
+    """query [T, H, D], pool [2, B, K, P, D], sinks [H], H a multiple of K."""
+    starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
+    if query.dim() != 3 or pool.dim() != 5 or (starts.dim(), lens.dim(), tables.dim()) != (1, 1, 2):
+        raise _refusal("paged_attention", query, pool, starts, lens, tables)
+    _, heads, head_dim = query.shape
+    parts, _, kv_heads, block_size, size = pool.shape
+    fits = parts == 2 and size == head_dim > 0 and kv_heads > 0 and block_size > 0 and heads % kv_heads == 0
+    if not fits or window < 0 or (sinks is not None and sinks.shape != (heads,)):
+        raise _refusal("paged_attention", query, pool, *(() if sinks is None else (sinks,)))
+    sequences = lens.shape[0]
+    if starts.shape[0] != sequences + 1 or tables.shape[0] != sequences:
+        raise _refusal("paged_attention", starts, lens, tables)
+
+
+def check_write(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:
+    """key and value [T, K, D], pool [2, B, K, P, D], slots [T]."""
+    if key.dim() == 3 and pool.dim() == 5 and value.shape == key.shape:
+        tokens, kv_heads, head_dim = key.shape
+        parts, _, heads, block_size, size = pool.shape
+        if (parts, heads, size) == (2, kv_heads, head_dim) and block_size > 0 and slots.shape == (tokens,):
+            return
+    raise _refusal("write_kv", key, value, pool, slots)
+
+
+def check_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """query [T, H, D], key [T, K, D], cos and sin [T, R], R even and at most D."""
+    if query.dim() == key.dim() == 3 and cos.dim() == 2 and cos.shape == sin.shape:
+        tokens, rotary_dim = cos.shape
+        longest = min(query.shape[2], key.shape[2])
+        if query.shape[0] == key.shape[0] == tokens and rotary_dim % 2 == 0 and rotary_dim <= longest:
+            return
+    raise _refusal("apply_rope", query, key, cos, sin)
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    """x [..., N], weight [N]."""
+    if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0] or weight.shape[0] == 0:
+        raise _refusal("rms_norm", x, weight)
+
+
+def check_halves(gate_up: Tensor) -> None:
+    """gate_up [..., 2 I]."""
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
+        raise _refusal("silu_mul", gate_up)
+
+
+def check_scores(op: str, scores: Tensor) -> None:
+    """scores [R, V], V at least 1."""
+    if scores.dim() != 2 or scores.shape[1] == 0:
+        raise _refusal(op, scores)
+
+
+def check_keys(op: str, keys: Tensor, columns: Tensor | None = None) -> None:
+    """keys [R] int64, columns [R, N]."""
+    fits = keys.dim() == 1 and keys.dtype is torch.int64
+    if not fits or (columns is not None and (columns.dim() != 2 or columns.shape[0] != keys.shape[0])):
+        raise _refusal(op, keys, *(() if columns is None else (columns,)))
+
+
+def _refusal(op: str, *tensors: Tensor) -> KernelArgumentError:
+    given = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+    return KernelArgumentError(f"{op}: its arguments do not fit each other: {given} (see headrace_kernels.ops).")

@@ -1,0 +1,59 @@
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with random shapes and values."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace_kernels.cpu import build
+
+ROOT = Path(__file__).parents[2]
+RUNTIMES = ("libasan.so", "libubsan.so")
+
+
+def _runtimes() -> list[str]:
+    """Paths of GCC's sanitizer runtimes; empty without them, or with another compiler."""
+    compiler = build.find_compiler()
+    if compiler is None:
+        return []
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout
+        for name in RUNTIMES
+    ]
+    return [path.strip() for path in found if Path(path.strip()).is_file()]
+
+
+def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    runtimes = _runtimes()
+    if len(runtimes) != len(RUNTIMES):
+        pytest.skip("no sanitizers: apt-get install g++")
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("kernels", "proto", "tests"))
+    environment = {
+        "PYTHONPATH": path,
+        "HEADRACE_CPU_KERNELS": "on",
+        "XDG_CACHE_HOME": str(cache),
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep memory until the end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "support.kernels.sanitized_ops", *arguments],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
+    done = _run(tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert done.stdout.split("\n")[:-1] == [
+        f"{name} ok" for name in ("attention", "attention_with_wrong_values", "stores", "row_ops", "ropes", "exchanges")
+    ]
+
+
+@pytest.mark.slow
+def test_such_an_access_would_be_found(tmp_path: Path) -> None:
+    done = _run(tmp_path, "overflow")
+    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr

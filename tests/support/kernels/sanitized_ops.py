@@ -1,0 +1,175 @@
+"""Random calls of every C++ op, built with AddressSanitizer and UndefinedBehaviorSanitizer, against the reference.
+
+A separate process, in which the sanitizers' runtimes are loaded first: test_sanitizers.py starts it. An access outside
+of a tensor ends it. With the argument `overflow` it makes such an access.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from headrace_kernels.cpu import build
+
+_CHECKS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+build._FLAGS = (*(flag for flag in build._FLAGS if flag != "-O3"), *_CHECKS)
+build._TIMEOUT_S = 600
+os.environ.pop("LD_PRELOAD", None)  # this process has the runtimes; the compiler would be slow with them
+
+from headrace_kernels import catalog  # noqa: E402
+from headrace_kernels.arguments import KernelArgumentError  # noqa: E402
+from headrace_kernels.cpu.exchange import Exchange, segment_bytes  # noqa: E402
+from headrace_kernels.cpu.library import load  # noqa: E402
+from support.kernels.attention_case import Case, make_attention_case  # noqa: E402
+
+COUNT = 100  # examples of each property
+property_test = settings(
+    max_examples=COUNT, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+sizes = st.integers(1, 70)
+seeds = st.integers(0, 2**31)
+
+
+def agrees(op: Any, *arguments: Any, **options: Any) -> None:
+    """The C++ backend and the reference return the same for copies of these arguments."""
+    results = [
+        op.named(name)(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments), **options)
+        for name in ("cpu", "torch")
+    ]
+    torch.testing.assert_close(*results, atol=2e-5, rtol=2e-5)
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
+    lens = [(min(q, s), s) for q, s in draw(st.lists(st.tuples(sizes, st.integers(1, 1200)), min_size=1, max_size=4))]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.one_of(st.integers(1, 9), st.integers(60, 70)))
+    window = draw(st.one_of(st.just(0), st.integers(1, 700)))
+    case = make_attention_case(
+        lens, heads=kv_heads * group, kv_heads=kv_heads, head_dim=draw(st.sampled_from([16, 32, 48, 80, 24])),
+        block_size=draw(st.sampled_from([1, 3, 16, 64])), window=window, seed=draw(seeds),
+    )  # fmt: skip
+    options = {"scale": 0.2, "window": window, "softcap": draw(st.sampled_from([0.0, 20.0]))}
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(kv_heads * group)
+    torch.set_num_threads(draw(st.integers(1, 3)))
+    return case, options
+
+
+@property_test
+@given(attention_cases())
+def attention(drawn: tuple[Case, dict[str, Any]]) -> None:
+    case, options = drawn
+    agrees(catalog.PAGED_ATTENTION, case.query, case.pool, case.meta, **options)
+
+
+@property_test
+@given(attention_cases(), st.data())
+def attention_with_wrong_values(drawn: tuple[Case, dict[str, Any]], data: st.DataObject) -> None:
+    """Any value anywhere is computed or refused."""
+    case, options = drawn
+    assume(case.query.shape[2] % 16 == 0 and case.query.shape[1] // case.pool.shape[2] <= 64)
+    name = data.draw(st.sampled_from(["query_starts", "seq_lens", "block_tables"]))
+    values = getattr(case.meta, name)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in values.shape)
+    values[place] = data.draw(st.one_of(st.integers(-3, 200), st.sampled_from([-(2**31), 2**31 - 1, 2**30])))
+    try:
+        catalog.PAGED_ATTENTION.named("cpu")(case.query, case.pool, case.meta, **options)
+    except KernelArgumentError:
+        return
+
+
+@property_test
+@given(st.integers(0, 4), st.integers(1, 5), sizes, st.integers(1, 9), st.data())
+def stores(blocks: int, heads: int, head_dim: int, block_size: int, data: st.DataObject) -> None:
+    room = blocks * block_size
+    slots = data.draw(st.lists(st.integers(-2, room + 1), max_size=9, unique=True))
+    tokens = len(slots)
+    merged = torch.randn(tokens, heads * 2, head_dim)
+    pools = [torch.zeros(2, blocks, heads, block_size, head_dim) for _ in range(2)]
+    arguments = merged[:, :heads], merged[:, heads:]
+    inside = torch.tensor([slot if slot < room else -1 for slot in slots], dtype=torch.int64)
+    for pool, name in zip(pools, ("cpu", "torch"), strict=True):
+        if blocks:
+            catalog.WRITE_KV.named(name)(*arguments, pool, inside)
+    assert torch.equal(*pools)
+    if max(slots, default=-1) >= room:
+        try:
+            catalog.WRITE_KV.named("cpu")(*arguments, pools[0], torch.tensor(slots))
+        except KernelArgumentError:
+            return
+        raise AssertionError("a slot outside of the pool was accepted")
+
+
+@property_test
+@given(st.integers(0, 40), sizes, st.integers(0, 5), seeds)
+def row_ops(rows: int, width: int, extra: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, width + extra)[:, :width]
+    weight = torch.randn(width)
+    agrees(catalog.RMS_NORM, x, weight, 1e-5)
+    agrees(catalog.ADD_RMS_NORM, x, torch.randn(rows, width), weight, 1e-5)
+    agrees(catalog.SILU_MUL, torch.randn(rows, 2 * width + extra)[:, : 2 * width])
+    agrees(catalog.ROW_LOGSUMEXP, x)
+    keys = torch.randint(-(2**62), 2**62, (rows,))
+    agrees(catalog.GUMBEL_NOISE, keys, width)
+    agrees(catalog.GUMBEL_NOISE_AT, keys, torch.randint(2**20, (rows, extra)))
+    agrees(catalog.GUMBEL_ARGMAX, x, keys)
+
+
+@property_test
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 3), sizes, st.data())
+def ropes(tokens: int, heads: int, kv_heads: int, head_dim: int, data: st.DataObject) -> None:
+    half = data.draw(st.integers(0, head_dim // 2))
+    merged = torch.randn(tokens, heads + kv_heads, head_dim)
+    cos, sin = torch.randn(2, tokens, 2 * half)
+    agrees(catalog.APPLY_ROPE, merged[:, :heads], merged[:, heads:], cos, sin)
+
+
+@property_test
+@given(st.integers(2, 4), st.integers(0, 300), st.integers(1, 3))
+def exchanges(size: int, count: int, lines: int) -> None:
+    """Ranks as threads, over a segment with nothing behind it."""
+    slot_bytes = 64 * lines
+    segment = torch.zeros(segment_bytes(size, slot_bytes), dtype=torch.uint8)
+    parts = [torch.randn(count) for _ in range(size)]
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            exchange = Exchange(segment.data_ptr(), rank, size, slot_bytes, 60_000)
+            mine, out = parts[rank].clone(), torch.empty(size, count)
+            assert exchange.gather(mine, out) == 0 and torch.equal(out, torch.stack(parts))
+            assert exchange.sum(mine) == 0
+            torch.testing.assert_close(mine, torch.stack(parts).sum(0))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+PROPERTIES: tuple[Callable[[], None], ...] = (
+    attention,
+    attention_with_wrong_values,
+    stores,
+    row_ops,
+    ropes,
+    exchanges,
+)
+
+if __name__ == "__main__":
+    if "overflow" in sys.argv:
+        out, x, weight = torch.empty(8), torch.ones(8), torch.ones(4)
+        load().headrace_rms_norm(out.data_ptr(), x.data_ptr(), 8, weight.data_ptr(), 1, 8, 1e-5, 1)
+    for run_property in PROPERTIES:
+        run_property()
+        print(run_property.__name__, "ok", flush=True)
