@@ -17,6 +17,8 @@ from headrace_kernels.meta import AttentionMeta
 from headrace_proto.errors import HeadraceError
 
 IMPLEMENTATION = "headrace"
+# Arguments that attention may get and that do not change its result.
+_WITHOUT_EFFECT = {"cache_position", "is_causal", "logits_to_keep", "position_embeddings", "position_ids"}
 
 
 class StepContextError(HeadraceError):
@@ -86,19 +88,24 @@ def attend(
     """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
 
     `rope`: cos and sin [T, R] with which query and key are to be rotated; both may be overwritten then. `window` is the
-    one that the model's code passes (None = none) and must be the cache group's.
+    one that the model's code passes (0 = all tokens), and must be the cache group's; None: the cache group's.
     """
     step = current_step()
     cache = step.layers[layer]
     if window is not None and window != cache.window:
         raise StepContextError(
-            f"Layer {layer} attends to {window} tokens, but its cache group holds {cache.window}: this model's config "
-            "is not understood, please report it."
+            f"Layer {layer} attends to {window or 'all'} tokens, but its cache group is for {cache.window or 'all'}: "
+            "this model's config is not understood, please report it."
         )
     if key.shape[1] != cache.pool.shape[2] or key.shape[2] != cache.pool.shape[4]:
         raise StepContextError(
             f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache is for "
             f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
+        )
+    if query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
+        raise StepContextError(
+            f"Layer {layer} has queries {list(query.shape)} for keys {list(key.shape)}: only attention of a sequence "
+            "to itself, with a multiple of the KV heads, is supported."
         )
     if value.shape != key.shape:
         raise StepContextError(
@@ -143,14 +150,25 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    """The registered function: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises StepContextError for arguments with which a family computes something else than this function.
+    """
+    given = {name for name, value in kwargs.items() if value is not None and value is not False} - _WITHOUT_EFFECT
+    if attention_mask is not None:
+        given.add("attention_mask")
+    if given or kwargs.get("is_causal") is False:
+        raise StepContextError(
+            f"{type(module).__name__} passes {min(given, default='is_causal=False')} to its attention, which is causal "
+            "and over all keys of its window here: this model is not supported."
+        )
     out = attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
+        window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

@@ -10,10 +10,23 @@ from transformers import PreTrainedModel
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 
+_MOST_ELEMENTS = 1 << 28  # 1 GiB in float32
+
 
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Fill every non-persistent buffer of a model whose parameters are still on meta."""
+    elements = sum(
+        buffer.numel()
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    )
+    if elements > _MOST_ELEMENTS:
+        raise ModelUnsupportedError(
+            f"The config asks for buffers of {elements:,} numbers, more than any supported model: check its sizes, "
+            "max_position_embeddings first."
+        )
     for prefix, module, initializer in _modules_with_initializer(model):
         names = [
             name

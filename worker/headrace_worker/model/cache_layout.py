@@ -5,6 +5,7 @@ from typing import Any
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.model.config_sizes import config_size, optional_size
 from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 
 
@@ -31,7 +32,7 @@ def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: Par
                     index=len(groups),
                     layers=tuple(members[index * share : (index + 1) * share]),
                     num_kv_heads=local_kv_heads(config, parallel),
-                    head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+                    head_dim=head_size(config),
                     window=window,
                 )
             )
@@ -54,14 +55,24 @@ def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
     return min(choices, key=lambda choice: choice[:2])[2]
 
 
+def head_size(config: Any) -> int:
+    """Size of a head, from the config."""
+    heads = config_size(config, "num_attention_heads")
+    return optional_size(config, "head_dim") or config_size(config, "hidden_size") // heads
+
+
 def layer_windows(config: Any) -> list[int]:
     """Per layer the number of tokens a query attends to, itself included; 0 = all."""
-    layers = int(config.num_hidden_layers)
-    sliding = int(getattr(config, "sliding_window", None) or 0)
+    layers = config_size(config, "num_hidden_layers")
+    sliding = optional_size(config, "sliding_window")
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         uses = sliding and getattr(config, "use_sliding_window", True)
         return [sliding if uses else 0] * layers
+    if len(kinds) != layers:
+        raise ModelUnsupportedError(
+            f"This {config.model_type} model has {layers} layers, but {len(kinds)} layer_types: check config.json."
+        )
     windows = []
     for layer, kind in enumerate(kinds):
         if kind == "sliding_attention" and sliding:
@@ -70,7 +81,7 @@ def layer_windows(config: Any) -> list[int]:
             windows.append(0)
         else:
             raise ModelUnsupportedError(
-                f"Layer {layer} of this {config.model_type} model is {kind!r}: only layers of full or sliding softmax "
-                "attention are served."
+                f"Layer {layer} of this {config.model_type} model is {str(kind)[:80]!r}: only layers of full or "
+                "sliding softmax attention are served."
             )
     return windows

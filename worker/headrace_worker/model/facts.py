@@ -1,15 +1,16 @@
 """The facts of a model that a router needs to serve it without its files."""
 
-import json
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.gguf_metadata import flag, optional_number, text, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
+from headrace_worker.model.json_files import read_object
 from headrace_worker.model.source import ModelSource
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
@@ -52,19 +53,21 @@ def read_facts(
 def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, int | float]) -> ModelFacts:
     data = gguf.metadata
     tokenizer = gguf_tokenizer(data)
-    tokens: list[str] = data["tokenizer.ggml.tokens"]
+    tokens = texts(data, "tokenizer.ggml.tokens")
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: data.get(f"tokenizer.ggml.{keys[name]}_token_id") for name in _NAMED_TOKENS}
-    eos = [ids["eos"], data.get("tokenizer.ggml.eot_token_id"), data.get("tokenizer.ggml.eom_token_id")]
+    ids = {name: optional_number(data, f"tokenizer.ggml.{keys[name]}_token_id") for name in _NAMED_TOKENS}
+    eos = [ids["eos"], *(optional_number(data, f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
     return ModelFacts(
         tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=str(data.get("tokenizer.chat_template") or ""),
+        chat_template=text(data, "tokenizer.chat_template", ""),
         special_tokens={
-            f"{name}_token": tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)
+            f"{name}_token": tokens[index]
+            for name, index in ids.items()
+            if index is not None and 0 <= index < len(tokens)
         },
         eos_token_ids=_ids(*eos),
         bos_token_id=ids["bos"],
-        add_bos=bool(data.get("tokenizer.ggml.add_bos_token", False)),
+        add_bos=flag(data, "tokenizer.ggml.add_bos_token", False),
         max_positions=max_positions(config),
         vocab_size=vocab_size,
         defaults=defaults,
@@ -72,7 +75,8 @@ def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str
 
 
 def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> ModelFacts:
-    generation = _read_json(source.path / "generation_config.json")
+    path = source.path / "generation_config.json"
+    generation = read_object(path, source.name) if path.is_file() else {}
     eos = (config.eos_token_id, generation.get("eos_token_id"))
     defaults = _defaults(generation)
     if not has_tokenizer(source):
@@ -88,9 +92,8 @@ def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remot
             defaults=defaults,
             notes=("This dummy model has no tokenizer: text is encoded byte by byte.",),
         )
-    tokenizer = _load_tokenizer(source, trust_remote_code)
+    tokenizer, with_specials = _load_tokenizer(source, trust_remote_code)
     named = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in _NAMED_TOKENS}
-    with_specials = tokenizer.encode("a")
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default", "")
@@ -111,25 +114,32 @@ def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remot
 def _defaults(generation: dict[str, Any]) -> dict[str, int | float]:
     """Defaults of a generation_config.json. Without do_sample transformers decodes greedily and ignores the rest."""
     keys = _SAMPLING_KEYS if generation.get("do_sample", False) else ()
-    given = {key: generation[key] for key in (*keys, "repetition_penalty") if generation.get(key) is not None}
+    names = (*keys, "repetition_penalty", "max_new_tokens")
+    given = {key: generation[key] for key in names if generation.get(key) is not None}
+    for key, value in given.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ModelLoadError(f"{key} in generation_config.json is {str(value)[:80]}, not a number: correct it.")
+    longest = int(given.pop("max_new_tokens", 0))
     defaults = {key: max(0, int(value)) if key == "top_k" else float(value) for key, value in given.items()}
-    longest = int(generation.get("max_new_tokens") or 0)
     return defaults | ({"max_tokens": longest} if longest > 0 else {})
 
 
-def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> Any:
-    """Through transformers, which changes some tokenizers when it loads them: requests must be tokenized alike."""
+def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> tuple[Any, list[int]]:
+    """Through transformers, which changes some tokenizers when it loads them: requests must be tokenized alike.
+
+    Returns the ids of "a" with those that the tokenizer itself adds, too.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+        return tokenizer, list(tokenizer.encode("a"))
+    except Exception as error:  # tokenizer files are read by code of many kinds; tokenizers raises bare Exception
         raise ModelLoadError(
             f"The tokenizer of {source.name!r} cannot be read ({type(error).__name__}): check its tokenizer files."
         ) from error
-    return tokenizer
 
 
 def _backend(tokenizer: Any) -> Tokenizer:
@@ -154,21 +164,14 @@ def has_tokenizer(source: ModelSource) -> bool:
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelLoadError(f"{path.name} is not JSON: download it again.") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """All ids that are given, each once, in order."""
+def _ids(*values: object) -> tuple[int, ...]:
+    """All ids that are given, one by one or in lists, each once, in order."""
     flat: list[int] = []
     for value in values:
         for entry in value if isinstance(value, (list, tuple)) else [value]:
-            if entry is not None and int(entry) not in flat:
-                flat.append(int(entry))
+            if entry is None or entry in flat:
+                continue
+            if type(entry) is not int or entry < 0:
+                raise ModelLoadError(f"{str(entry)[:80]!r} is given as the id of an end token: correct eos_token_id.")
+            flat.append(entry)
     return tuple(flat)

@@ -14,6 +14,7 @@ import torch
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
+from headrace_worker.model.gguf_metadata import number, text
 from headrace_worker.model.gguf_tensors import check_tensors, storage_of
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import check_name, join
@@ -27,7 +28,7 @@ class GgufWeights:
     def __init__(self, file: GgufFile) -> None:
         self.read_bytes = 0
         self._file = file
-        self._arch = str(file.metadata["general.architecture"])
+        self._arch = text(file.metadata, "general.architecture")
         check_tensors(file)
         self._by_name: dict[str, GgufTensor] = {name: file.tensors[stored] for name, stored in weight_names(file)}
 
@@ -79,7 +80,7 @@ class GgufWeights:
         return values.reshape([end - begin for begin, end in spans])
 
     def _head_rows(self, tensor: GgufTensor, query: bool) -> int:
-        heads = self._file.metadata[f"{self._arch}.attention.head_count"]
+        heads = number(self._file.metadata, f"{self._arch}.attention.head_count")
         if not query:
-            heads = self._file.metadata.get(f"{self._arch}.attention.head_count_kv", heads)
-        return tensor.shape[0] // int(heads)
+            heads = number(self._file.metadata, f"{self._arch}.attention.head_count_kv", heads)
+        return tensor.shape[0] // heads

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.gguf_metadata import Metadata, number, optional_number, real, text
 
 # GGUF architecture -> transformers model_type
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -31,64 +32,87 @@ _LAYER_PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
+# Keys of an architecture, without its name.
+_READ = {
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "rope.freq_base", "rope.scaling.factor",
+    "rope.scaling.type",
+}  # fmt: skip
+_WITHOUT_EFFECT = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size"}
+# Keys that are supported with one value.
+_NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "expert_count": 0, "expert_used_count": 0}
 ROPE_FACTORS = "rope_freqs.weight"  # divides the rotary frequencies (Llama 3.1 and later); a buffer, not a weight
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
     """The transformers config of a GGUF model, as a dict with `model_type`.
 
-    Raises ModelUnsupportedError for an architecture or rope scaling that is not mapped, ModelLoadError for a missing
-    key.
+    Raises ModelUnsupportedError for an architecture, a rope scaling or a key that is not mapped, ModelLoadError for a
+    missing or damaged one.
     """
     data = file.metadata
-    arch = data.get("general.architecture")
-    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
+    arch = text(data, "general.architecture")
+    if arch not in _ARCHITECTURES:
         raise ModelUnsupportedError(
-            f"GGUF architecture {arch!r} is not read directly ({', '.join(sorted(_ARCHITECTURES))} are): "
+            f"GGUF architecture {arch[:80]!r} is not read directly ({', '.join(sorted(_ARCHITECTURES))} are): "
             "use the model's safetensors instead."
         )
-    scaling = data.get(f"{arch}.rope.scaling.type", "none")
-    factor = data.get(f"{arch}.rope.scaling.factor", 1.0)
-    if scaling not in ("none", "linear") or (scaling == "none" and factor not in (0.0, 1.0)):
-        raise ModelUnsupportedError(f"GGUF rope scaling {scaling!r} is not supported: use the model's safetensors.")
-    try:
-        heads = int(data[f"{arch}.attention.head_count"])
-        hidden = int(data[f"{arch}.embedding_length"])
-        rope: dict[str, Any] = {
-            "rope_type": "default",
-            "rope_theta": float(data.get(f"{arch}.rope.freq_base", 10000.0)),
-        }
-        if scaling == "linear":
-            rope |= {"rope_type": "linear", "factor": factor}
-        head_dim = int(data.get(f"{arch}.attention.key_length") or hidden // heads)
-        if data.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
-            raise ModelUnsupportedError("GGUF models with partial rotary embedding are not supported: use safetensors.")
-        config: dict[str, Any] = {
-            "model_type": _ARCHITECTURES[arch],
-            "hidden_size": hidden,
-            "intermediate_size": int(data[f"{arch}.feed_forward_length"]),
-            "num_hidden_layers": int(data[f"{arch}.block_count"]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(data.get(f"{arch}.attention.head_count_kv", heads)),
-            "head_dim": head_dim,
-            "max_position_embeddings": int(data[f"{arch}.context_length"]),
-            "rms_norm_eps": float(data[f"{arch}.attention.layer_norm_rms_epsilon"]),
-            "rope_parameters": rope,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        }
-        if any(value <= 0 for value in config.values() if isinstance(value, int)):
-            raise ValueError("a size is not positive")
-    except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ModelLoadError("The GGUF file's metadata is invalid: it is damaged or of an unknown kind.") from error
-    except KeyError as error:
-        raise ModelLoadError(f"The GGUF file lacks {error.args[0]!r}: it is damaged or of an unknown kind.") from error
+    heads = number(data, f"{arch}.attention.head_count")
+    hidden = number(data, f"{arch}.embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError("The GGUF file lacks 'token_embd.weight': it is damaged or of an unknown kind.")
+    config: dict[str, Any] = {
+        "model_type": _ARCHITECTURES[arch],
+        "hidden_size": hidden,
+        "intermediate_size": number(data, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": number(data, f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(data, f"{arch}.attention.head_count_kv", heads),
+        "head_dim": number(data, f"{arch}.attention.key_length", hidden // max(1, heads)),
+        "max_position_embeddings": number(data, f"{arch}.context_length"),
+        "rms_norm_eps": real(data, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(data, arch),
+        "vocab_size": embedding.shape[0],
+    }
+    _check_keys(data, arch, config["head_dim"])
+    if any(value <= 0 for value in config.values() if isinstance(value, int)) or config["head_dim"] % 2:
+        raise ModelLoadError("A size in the GGUF file's metadata is invalid: it is damaged or of an unknown kind.")
+    factors = file.tensors.get(ROPE_FACTORS)
+    if factors is not None and factors.shape != (config["head_dim"] // 2,):
+        raise ModelLoadError(f"{ROPE_FACTORS} of the GGUF file does not fit its heads: it is damaged.")
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     for key in ("bos", "eos"):
-        config[f"{key}_token_id"] = data.get(f"tokenizer.ggml.{key}_token_id")
-    config["pad_token_id"] = data.get("tokenizer.ggml.padding_token_id")
+        config[f"{key}_token_id"] = optional_number(data, f"tokenizer.ggml.{key}_token_id")
+    config["pad_token_id"] = optional_number(data, "tokenizer.ggml.padding_token_id")
     return config
+
+
+def _rope(data: Metadata, arch: str) -> dict[str, Any]:
+    scaling = text(data, f"{arch}.rope.scaling.type", "none")
+    factor = real(data, f"{arch}.rope.scaling.factor", 1.0)
+    if scaling not in ("none", "linear") or (scaling == "none" and factor not in (0.0, 1.0)):
+        raise ModelUnsupportedError(
+            f"GGUF rope scaling {scaling[:80]!r} is not supported: use the model's safetensors."
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": real(data, f"{arch}.rope.freq_base", 10000.0)}
+    return rope | ({"rope_type": "linear", "factor": factor} if scaling == "linear" else {})
+
+
+def _check_keys(data: Metadata, arch: str, head_dim: int) -> None:
+    """Refuse every key of the architecture that is unknown, or has a value with which the model computes otherwise."""
+    neutral = _NEUTRAL | {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    for key in data:
+        name = key.removeprefix(f"{arch}.")
+        if name == key or name in _READ or name in _WITHOUT_EFFECT or (name in neutral and data[key] == neutral[name]):
+            continue
+        if name == "rope.dimension_count":
+            raise ModelUnsupportedError("GGUF models with partial rotary embedding are not supported: use safetensors.")
+        raise ModelUnsupportedError(
+            f"The GGUF file's {key!r} = {str(data[key])[:80]} is not supported: use the model's safetensors instead."
+        )
 
 
 def weight_names(file: GgufFile) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ short start-up. Imports neither torch nor transformers, so that clients of `sour
 
 import mmap
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MAX_DIMS = 4
 _MAX_ENTRIES = 1 << 16  # tensors, or keys: models have thousands at most
 _MAX_ELEMENTS = 1 << 24  # of an array: the largest vocabularies have a million
+_MAX_ALIGNMENT = 1 << 20
+_MAX_NAME = 1 << 10  # bytes of a key, or of a tensor's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,13 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelLoadError when it is not a GGUF file, or damaged."""
         self.name = path.name
-        with path.open("rb") as file:
-            if path.stat().st_size < 24:
-                raise ModelLoadError(f"{path.name} is too short for a GGUF file; download it again.")
-            self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with path.open("rb") as file:
+                if path.stat().st_size < 24:
+                    raise ModelLoadError(f"{path.name} is too short for a GGUF file; download it again.")
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelLoadError(f"{path.name} cannot be read ({error.strerror}): check the file.") from error
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -59,25 +65,39 @@ class GgufFile:
             raise IndexError(f"its header declares {tensor_count} tensors and {pair_count} keys")
         position = 24
         for _ in range(pair_count):
-            key, position = self._string(position)
+            key, position = self._name(position)
             (kind,) = struct.unpack_from("<I", self.buffer, position)
+            if key in self.metadata:
+                raise IndexError(f"the key {key!r} occurs twice")
             self.metadata[key], position = self._value(kind, position + 4)
-        directory: list[tuple[str, tuple[int, ...], int, int]] = []
+        directory: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensor_count):
-            tensor, position = self._string(position)
+            tensor, position = self._name(position)
             (dims,) = struct.unpack_from("<I", self.buffer, position)
             if dims > _MAX_DIMS:
                 raise ModelLoadError(f"{name} is a damaged GGUF file: a tensor has {dims} dimensions.")
             *shape, type_id, offset = struct.unpack_from(f"<{dims}QIQ", self.buffer, position + 4)
             position += 4 + 8 * dims + 12
-            directory.append((tensor, tuple(reversed(shape)), type_id, offset))
+            if tensor in directory:
+                raise IndexError(f"the tensor {tensor!r} occurs twice")
+            if not shape or 0 in shape:
+                raise IndexError(f"the tensor {tensor!r} has no elements")
+            directory[tensor] = tuple(reversed(shape)), type_id, offset
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0:
-            raise ModelLoadError(f"{name} is a damaged GGUF file: its alignment is {alignment}.")
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise IndexError(f"its alignment is {str(alignment)[:80]}")
         self.header_bytes = position
         start = -(-position // alignment) * alignment
-        for tensor, torch_shape, type_id, offset in directory:
+        for tensor, (torch_shape, type_id, offset) in directory.items():
+            if offset % alignment:
+                raise IndexError(f"the tensor {tensor!r} is not at a multiple of {alignment} bytes")
             self.tensors[tensor] = GgufTensor(tensor, torch_shape, type_id, start + offset)
+
+    def _name(self, position: int) -> tuple[str, int]:
+        name, end = self._string(position)
+        if end - position > 8 + _MAX_NAME:
+            raise IndexError(f"a name has {end - position - 8} bytes")
+        return name, end
 
     def _string(self, position: int) -> tuple[str, int]:
         (length,) = struct.unpack_from("<Q", self.buffer, position)
@@ -98,16 +118,22 @@ class GgufFile:
         (value,) = struct.unpack_from(layout, self.buffer, position)
         return value, position + struct.calcsize(layout)
 
-    def _array(self, element: int, count: int, position: int) -> tuple[list[Any], int]:
+    def _array(self, element: int, count: int, position: int) -> tuple["list[str] | array[Any]", int]:
         if count > min(_MAX_ELEMENTS, len(self.buffer) - position):
             raise IndexError(f"an array of {count} elements is longer than the file, or than any in use")
         if element == _ARRAY:
             raise IndexError("an array of arrays: no model has one")
-        if element in _SCALARS:
-            layout = f"<{count}{_SCALARS[element]}"
-            return list(struct.unpack_from(layout, self.buffer, position)), position + struct.calcsize(layout)
-        values: list[Any] = []
-        for _ in range(count):
-            value, position = self._value(element, position)
-            values.append(value)
-        return values, position
+        if element == _STRING:
+            strings = []
+            for _ in range(count):
+                value, position = self._string(position)
+                strings.append(value)
+            return strings, position
+        if element not in _SCALARS:
+            raise IndexError(f"unknown value type {element}")
+        values = array(_SCALARS[element].replace("?", "B"))  # as small as in the file
+        end = position + count * values.itemsize
+        if end > len(self.buffer):
+            raise IndexError("an array runs past the end of the file")
+        values.frombytes(self.buffer[position:end])
+        return values, end

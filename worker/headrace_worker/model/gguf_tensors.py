@@ -26,18 +26,20 @@ def storage_of(tensor: GgufTensor) -> Storage:
     """Raises ModelUnsupportedError for an unknown type."""
     try:
         kind = gguf.GGMLQuantizationType(tensor.type_id)
-    except ValueError as error:
+        return Storage(kind, *gguf.GGML_QUANT_SIZES[kind])
+    except (ValueError, KeyError) as error:
         raise _unsupported(tensor) from error
-    return Storage(kind, *gguf.GGML_QUANT_SIZES[kind])
 
 
 def check_tensors(file: GgufFile) -> None:
-    """Checks that every tensor is within the file and has a supported quantization. No value is read.
+    """Checks that every tensor is within the file, apart from others, and has a supported quantization. No value is
+    read.
 
     Raises ModelLoadError, ModelUnsupportedError.
     """
     known: set[gguf.GGMLQuantizationType] = set()
-    for tensor in file.tensors.values():
+    taken = file.header_bytes
+    for tensor in sorted(file.tensors.values(), key=lambda entry: entry.offset):
         storage = storage_of(tensor)
         if not tensor.shape or tensor.shape[-1] % storage.block:
             raise ModelLoadError(
@@ -49,6 +51,11 @@ def check_tensors(file: GgufFile) -> None:
                 f"{file.name} is cut short: {tensor.name} ends at byte {end:,}, but the file has {len(file.buffer):,}; "
                 "download it again."
             )
+        if tensor.offset < taken:
+            raise ModelLoadError(
+                f"{file.name} is damaged: {tensor.name} begins inside another tensor or the header; download it again."
+            )
+        taken = end
         if storage.kind not in known:
             try:
                 gguf.dequantize(np.zeros((1, storage.block_bytes), np.uint8), storage.kind)

@@ -4,13 +4,14 @@ Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt to equal transformers'
 pre-tokenizer split is chosen by `tokenizer.ggml.pre`; unknown names are refused.
 """
 
-from typing import Any
-
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model.gguf_metadata import Metadata, numbers, text, texts
 
+_MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+_TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 _CONTROL, _USER_DEFINED = 3, 4  # ggml token types
 
 _LLAMA3 = (
@@ -36,36 +37,41 @@ _SPLITS: dict[str, str | None] = {
 }
 
 
-def check_gguf_tokenizer(metadata: dict[str, Any]) -> None:
+def check_gguf_tokenizer(metadata: Metadata) -> None:
     """Raises ModelUnsupportedError for an unknown kind, ModelLoadError when parts are missing."""
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = text(metadata, _MODEL, "none")
     if kind != "gpt2":
         raise ModelUnsupportedError(
-            f"GGUF tokenizer {kind!r} is not read directly (byte-level BPE, 'gpt2', is): use the safetensors model."
+            f"GGUF tokenizer {kind[:80]!r} is not read directly (byte-level BPE, 'gpt2', is): use the safetensors "
+            "model."
         )
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = text(metadata, _PRE, "default")
     if pre not in _SPLITS:
         raise ModelUnsupportedError(
-            f"GGUF pre-tokenizer {pre!r} is unknown: use the model's safetensors and tokenizer.json instead."
+            f"GGUF pre-tokenizer {pre[:80]!r} is unknown: use the model's safetensors and tokenizer.json instead."
         )
-    if missing := {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"} - metadata.keys():
-        raise ModelLoadError(f"The GGUF file lacks {min(missing)!r}: it has no usable tokenizer.")
+    texts(metadata, _TOKENS)
+    texts(metadata, _MERGES)
+    numbers(metadata, _TYPES)
 
 
-def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
     """Build the tokenizer. Raises as `check_gguf_tokenizer` does."""
     check_gguf_tokenizer(metadata)
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    tokens = texts(metadata, _TOKENS)
     alphabet = _byte_characters()
     known_characters = set(alphabet)
     vocab = {
         token if set(token) <= known_characters else "".join(alphabet[byte] for byte in token.encode()): index
         for index, token in enumerate(tokens)
     }
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""))
-    split = _SPLITS[pre]
+    merges = [tuple(merge.split(" ", 1)) for merge in texts(metadata, _MERGES)]
+    try:
+        model = BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
+    except Exception as error:  # the tokenizers library raises bare Exception, as for a merge of unknown tokens
+        raise ModelLoadError(f"The GGUF file's tokenizer is damaged ({str(error)[:200]}).") from error
+    tokenizer = Tokenizer(model)
+    split = _SPLITS[text(metadata, _PRE, "default")]
     if split is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
@@ -76,7 +82,7 @@ def gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    types = numbers(metadata, _TYPES)
     control = [
         token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL and set(token) <= known_characters
     ]

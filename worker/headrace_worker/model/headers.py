@@ -3,13 +3,11 @@
 Each check is the same as in loading, so a model that is refused here would not start.
 """
 
-import json
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import request_limit
 from headrace_worker.model.cache_layout import cache_layout
@@ -19,6 +17,7 @@ from headrace_worker.model.gguf_config import gguf_config, weight_names
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
+from headrace_worker.model.json_files import read_object
 from headrace_worker.model.safetensors_files import float_elements, open_files
 from headrace_worker.model.source import ModelSource
 
@@ -60,13 +59,8 @@ def _gguf_headers(source: ModelSource) -> Headers:
 
 
 def _folder_headers(source: ModelSource) -> Headers:
-    try:
-        config = json.loads((source.path / "config.json").read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"config.json of {source.name!r} is not JSON ({error}): download it again.") from error
-    except OSError as error:
-        raise ModelLoadError(f"config.json of {source.name!r} cannot be read: {error.strerror}.") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"config.json of {source.name!r} is not a JSON object: download it again.")
+    config = read_object(source.path / "config.json", source.name)
     has_tokenizer(source)
-    return Headers(float_elements(open_files(source.weights, "numpy")), config)
+    layers = config.get("num_hidden_layers")
+    handles = open_files(source.weights, "numpy")
+    return Headers(float_elements(handles, layers if isinstance(layers, int) else None), config)

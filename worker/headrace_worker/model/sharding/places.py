@@ -7,6 +7,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_proto.quantities import counted
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.config_sizes import config_size, optional_size
 from headrace_worker.model.sharding.cuts import kv_heads
 
 
@@ -18,12 +19,12 @@ def local_kv_heads(config: Any, parallel: ParallelContext) -> int:
 
 def kv_span(config: Any, parallel: ParallelContext) -> Span:
     """The model's KV heads that a rank has."""
-    return kv_heads(int(config.num_attention_heads), kv_count(config), parallel.tp.rank, parallel.tp.size)
+    return kv_heads(config_size(config, "num_attention_heads"), kv_count(config), parallel.tp.rank, parallel.tp.size)
 
 
 def kv_count(config: Any) -> int:
     """KV heads of each layer of the whole model."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return optional_size(config, "num_key_value_heads") or config_size(config, "num_attention_heads")
 
 
 def stage_layers(layers: int, stages: int) -> list[Span]:

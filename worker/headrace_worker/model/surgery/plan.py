@@ -45,9 +45,9 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
 
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),
-        (plan.attention, "attentions", _Once(lambda module, verify: fuse_attention(module, window_of(module), verify))),
-        (plan.mlp, "MLPs", _Once(fuse_mlp)),
-        (plan.layers, "layers", _Once(lambda module, verify: fuse_layer(module, window_of(module), verify))),
+        (plan.attention, "attentions", _Once(fuse_attention, window_of)),
+        (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
+        (plan.layers, "layers", _Once(fuse_layer, window_of)),
         (plan.linears or plan.deterministic, "linears", make_linear_invariant if plan.deterministic else pack_linear),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
@@ -58,10 +58,15 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
 
 
 class _Once:
-    """Verifies a replacement for the first module of a kind; the result applies to modules of equal structure."""
+    """Verifies a replacement for the first module of a kind; the result applies to modules of equal structure and
+    window.
+    """
 
-    def __init__(self, fuse: Callable[[nn.Module, bool], nn.Module | None]) -> None:
+    def __init__(
+        self, fuse: Callable[[nn.Module, int, bool], nn.Module | None], window_of: Callable[[nn.Module], int]
+    ) -> None:
         self._fuse = fuse
+        self._window_of = window_of
         self._results: dict[object, bool] = {}
 
     def __call__(self, module: nn.Module) -> nn.Module | None:
@@ -70,11 +75,12 @@ class _Once:
             for name, value in vars(module).items()
             if isinstance(value, (int, float, str)) and name != "layer_idx"
         ]
-        kind = (type(module), repr(module), *sorted(options))
+        window = self._window_of(module)
+        kind = (type(module), repr(module), window, *sorted(options))
         result = self._results.get(kind)
         if result is False:
             return None
-        fused = self._fuse(module, result is None)
+        fused = self._fuse(module, window, result is None)
         self._results[kind] = fused is not None
         return fused
 

@@ -1,0 +1,31 @@
+"""Sizes in a model's config, each checked: a config is data from anywhere. Imports no torch."""
+
+from typing import Any
+
+from headrace_proto.errors import ModelUnsupportedError
+
+# Beyond any model in use; a model of this many layers is built within seconds.
+_LARGEST = {
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 24,
+    "sliding_window": 1 << 31,
+}
+
+
+def config_size(config: Any, name: str) -> int:
+    """A size that the config must have. Raises ModelUnsupportedError unless it is one positive number."""
+    value = getattr(config, name, None)
+    if type(value) is not int or not 0 < value <= _LARGEST[name]:
+        raise ModelUnsupportedError(
+            f"{name} of this {getattr(config, 'model_type', '')} model is {str(value)[:80]}: only a number from 1 to "
+            f"{_LARGEST[name]:,}, the same for all layers, is supported."
+        )
+    return value
+
+
+def optional_size(config: Any, name: str) -> int:
+    """As `config_size`; 0 when the config does not have it."""
+    return config_size(config, name) if getattr(config, name, None) else 0
