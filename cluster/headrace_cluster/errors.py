@@ -31,8 +31,12 @@ class ControllerLostError(HeadraceError):
     """The controller's process ended, or does not answer."""
 
 
-class ControllerFailedError(HeadraceError):
-    """The controller ended too often."""
+class ControllerTakenError(HeadraceError):
+    """Another process has taken over the cluster."""
+
+
+class AdoptionError(HeadraceError):
+    """What runs in Ray cannot be taken over now; nothing of it was ended."""
 
 
 class RouterFailedError(HeadraceError):

@@ -25,23 +25,29 @@ _sym_db = _symbol_database.Default()
 from headrace_proto import replica_pb2 as headrace__proto_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"N\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\t2H\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"N\n\x0cRouterReport\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12+\n\x08replicas\x18\x02 \x03(\x0b\x32\x19.headrace.v1.HeardReplica\"E\n\x0cHeardReplica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05heard\x18\x03 \x01(\x08\"\x13\n\x11RouterReportReply\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"N\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\t2\x8d\x01\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x12\x43\n\x06Report\x12\x19.headrace.v1.RouterReport\x1a\x1e.headrace.v1.RouterReportReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace_proto.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHREQUEST']._serialized_start=75
-  _globals['_WATCHREQUEST']._serialized_end=130
-  _globals['_ROUTERINFO']._serialized_start=132
-  _globals['_ROUTERINFO']._serialized_end=228
-  _globals['_MEMBERLIST']._serialized_start=230
-  _globals['_MEMBERLIST']._serialized_end=353
-  _globals['_MEMBER']._serialized_start=355
-  _globals['_MEMBER']._serialized_end=470
-  _globals['_MODELENTRY']._serialized_start=472
-  _globals['_MODELENTRY']._serialized_end=550
-  _globals['_CONTROL']._serialized_start=552
-  _globals['_CONTROL']._serialized_end=624
+  _globals['_ROUTERREPORT']._serialized_start=75
+  _globals['_ROUTERREPORT']._serialized_end=153
+  _globals['_HEARDREPLICA']._serialized_start=155
+  _globals['_HEARDREPLICA']._serialized_end=224
+  _globals['_ROUTERREPORTREPLY']._serialized_start=226
+  _globals['_ROUTERREPORTREPLY']._serialized_end=245
+  _globals['_WATCHREQUEST']._serialized_start=247
+  _globals['_WATCHREQUEST']._serialized_end=302
+  _globals['_ROUTERINFO']._serialized_start=304
+  _globals['_ROUTERINFO']._serialized_end=400
+  _globals['_MEMBERLIST']._serialized_start=402
+  _globals['_MEMBERLIST']._serialized_end=525
+  _globals['_MEMBER']._serialized_start=527
+  _globals['_MEMBER']._serialized_end=642
+  _globals['_MODELENTRY']._serialized_start=644
+  _globals['_MODELENTRY']._serialized_end=722
+  _globals['_CONTROL']._serialized_start=725
+  _globals['_CONTROL']._serialized_end=866
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RouterReport(_message.Message):
+    __slots__ = ("router_id", "replicas")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    replicas: _containers.RepeatedCompositeFieldContainer[HeardReplica]
+    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ...) -> None: ...
+
+class HeardReplica(_message.Message):
+    __slots__ = ("replica_id", "generation", "heard")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    generation: int
+    heard: bool
+    def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., heard: _Optional[bool] = ...) -> None: ...
+
+class RouterReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("router",)
     ROUTER_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class ControlStub:
                 request_serializer=headrace__proto_dot_control__pb2.WatchRequest.SerializeToString,
                 response_deserializer=headrace__proto_dot_control__pb2.MemberList.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/headrace.v1.Control/Report',
+                request_serializer=headrace__proto_dot_control__pb2.RouterReport.SerializeToString,
+                response_deserializer=headrace__proto_dot_control__pb2.RouterReportReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -52,6 +57,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """Which replicas a router hears, about twice a second: the second witness when the controller hears nothing of them.
+        A controller without this call ends it as UNIMPLEMENTED; a router then does not report.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=headrace__proto_dot_control__pb2.WatchRequest.FromString,
                     response_serializer=headrace__proto_dot_control__pb2.MemberList.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=headrace__proto_dot_control__pb2.RouterReport.FromString,
+                    response_serializer=headrace__proto_dot_control__pb2.RouterReportReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Control:
             '/headrace.v1.Control/Watch',
             headrace__proto_dot_control__pb2.WatchRequest.SerializeToString,
             headrace__proto_dot_control__pb2.MemberList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Control/Report',
+            headrace__proto_dot_control__pb2.RouterReport.SerializeToString,
+            headrace__proto_dot_control__pb2.RouterReportReply.FromString,
             options,
             channel_credentials,
             insecure,

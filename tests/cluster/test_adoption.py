@@ -12,12 +12,13 @@ import pytest
 from headrace_cluster.controller import supervisor as supervisor_module
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.core.adoption import ExpectedBuild, choose_builds, restore_records, take_snapshot
+from headrace_cluster.core.adoption import choose_builds, restore_records, take_snapshot
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import RankReport, fingerprint
+from headrace_cluster.core.rank_config import RankReport, access_digest, fingerprint
 from headrace_cluster.core.reconciler import Launch, Reconciler, State, Stop, desired_replicas
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -29,7 +30,7 @@ Eventually = Callable[..., Awaitable[Any]]
 
 HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.3, "replace_seconds": 0.4, "drain_seconds": 2}
 FIRST, SECOND = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-1", 1)
-FINGERPRINT = b"expected"
+FINGERPRINT, ACCESS = b"expected", b"our secret"
 
 
 def _started(address: str = "127.0.0.1:1") -> ReplicaStarted:
@@ -45,6 +46,10 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
         node="here",
         gpus=[],
         fingerprint=FINGERPRINT,
+        access=ACCESS,
+        model="m",
+        tp=1,
+        pp=1,
         role="both",
         started=_started(),
         draining=False,
@@ -55,46 +60,67 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
 
 # -- which builds ---------------------------------------------------------------------------------------------------
 
+Reports = dict[tuple[ReplicaName, int], RankReport | None]
+
+
+def _pair(name: ReplicaName, pid: int, **changed: Any) -> Reports:
+    """The reports of a build of two ranks."""
+    return {(name, rank): _report(pid + rank, tp=2, **changed) for rank in (0, 1)}
+
+
+def _chosen(reports: Reports) -> list[AdoptedBuild]:
+    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, ACCESS)
+
 
 def test_the_newest_complete_build_is_adopted() -> None:
-    reports: dict[tuple[ReplicaName, int], RankReport | None] = {}
+    reports: Reports = {}
     for generation in (2, 9, 10):  # numbers, not text
-        reports |= {(ReplicaName("m-0", generation), rank): _report(10 * generation + rank) for rank in (0, 1)}
+        reports |= _pair(ReplicaName("m-0", generation), 10 * generation)
     del reports[ReplicaName("m-0", 10), 1]
-    (build,) = choose_builds(reports, {"m-0": ExpectedBuild(2, FINGERPRINT)})
-    assert build.name == ReplicaName("m-0", 9)
+    (build,) = _chosen(reports)
+    assert build.name == ReplicaName("m-0", 9) and build.same
     assert build.ranks == [RankFacts(0, 90, "here", "cpu"), RankFacts(1, 91, "here", "cpu")]
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        None,  # it did not answer
-        _report(started=None),
-        _report(ended=True),
-        _report(fingerprint=b"another model"),
-    ],
-)
+@pytest.mark.parametrize("second", [None, _report(started=None, tp=2), _report(ended=True, tp=2)])
 def test_a_build_with_one_rank_down_is_not_adopted(second: RankReport | None) -> None:
-    name = ReplicaName("m-0", 1)
-    assert choose_builds({(name, 0): _report(), (name, 1): second}, {"m-0": ExpectedBuild(2, FINGERPRINT)}) == []
+    reports = _pair(ReplicaName("m-1", 1), 5)
+    assert _chosen({(ReplicaName("m-0", 1), 0): _report(tp=2), (ReplicaName("m-0", 1), 1): second} | reports) == (
+        _chosen(reports)
+    )
 
 
-def test_a_build_that_the_spec_does_not_expect_is_not_adopted() -> None:
-    name = ReplicaName("m-0", 1)
-    reports: dict[tuple[ReplicaName, int], RankReport | None] = {(name, 0): _report(), (name, 1): _report()}
-    assert choose_builds(reports, {}) == []
-    assert choose_builds(reports, {"m-0": ExpectedBuild(1, FINGERPRINT)}) == [], "the spec has another shape now"
-    assert choose_builds(reports, {"m-0": ExpectedBuild(3, FINGERPRINT)}) == []
+def test_a_build_that_the_spec_describes_differently_is_adopted_to_be_replaced() -> None:
+    """Also one with another shape, and one that the spec does not name at all."""
+    reports = _pair(ReplicaName("m-0", 1), 5, fingerprint=b"another model") | _pair(ReplicaName("n-0", 4), 9)
+    found = {build.name: build for build in _chosen(reports)}
+    assert [(name, build.same, build.tp) for name, build in found.items()] == [
+        (ReplicaName("m-0", 1), False, 2),
+        (ReplicaName("n-0", 4), False, 2),
+    ]
+
+
+def test_silence_of_many_ranks_ends_none_of_them() -> None:
+    """The network between controller and ranks may be down, or Ray's GCS; one silent rank of many has failed."""
+    names = [ReplicaName(f"m-{number}", 1) for number in range(4)]
+    reports: Reports = {(name, 0): _report() for name in names}
+    assert len(choose_builds(reports | {(names[0], 0): None}, {}, ACCESS)) == 3
+    with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
+        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, ACCESS)
+
+
+def test_replicas_with_another_secret_are_left_alone() -> None:
+    with pytest.raises(AdoptionError, match=r"m-0 runs in this Ray with another secret.*--secret-file"):
+        _chosen(_pair(ReplicaName("m-0", 1), 5, access=b"another"))
 
 
 def test_role_and_draining_are_taken_from_rank_0() -> None:
     name = ReplicaName("m-0", 1)
-    reports: dict[tuple[ReplicaName, int], RankReport | None] = {
-        (name, 1): _report(role="both"),
-        (name, 0): _report(role="prefill", draining=True, started=_started("10.0.0.1:5")),
+    reports: Reports = {
+        (name, 1): _report(role="both", tp=2),
+        (name, 0): _report(role="prefill", draining=True, started=_started("10.0.0.1:5"), tp=2),
     }
-    (build,) = choose_builds(reports, {"m-0": ExpectedBuild(2, FINGERPRINT)})
+    (build,) = _chosen(reports)
     assert (build.role, build.draining, build.started.address) == (Role.PREFILL, True, "10.0.0.1:5")
 
 
@@ -102,8 +128,10 @@ def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
     config = ReplicaConfig(replica_id="m-0", model="m", source="m", secret=b"s" * 32)
     same: dict[str, Any] = {"generation": 7, "role": "decode", "cpu_threads": 3}
     assert fingerprint(dataclasses.replace(config, **same)) == fingerprint(config)
+    assert fingerprint(dataclasses.replace(config, secret=b"t" * 32)) == fingerprint(config), "it is compared by itself"
+    assert access_digest(b"s" * 32) == access_digest(b"s" * 32) != access_digest(b"t" * 32)
     others: list[dict[str, Any]] = [
-        {"secret": b"t" * 32}, {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}
+        {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}
     ]  # fmt: skip
     for change in others:
         assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
@@ -210,6 +238,7 @@ def test_an_adopted_build_without_health_is_replaced() -> None:
     reconciler.health_received(SECOND, State.READY, 0.01, 102.0)
     reconciler.actions(102.1)
     assert reconciler.records["smollm2-0"].state is State.UNHEALTHY
+    reconciler.health_received(SECOND, State.READY, 0.01, 117.9)
     assert Stop(FIRST, drain=False) in reconciler.actions(118.0)
 
 
@@ -247,6 +276,61 @@ def test_the_report_of_a_rank_is_newer_than_the_snapshot() -> None:
     assert reconciler.actions(0.1) == [Stop(SECOND, drain=True)]
     reconciler.stopped(SECOND, 1.0)
     assert reconciler.actions(1.1) == [] and reconciler.records["smollm2-1"].state is State.DRAINED
+
+
+# -- a spec that has changed ----------------------------------------------------------------------------------------
+
+
+def _outdated(reconciler: Reconciler) -> list[ReplicaName]:
+    """Two builds of an earlier spec, adopted and heard."""
+    builds = [dataclasses.replace(_build(name), same=False) for name in (FIRST, SECOND)]
+    restore_records(reconciler, None, AdoptedState(builds), 100.0)
+    for name in (FIRST, SECOND):
+        reconciler.health_received(name, State.READY, 0.01, 100.0)
+    return [FIRST, SECOND]
+
+
+def test_builds_of_an_earlier_spec_are_replaced_one_by_one_and_drained() -> None:
+    reconciler = _reconciler()
+    now, ended = 100.0, []
+    for old in _outdated(reconciler):
+        (stop,) = reconciler.actions(now)
+        assert stop == Stop(old, drain=True)
+        other = next(record for record in reconciler.records.values() if record.replica_id != old.replica_id)
+        for _ in range(3):  # while it drains, and while the next one starts
+            now += 0.5
+            reconciler.health_received(other.name, State.READY, 0.01, now)
+            assert reconciler.actions(now) == [] and other.state is State.READY
+        reconciler.stopped(old, now)
+        (launch,) = reconciler.actions(now)
+        assert launch.name == ReplicaName(old.replica_id, old.generation + 1)
+        assert reconciler.actions(now) == []
+        reconciler.health_received(launch.name, State.READY, 0.01, now, connected=False)
+        assert reconciler.actions(now) == [], "not every router is connected to it yet"
+        reconciler.health_received(launch.name, State.READY, 0.01, now)
+        ended.append(old)
+    assert reconciler.actions(now) == [] and ended == [FIRST, SECOND]
+
+
+def test_the_only_replica_of_an_earlier_spec_serves_until_the_next_one_does() -> None:
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(reconciler, None, AdoptedState([dataclasses.replace(_build(FIRST), same=False)]), 100.0)
+    reconciler.health_received(FIRST, State.READY, 0.01, 100.0)
+    (launch,) = reconciler.actions(100.0)
+    assert launch == Launch(ReplicaName("smollm2-0", 4), reconciler.records["smollm2-0"].model, Role.BOTH, beside=True)
+    reconciler.start_failed(launch.name, "a bad file", 100.1, final=True)
+    assert reconciler.actions(100.2) == [], "a spec that cannot run replaces nothing"
+    assert reconciler.records["smollm2-0"].state is State.READY
+
+
+def test_a_replica_that_the_spec_no_longer_names_drains() -> None:
+    reconciler = _reconciler()
+    extra = ReplicaName("smollm2-2", 1)
+    builds = [_build(FIRST), _build(SECOND), dataclasses.replace(_build(extra), same=False)]
+    restore_records(reconciler, None, AdoptedState(builds), 100.0)
+    assert reconciler.actions(100.1) == [Stop(extra, drain=True)]
+    reconciler.stopped(extra, 101.0)
+    assert reconciler.actions(101.1) == [] and set(reconciler.records) == {"smollm2-0", "smollm2-1"}
 
 
 # -- the supervisor -------------------------------------------------------------------------------------------------
@@ -296,7 +380,7 @@ def test_a_new_controller_publishes_once_every_replica_has_sent_health(
             assert states == [("smollm2-0", 3, ready), ("smollm2-1", 1, ready)]
             assert received[0].models[0].created == 77
             assert [call for call in driver.calls if call[0] != "stop"] == []
-            assert set(supervisor.started()) == {"smollm2-0", "smollm2-1"}
+            assert set(supervisor.overview.started()) == {"smollm2-0", "smollm2-1"}
             assert [rank["pid"] for rank in supervisor.status()["replicas"][0]["ranks"]] == [1003]
             assert supervisor.snapshot().replicas["smollm2-0"].generation == 3
             receiver.cancel()

@@ -73,28 +73,8 @@ def test_start_status_and_stop(driver: FakeDriver, secret: bytes, eventually: Ev
             }
             assert set(replica["load"]) == {"running", "waiting", "kv_usage"}
             assert [entry["id"] for entry in document["replicas"]] == ["smollm2-0", "smollm2-1"]
-            assert set(supervisor.started()) == {"smollm2-0", "smollm2-1"}
+            assert set(supervisor.overview.started()) == {"smollm2-0", "smollm2-1"}
             driver.replicas[FIRST].running = 0
-        assert driver.replicas == {}
-
-    asyncio.run(scenario())
-
-
-def test_a_failed_reconcile_loop_is_reported(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would not replace replicas any more; a stop still ends them in order, at once."""
-
-    def fail(now: float) -> None:
-        raise KeyError("a bug")
-
-    async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, _):
-            await eventually(lambda: supervisor.reconciler.ready)
-            monkeypatch.setattr(supervisor.reconciler, "actions", fail)
-            await eventually(lambda: supervisor.reconciler.fatal == "the controller failed: KeyError('a bug')")
-            async with asyncio.timeout(5):
-                await supervisor.stop()
         assert driver.replicas == {}
 
     asyncio.run(scenario())
@@ -136,6 +116,37 @@ def test_a_replica_without_health_is_replaced(driver: FakeDriver, secret: bytes,
             replica.health_paused.set()
             await eventually(lambda: record.generation == 2 and supervisor.reconciler.ready)
             assert ("stop", FIRST) in driver.calls and FIRST not in driver.replicas
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_only_routers_hear_is_kept(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, secret) as (supervisor, membership):
+            server, port = await start_control_server(membership, secret, "127.0.0.1", 0)
+            await eventually(lambda: supervisor.reconciler.ready)
+            driver.replicas[FIRST].health_paused.set()
+            replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
+            report = control_pb2.RouterReport(router_id="r-1", replicas=[replica])
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await stub.Report(report)
+                assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+                async def keep_reporting() -> None:
+                    while True:
+                        await stub.Report(report, metadata=secret_metadata(secret))
+                        await asyncio.sleep(0.1)
+
+                reporting = asyncio.create_task(keep_reporting())
+                await eventually(lambda: "routers hear it" in supervisor.status()["replicas"][0]["note"])
+                await asyncio.sleep(1)
+                assert supervisor.status()["replicas"][0]["state"] == "ready" and driver.calls == [("launch", FIRST)]
+                report.replicas[0].heard = False
+                await eventually(lambda: SECOND in driver.replicas)
+                reporting.cancel()
+            await server.stop(0)
 
     asyncio.run(scenario())
 

@@ -78,7 +78,7 @@ def test_the_only_replica_is_rolled_without_a_gap(driver: FakeDriver, secret: by
             assert entry["load"]["running"] == 0
             (beside,) = entry["beside"]
             assert (beside["generation"], beside["state"], beside["load"]["running"]) == (1, "draining", 1)
-            assert supervisor.in_flight == 1, "a stop would wait for it"
+            assert supervisor.overview.in_flight == 1, "a stop would wait for it"
             await asyncio.sleep(0.3)
             assert ("stop", OLD) not in driver.calls, "it has a running request"
             old.running = 0

@@ -59,6 +59,8 @@ def print_table(choice: ServerChoice) -> None:
             console.print(line, markup=False)
         if entry.get("roll_failed"):
             console.print(f"{entry['id']} was not rolled: {entry['roll_failed']}", markup=False, soft_wrap=True)
+    for problem in document.get("problems", ()):
+        console.print(f"controller: {problem}", markup=False, soft_wrap=True)
     for entry in document["routers"]:
         grpc = f", gRPC {entry['grpc']}" if entry["grpc"] else ""
         metrics = f", metrics {entry['metrics']}" if entry["metrics"] != entry["http"] else ""

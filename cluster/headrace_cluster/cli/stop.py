@@ -7,8 +7,8 @@ from headrace_cluster.cli.client import AdminClient, ServerError
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
-from headrace_cluster.launch.signals import SAME_SECONDS
-from headrace_cluster.local.state import ServeState
+from headrace_cluster.launch.signals import SAME_SECONDS, STOP_ALL
+from headrace_cluster.local.state import ServeState, remove
 from headrace_cluster.program import program_name
 from headrace_proto.quantities import counted
 
@@ -36,6 +36,8 @@ def stop_server(choice: ServerChoice, wait_seconds: float | None, *, now: bool =
         try:
             client.call("GET", "/status")
         except NotRunningError:
+            if running is not None:
+                remove(running)
             show_message("stopped")
             return
     raise ServerError(f"the cluster has not ended within {wait_seconds:g} s; see `{program_name()} status`")
@@ -43,13 +45,14 @@ def stop_server(choice: ServerChoice, wait_seconds: float | None, *, now: bool =
 
 def _stop_process(client: AdminClient, running: ServeState, wait_seconds: float, now: bool) -> None:
     """Stops it by a signal: this works even when the controller does not answer."""
-    running.process.signal(signal.SIGTERM)
+    request = STOP_ALL if running.detaches else signal.SIGTERM
+    running.process.signal(request)
     began = time.monotonic()
     next_poll, next_signal, shown = began, began + SAME_SECONDS + 0.1, ""
     while running.process.alive:
         if now and time.monotonic() > next_signal:  # repeated until it ends: one within SAME_SECONDS does not count
             next_signal = time.monotonic() + 2 * SAME_SECONDS
-            running.process.signal(signal.SIGTERM)
+            running.process.signal(request)
         if time.monotonic() > began + wait_seconds:
             raise ServerError(
                 f"process {running.pid} has not ended within {wait_seconds:g} s; "

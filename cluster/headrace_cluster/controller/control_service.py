@@ -16,7 +16,7 @@ from headrace_proto.secret import SecretInterceptor
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Serves the member list."""
+    """Serves the member list, and listens to what routers hear."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -30,6 +30,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 yield members
         finally:
             self._membership.routers.pop(registration, None)
+
+    async def Report(self, request: pb.RouterReport, context: Any) -> pb.RouterReportReply:
+        """A router says which replicas it hears."""
+        self._membership.report(request)
+        return pb.RouterReportReply()
 
 
 async def start_control_server(membership: Membership, secret: bytes, host: str, port: int) -> tuple[Any, int]:

@@ -2,9 +2,12 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
+from headrace_cluster.core.witnesses import Witnesses
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 
@@ -21,11 +24,18 @@ PROTO_STATES = {
 class Membership:
     """The current member list and its updates. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._epoch = secrets.token_bytes(16)
         self._list = pb.MemberList(epoch=self._epoch)  # version 0: nothing is known yet; never sent
         self._changed = asyncio.Condition()
+        self._clock = clock
         self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
+        self.witnesses = Witnesses()
+
+    def report(self, report: pb.RouterReport) -> None:
+        """A router says which replicas it hears."""
+        heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
+        self.witnesses.report(report.router_id, heard, self._clock())
 
     async def publish(self, members: Iterable[pb.Member], models: Iterable[pb.ModelEntry]) -> None:
         """Sets the list; a new version is sent only if something changed."""

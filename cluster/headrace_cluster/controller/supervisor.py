@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -12,31 +13,33 @@ import structlog
 from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
 from headrace_cluster.controller.health import STATES, watch_health
-from headrace_cluster.controller.members import PROTO_STATES, Membership
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.overview import Overview
 from headrace_cluster.controller.profiles import Profiles
+from headrace_cluster.controller.publisher import Publisher
+from headrace_cluster.controller.retries import Retries
 from headrace_cluster.controller.roles import Roles
-from headrace_cluster.controller.status import build_status, replica_status, router_status
 from headrace_cluster.core.adoption import restore_records, take_snapshot
 from headrace_cluster.core.driver import (
     PLACE_SECONDS,
-    Progress,
+    STOP_SECONDS,
     RankFacts,
     ReplicaDriver,
     StartFailedError,
 )
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
-from headrace_cluster.core.record import Launch, Record, State, Stop
+from headrace_cluster.core.record import Action, Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto import control_pb2, replica_pb2
+from headrace_proto import replica_pb2
 from headrace_proto.errors import HeadraceError
-from headrace_worker.core.config import ReplicaStarted
 
 log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 0.2
+PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this process, in which it heard nothing
 CLEANUP_SECONDS = 1.0  # for the other ranks of a build that failed: one may be stopped and not reply
 PROGRESS_SECONDS = 0.5
 SURGE_PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
@@ -59,46 +62,55 @@ class Supervisor:
         self._membership = membership
         self._secret = secret
         self._clock = clock
-        self._created = int(time.time())
-        self._withhold_until = 0.0  # the member list, while adopted replicas have sent no health
         self._builds: dict[ReplicaName, Build] = {}
+        self._ending: set[ReplicaName] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self.retries = Retries(clock)
+        self._passed_at = clock()
+        self._failing = False  # whether the last pass of the reconcile loop failed
         # Held to place a build or to end one, never while it drains. A build that failed is ended before the next one
         # of its replica is placed: both need the same memory.
         self._place_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self.reconciler = Reconciler(desired_replicas(spec), spec.health)
+        self.reconciler = Reconciler(desired_replicas(spec), spec.health, membership.witnesses)
         self.profiles = Profiles(self.reconciler, driver, self._builds)
-        self.roles = Roles(self.reconciler, driver, self._publish)
+        self._publisher = Publisher(spec, self.reconciler, self._builds, membership, clock, int(time.time()))
+        self.roles = Roles(self.reconciler, driver, self._publisher.publish)
         self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
+        self.overview = Overview(self.reconciler, self._builds, membership, self.drains, self.retries, clock)
 
-    async def adopt(self, snapshot: ControllerSnapshot | None) -> None:
-        """Takes over from an earlier controller of this cluster. Call it before `start`."""
+    async def adopt(self, snapshot: ControllerSnapshot | None) -> int:
+        """Takes over from an earlier controller of this cluster; returns the number of its builds that continue.
+
+        Call it before `start`. Raises AdoptionError.
+        """
         adopted_state = await self._driver.adopt(self.reconciler.desired)
         self.drains.resume(restore_records(self.reconciler, snapshot, adopted_state, self._clock()))
-        self._created = snapshot.created if snapshot is not None else self._created
+        if snapshot is not None:
+            self._publisher.created = snapshot.created
         for adopted in adopted_state.builds:
             build = self._builds[adopted.name] = Build(adopted.ranks, adopted.started)
             self._spawn(adopted.name, self._watch_build(adopted.name, build))
-        self._withhold_until = self._clock() + FIRST_HEALTH_SECONDS
+        self._publisher.withhold(FIRST_HEALTH_SECONDS)
+        return len(adopted_state.builds)
 
     def snapshot(self) -> ControllerSnapshot:
         """For the next controller."""
-        return take_snapshot(self.reconciler, self._created, self.drains.remaining())
+        return take_snapshot(self.reconciler, self._publisher.created, self.drains.remaining())
 
     def start(self) -> None:
         """Starts the reconcile loop."""
+        self._passed_at = self._clock()
         self._loop = asyncio.create_task(self._run())
-        self._loop.add_done_callback(self._done)
 
     async def stop(self) -> None:
-        """Drains and ends every replica, then stops reconciling."""
+        """Drains and ends every replica, then stops reconciling. What cannot be ended now is ended by name later."""
         self.reconciler.set_desired(())
         self.drains.cap_deadlines()
         self._wake.set()
-        if self._loop is not None and not self._loop.done():
+        if self._loop is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._spec.health.drain_seconds + 10):
                     await self._idle.wait()
@@ -107,74 +119,71 @@ class Supervisor:
         for name, build in list(self._builds.items()):  # those that a drain did not end in time
             for task in build.tasks:
                 task.cancel()
-            await self._driver.stop(name)
-
-    # -- state for readers ------------------------------------------------------------------------------------
+            try:
+                await self._driver.stop(name)
+            except Exception as error:
+                log.error("a build could not be ended", exc_info=error, replica=name.replica_id)
 
     def status(self) -> dict[str, Any]:
         """The document that `headrace status --json` prints."""
-        now = self._clock()
-        replicas, surges = [], self.reconciler.surges
-        for record in self.reconciler.records.values():
-            build = self._builds.get(record.name, Build())
-            note = self.drains.note(record) or self.reconciler.crash_loop(record, now) or record.cause
-            note = note or self._stage(record)
-            others = ((other, self._builds.get(other.name, Build())) for other in surges.builds_of(record))
-            beside = [build_status(other, known.health, self._stage(other)) for other, known in others]
-            failed = surges.failed.get(record.replica_id, "")
-            replicas.append(replica_status(record, build.ranks, build.health, note, beside, failed))
-        known = sorted(self._membership.routers.values(), key=lambda router: router.metrics)
-        routers = [router_status(router) for router in known]
-        return {"replicas": replicas, "routers": routers}
-
-    def _stage(self, record: Record) -> str:
-        progress = self._builds.get(record.name, Build()).progress
-        return progress.stage if progress is not None and record.state is State.STARTING else ""
-
-    def started(self) -> dict[str, ReplicaStarted]:
-        """Facts of the replicas that are up, by id."""
-        return {name.replica_id: build.started for name, build in self._builds.items() if build.started is not None}
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that replicas run or queue, builds that drain beside their next one included."""
-        loads = [build.health.load for build in self._builds.values() if build.health is not None and not build.ended]
-        return sum(load.running + load.waiting for load in loads)
-
-    def progress(self) -> dict[str, Progress]:
-        """Progress of starting replicas, by id."""
-        return {
-            record.replica_id: self._builds[record.name].progress or Progress("waiting for a place", 0.0)
-            for record in self.reconciler.records.values()
-            if record.state is State.STARTING and record.name in self._builds
-        }
+        return self.overview.status()
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
-            self._idle.clear()
             self._wake.clear()  # before the pass: a change during it starts the next pass without a wait
-            for action in self.reconciler.actions(self._clock()):
-                match action:
-                    case Launch(name):
-                        log.info("a build starts", replica=name.replica_id, generation=name.generation)
-                        self._builds[name] = Build()
-                        self._spawn(name, self._run_build(action))
-                    case Stop(name, drain):
-                        if not drain:
-                            for task in self._builds.get(name, Build()).tasks:
-                                task.cancel()
-                        self._keep_reference(asyncio.create_task(self._end(name, drain)))
-            self.drains.discard_failed()
-            await self._publish()
-            if self.reconciler.idle:
-                self._idle.set()
+            await self.retries.run("a pass over all replicas", self._pass)
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._wake.wait()
             except TimeoutError:
                 continue
+
+    async def _pass(self) -> None:
+        """Executes what is due, once."""
+        now = self._clock()
+        gap, self._passed_at = now - self._passed_at, now
+        if self._failing:
+            self._end_lost_builds()
+        elif gap > PAUSE_SECONDS:
+            log.warning("the controller was paused", seconds=round(gap, 1))
+            self.reconciler.resume(gap, now)
+        self._failing = True
+        try:
+            self._idle.clear()
+            for action in self.reconciler.actions(now):
+                self._execute(action)
+            self.drains.discard_failed()
+            await self._publisher.publish()
+        except Exception:
+            self._idle.set()  # a stop does not wait for drains that no pass begins
+            raise
+        self._failing = False
+        if self.reconciler.idle:
+            self._idle.set()
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case Launch(name):
+                log.info("a build starts", replica=name.replica_id, generation=name.generation)
+                self._builds[name] = Build()
+                self._spawn(name, self._run_build(action))
+            case Stop(name, drain):
+                if not drain:
+                    for task in self._builds.get(name, Build()).tasks:
+                        task.cancel()
+                self._begin_end(name, drain)
+
+    def _end_lost_builds(self) -> None:
+        """After a failed pass: ends builds whose Stop, and reports starts whose Launch, was not executed."""
+        now = self._clock()
+        for record in list(self.reconciler.builds()):
+            if record.state is State.STARTING and record.name not in self._builds:
+                self.reconciler.start_failed(record.name, "the controller failed before it started", now, final=False)
+        kept = {record.name for record in self.reconciler.builds() if record.running}
+        for name in self._builds.keys() - kept - self._ending:
+            self._begin_end(name, drain=True)
 
     async def _run_build(self, launch: Launch) -> None:
         """One build: place, start, watch until it ends."""
@@ -188,9 +197,10 @@ class Supervisor:
                 build.started = await self._driver.start(name)
             finally:
                 poll.cancel()
-        except HeadraceError as error:
-            final = error.final if isinstance(error, StartFailedError) else True
-            log.error(str(error), replica=name.replica_id, generation=name.generation)
+        except Exception as error:
+            final = error.final if isinstance(error, StartFailedError) else isinstance(error, HeadraceError)
+            unexpected = None if isinstance(error, HeadraceError) else error  # Ray does not answer, or a bug
+            log.error(str(error), replica=name.replica_id, generation=name.generation, exc_info=unexpected)
             lacks_resources = isinstance(error, PlacementError) or (
                 isinstance(error, StartFailedError) and error.lacks_resources
             )
@@ -206,8 +216,11 @@ class Supervisor:
         """Watches a build that is up until it ends by itself."""
         assert build.started is not None
         on_health = self._health_receiver(name, build)
-        self._spawn(name, watch_health(build.started.address, self._secret, self._spec.health, on_health))
-        cause = await self._driver.wait_for_death(name)
+        address = build.started.address
+        health = partial(watch_health, address, self._secret, self._spec.health, on_health)
+        self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
+        death = partial(self._driver.wait_for_death, name)
+        cause = await self.retries.run(f"the watch over {name.replica_id}", death)
         build.ended = True
         log.warning(cause, replica=name.replica_id, generation=name.generation)
         self.reconciler.died(name, cause, self._clock())
@@ -218,7 +231,10 @@ class Supervisor:
 
     async def _poll_progress(self, name: ReplicaName, build: Build) -> None:
         while True:
-            build.progress = await self._driver.progress(name) or build.progress
+            progress = await self.retries.run(
+                f"the progress of {name.replica_id}", partial(self._driver.progress, name)
+            )
+            build.progress = progress or build.progress
             await asyncio.sleep(PROGRESS_SECONDS)
 
     def _health_receiver(self, name: ReplicaName, build: Build) -> Callable[[replica_pb2.ReplicaHealth], None]:
@@ -240,41 +256,30 @@ class Supervisor:
         build = self._builds.pop(name, Build())
         for task in build.tasks - {asyncio.current_task()}:
             task.cancel()
-        await self._driver.stop(name, CLEANUP_SECONDS)
+        await self._stop_build(name, CLEANUP_SECONDS)
         self._wake.set()
+
+    def _begin_end(self, name: ReplicaName, drain: bool) -> None:
+        self._ending.add(name)
+        task = asyncio.create_task(self._end(name, drain))
+        task.add_done_callback(lambda _: self._ending.discard(name))
+        self._keep_reference(task)
 
     async def _end(self, name: ReplicaName, drain: bool) -> None:
         if drain:
-            await self._driver.drain(name)
+            await self.retries.run(f"the drain of {name.replica_id}", partial(self._driver.drain, name))
             await self.drains.wait_until_empty(name, self._builds.get(name, Build()))
         async with self._place_locks[name.replica_id]:
             build = self._builds.pop(name, Build())
             for task in build.tasks:
                 task.cancel()
-            await self._driver.stop(name)
+            await self._stop_build(name)
             self.reconciler.stopped(name, self._clock())
         self._wake.set()
 
-    async def _publish(self) -> None:
-        incomplete = any(build.started is not None and build.health is None for build in self._builds.values())
-        if incomplete and self._clock() < self._withhold_until:
-            return  # routers keep the previous controller's list: an incomplete one would remove replicas that are up
-        members = []
-        for record in self.reconciler.builds():
-            build = self._builds.get(record.name)
-            if build is None or build.started is None or build.health is None:
-                continue
-            state = PROTO_STATES[record.state]
-            member = control_pb2.Member(identity=build.health.identity, address=build.started.address, state=state)
-            member.identity.role = record.role.number  # a health message may be older than the last flip
-            members.append(member)
-        models = [
-            control_pb2.ModelEntry(
-                name=model.name, aliases=model.aliases, created=self._created, revision=model.revision or ""
-            )
-            for model in self._spec.models
-        ]
-        await self._membership.publish(members, models)
+    async def _stop_build(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
+        """Repeated until nothing of the build exists: the next one needs its memory."""
+        await self.retries.run(f"the end of {name.replica_id}", partial(self._driver.stop, name, seconds))
 
     def _spawn(self, name: ReplicaName, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -291,6 +296,4 @@ class Supervisor:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # After a bug of ours the cluster must end: parts of it are no longer watched.
-            log.error("the controller failed", exc_info=error)
-            self.reconciler.fatal = self.reconciler.fatal or f"the controller failed: {error!r}"
+            self.retries.note("a task of the controller", error)

@@ -5,42 +5,56 @@ ControllerSnapshot ──▶ restore_records ──▶ the records of a new reco
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.reconciler import Reconciler
+from headrace_cluster.core.record import Record
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.errors import AdoptionError
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.quantities import counted
 from headrace_proto.role import Role
 
-
-@dataclass(frozen=True, slots=True)
-class ExpectedBuild:
-    """What a build must match to be adopted for a replica of the spec."""
-
-    ranks: int
-    fingerprint: bytes  # of its config
+Reports = Mapping[tuple[ReplicaName, int], RankReport | None]
 
 
-def choose_builds(
-    reports: Mapping[tuple[ReplicaName, int], RankReport | None], expected: Mapping[str, ExpectedBuild]
-) -> list[AdoptedBuild]:
-    """For each expected replica, its newest build of which all ranks exist, are up and match.
+def choose_builds(reports: Reports, expected: Mapping[str, bytes], access: bytes) -> list[AdoptedBuild]:
+    """Of each replica, the newest build of which all ranks exist and are up.
 
-    reports: of every rank that exists, by build and rank; None for a rank that did not reply.
+    reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
+    of each replica of the spec. access: the digest of the cluster's secret. Raises AdoptionError when what serves would
+    be ended by mistake.
     """
+    _check_silence(reports)
     found: dict[str, AdoptedBuild] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
-        match = expected.get(name.replica_id)
         ranks = {rank: report for (build, rank), report in reports.items() if build == name}
-        if match is None or ranks.keys() != set(range(match.ranks)):
+        up = [report for _, report in sorted(ranks.items()) if report is not None and _is_up(report)]
+        if not up or ranks.keys() != set(range(up[0].tp * up[0].pp)) or len(up) != len(ranks):
             continue
-        up = [report for _, report in sorted(ranks.items()) if report is not None and _matches(report, match)]
-        if len(up) == match.ranks and (started := up[0].started) is not None:
-            facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
-            found[name.replica_id] = AdoptedBuild(name, facts, started, Role(up[0].role), up[0].draining)
+        started = up[0].started
+        assert started is not None
+        if up[0].access != access:
+            raise AdoptionError(
+                f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
+            )
+        facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
+        same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
+        found[name.replica_id] = AdoptedBuild(
+            name, facts, started, Role(up[0].role), up[0].draining, up[0].model, up[0].tp, up[0].pp, same
+        )
     return list(found.values())
+
+
+def _check_silence(reports: Reports) -> None:
+    """One rank that does not reply has failed. When many do not, it is this controller that does not hear."""
+    silent = [name for name, report in reports.items() if report is None]
+    if len(silent) > 1 and 2 * len(silent) >= len(reports):
+        raise AdoptionError(
+            f"{len(silent)} of {counted(len(reports), 'rank')} do not reply; nothing is ended, and they are asked again"
+        )
 
 
 def restore_records(
@@ -61,14 +75,16 @@ def restore_records(
         record.generation = max(record.generation, adopted_state.generations.get(record.replica_id, 0))
         record.built = max(record.built, record.generation)
     for build in adopted_state.builds:
-        record = reconciler.records[build.name.replica_id]
-        # The rank's report is newer than the snapshot: an operator's last call may have come after the last View.
+        record = reconciler.records.get(build.name.replica_id) or _undesired(reconciler, build)
+        record.outdated = not build.same
+        # The rank's report is newer than the snapshot: an operator's last call may have come after it.
         record.role, record.held = build.role, record.held or (build.draining and not record.rolling)
         reconciler.adopted(build.name, now)
         known = replicas.get(record.replica_id)
         surging = known is not None and known.surging and build.name.generation <= known.generation
         seen = adopted_state.generations.get(record.replica_id, 0)
-        if surging or seen > build.name.generation:  # the last View may be older than the rollout
+        # The snapshot may be older than the rollout. An outdated build is rolled again without an operator.
+        if build.same and (surging or seen > build.name.generation):
             reconciler.surges.mark_controller_lost(record)
     return drains
 
@@ -91,8 +107,15 @@ def take_snapshot(reconciler: Reconciler, created: int, drains: Mapping[ReplicaN
     return ControllerSnapshot(created=created, replicas=replicas)
 
 
-def _matches(report: RankReport, expected: ExpectedBuild) -> bool:
-    return report.started is not None and not report.ended and report.fingerprint == expected.fingerprint
+def _undesired(reconciler: Reconciler, build: AdoptedBuild) -> Record:
+    """The record of a replica that the spec no longer names: it drains."""
+    model = ModelSpec(name=build.model, tp=build.tp, pp=build.pp)
+    record = reconciler.records[build.name.replica_id] = Record(build.name.replica_id, model, build.role)
+    return record
+
+
+def _is_up(report: RankReport) -> bool:
+    return report.started is not None and not report.ended
 
 
 def _device(report: RankReport) -> str:

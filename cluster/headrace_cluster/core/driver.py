@@ -56,6 +56,10 @@ class AdoptedBuild:
     started: ReplicaStarted
     role: Role
     draining: bool
+    model: str = ""
+    tp: int = 1
+    pp: int = 1
+    same: bool = True  # as the spec describes it now; otherwise it is replaced in order, while it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,10 @@ class ReplicaDriver(Protocol):
         ...
 
     async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
-        """Takes over from an earlier controller: of each replica the newest build that is up and matches.
+        """Takes over from an earlier controller: of each replica the newest build that is up, in the spec or not.
 
-        Everything else of this cluster is ended by name. Called before anything is launched.
+        Everything else of this cluster is ended by name. Called before anything is launched. Raises AdoptionError,
+        and ends nothing, when the ranks cannot be judged now.
         """
         ...
 
@@ -112,6 +117,6 @@ class ReplicaDriver(Protocol):
     async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
         """Ends all ranks, gracefully if they stop within `seconds`, and releases their resources.
 
-        Idempotent, never raises.
+        Idempotent. Raises when the backend does not answer: something may be left, and the call is to be repeated.
         """
         ...

@@ -42,6 +42,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     gpus: list[str]  # assigned by Ray
     fingerprint: bytes
+    access: bytes  # of the cluster's secret: see `access_digest`
+    model: str
+    tp: int
+    pp: int
     role: str
     started: ReplicaStarted | None  # none: `start` has not finished, or it failed
     draining: bool
@@ -52,10 +56,16 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint(config: ReplicaConfig) -> bytes:
     """16 bytes, equal for configs that describe the same replica.
 
-    All fields count except the generation, the role (it may change at run time) and what is derived from the machine.
+    All fields count except the generation, the role (it may change at run time), the secret (see `access_digest`) and
+    what is derived from the machine.
     """
-    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None)
+    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None, secret=b"")
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
+
+
+def access_digest(secret: bytes) -> bytes:
+    """16 bytes, equal for replicas that accept the same secret: a controller can watch those with its own only."""
+    return blake2b(secret, digest_size=16, person=b"headrace-access").digest()
 
 
 def replica_config(model: ModelSpec, *, leave_out: Collection[str] = (), **own: Any) -> ReplicaConfig:

@@ -9,9 +9,12 @@ Each event carries its generation, so that a late event of an old build never ch
 
 from collections.abc import Iterable, Iterator
 
+from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName, replica_id
 from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
+from headrace_cluster.core.rolling import next_outdated
 from headrace_cluster.core.surges import Surges
+from headrace_cluster.core.witnesses import Witnesses
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
@@ -41,16 +44,21 @@ def desired_replicas(spec: ClusterSpec) -> list[DesiredReplica]:
 class Reconciler:
     """Decides which replicas to build and which to end. Single-threaded; the caller passes the time."""
 
-    def __init__(self, desired: Iterable[DesiredReplica], health: HealthSpec) -> None:
+    def __init__(
+        self, desired: Iterable[DesiredReplica], health: HealthSpec, witnesses: Witnesses | None = None
+    ) -> None:
+        """witnesses: what routers say of replicas; none: nobody but this controller hears them."""
         self._health = health
+        self._health_judge = HealthJudge(health, witnesses or Witnesses())
         self.records: dict[str, Record] = {}
         self.surges = Surges(health)
-        self.fatal = ""  # why the cluster cannot start at all; empty while it can
+        self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
         self.set_desired(desired)
 
     def set_desired(self, desired: Iterable[DesiredReplica]) -> None:
         """Replaces the desired replicas; the next calls of `actions` act on it."""
         self._desired = {entry.replica_id: entry for entry in desired}
+        self.unable = {key: sentence for key, sentence in self.unable.items() if key in self._desired}
         for entry in self._desired.values():
             self.records.setdefault(entry.replica_id, Record(entry.replica_id, entry.model, entry.role))
 
@@ -59,6 +67,13 @@ class Reconciler:
         """Whether every desired replica is ready; drained replicas do not count."""
         desired = (self.records[entry] for entry in self._desired)
         return all(record.state is State.READY for record in desired if not record.held)
+
+    @property
+    def fatal(self) -> str:
+        """Why the cluster cannot start at all; empty while it can, and once any replica was ready."""
+        if any(record.ever_ready for record in self.records.values()):
+            return ""
+        return next(iter(self.unable.values()), "")
 
     @property
     def desired(self) -> list[DesiredReplica]:
@@ -111,6 +126,12 @@ class Reconciler:
         record.last_health, record.silence_limit = now, self._health.silence_seconds
         record.enter(State.READY, now)
 
+    def resume(self, gap: float, now: float) -> None:
+        """The caller was paused for `gap` seconds and heard nothing meanwhile: they do not count for any replica."""
+        for record in self.builds():
+            record.since = min(now, record.since + gap)
+            record.last_health = min(now, record.last_health + gap)
+
     # -- events -----------------------------------------------------------------------------------------------
 
     def health_received(
@@ -129,6 +150,7 @@ class Reconciler:
         if state is State.READY:
             record.ever_ready = True
             record.cause = ""
+            self.unable.pop(record.replica_id, None)
         if record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
 
@@ -148,8 +170,8 @@ class Reconciler:
         stopping = record.state is State.DRAINING
         self._fail(record, sentence, now)
         tries = len(record.failures)
-        if not record.ever_ready and not stopping and not self.fatal and (final or tries >= START_TRIES):
-            self.fatal = sentence
+        if not record.ever_ready and not stopping and (final or tries >= START_TRIES):
+            self.unable.setdefault(record.replica_id, sentence)
 
     def died(self, name: ReplicaName, cause: str, now: float) -> None:
         """A build that was ready has ended."""
@@ -174,6 +196,9 @@ class Reconciler:
     def actions(self, now: float) -> list[Action]:
         """The actions that are due. Each action is returned once."""
         found: list[Action] = []
+        self._health_judge.look(self.records.values(), now)
+        if (outdated := next_outdated(self.records, self.surges)) is not None:
+            self.roll(outdated, allow_gap=False)
         for record in list(self.records.values()):
             found += self._judge_surge(record, now)
         for record in self.records.values():
@@ -221,7 +246,7 @@ class Reconciler:
         if record.state is State.DEAD:
             if self.fatal or now < record.not_before:
                 return []
-            record.rolling = False
+            record.rolling = record.outdated = False
             record.generation = record.built = max(record.generation, record.built) + 1
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]
@@ -229,12 +254,8 @@ class Reconciler:
             return self._replace(
                 record, f"{record.replica_id} was not ready after {self._health.start_seconds:g} s", now
             )
-        if record.state is State.READY and now - record.last_health > record.silence_limit:
-            record.cause = f"{record.replica_id} has sent no health message for {now - record.last_health:.1f} s"
-            record.enter(State.UNHEALTHY, now)
-        if record.state is State.UNHEALTHY and now - record.since > self._health.replace_seconds:
-            return self._replace(record, f"{record.replica_id} was unhealthy for {now - record.since:.0f} s", now)
-        return []
+        why = self._health_judge.judge(record, now)
+        return self._replace(record, why, now) if why else []
 
     def _replace(self, record: Record, cause: str, now: float) -> list[Action]:
         stop = Stop(record.name, drain=False)

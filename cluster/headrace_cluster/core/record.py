@@ -68,6 +68,7 @@ class Record:
     cause: str = ""  # of the last failure
     held: bool = False  # an operator drained it
     rolling: bool = False  # it is ended, then built again
+    outdated: bool = False  # its build was adopted, and the spec describes another one now
     built: int = 0  # generation of the newest build of this replica: this record's or one beside it
     connected: float | None = None  # time since which every router is connected to it
 

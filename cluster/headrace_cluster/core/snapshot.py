@@ -1,4 +1,4 @@
-"""State of a controller that its successor cannot find elsewhere: `serve` keeps it from the controller's last View."""
+"""State that a controller and its keeper leave to their successors; it is kept in Ray's GCS."""
 
 import msgspec
 
@@ -21,3 +21,11 @@ class ControllerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     created: int  # unix seconds: the date of the models in /v1/models
     replicas: dict[str, ReplicaSnapshot] = {}
+
+
+class Keeper(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that starts the controller and watches it, and the ports on which its controllers listen."""
+
+    id: str  # random, of one process
+    control_port: int = 0  # 0: not known yet
+    admin_port: int = 0

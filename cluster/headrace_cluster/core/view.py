@@ -3,7 +3,6 @@
 import msgspec
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
-from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_worker.core.config import ReplicaStarted
 
 BUILT_AGAIN = "it is built again"  # why a replica is down when an operator requested it and nothing failed
@@ -18,7 +17,6 @@ class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
     admin_key: str
     loopback: bool  # all processes are on this machine: bind loopback only
     replica_class: str = REPLICA_CLASS
-    snapshot: ControllerSnapshot | None = None  # of the controller before this one
     log_folder: str = ""  # empty: this process and the ranks log to stderr only
 
 
@@ -29,6 +27,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = 0
     admin_port: int = 0
     pid: int = 0
+    adopted: int = 0  # builds of an earlier controller that continue
     error: str = ""
 
 
@@ -54,12 +53,13 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """What `serve` polls, several times a second."""
 
     ready: bool
-    fatal: str
+    fatal: str  # why the cluster cannot start at all
     stop_requested: bool
     progress: list[ReplicaProgress]
     started: dict[str, ReplicaStarted]
     roles: dict[str, str]  # by replica id
     routers: list[RouterPlace]
-    snapshot: ControllerSnapshot  # for the next controller, if this one is lost
     failures: dict[str, str]  # replicas that are down or unhealthy, and why
+    unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
+    problems: list[str] = []  # what failed in the controller lately, and is repeated
     in_flight: int = 0  # requests that replicas run or queue

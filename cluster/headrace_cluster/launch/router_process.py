@@ -104,8 +104,7 @@ class RouterProcess:
     def watch(self, *, may_restart: bool) -> str:
         """Restarts it after it died; returns a sentence when the end was just detected, else an empty string.
 
-        Raises RouterFailedError if it ended without a request to stop and may not be restarted: it never served, or
-        its config is wrong.
+        Raises RouterFailedError if it ended without a request to stop and may not be restarted: it never served.
         """
         now = time.monotonic()
         if self._restart_at is not None:
@@ -116,7 +115,7 @@ class RouterProcess:
         if code is None:
             return ""
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        if not may_restart or code == EXIT_CONFIG:
+        if not may_restart:
             raise RouterFailedError(f"{self._label} ended ({how}); its log: {self._config.logs.path or 'above'}")
         if now - self._started_at > STABLE_SECONDS:
             self._failures = 0

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from headrace_cluster.core.view import BUILT_AGAIN, RouterPlace, View
+from headrace_cluster.errors import ReplicaFailedError
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
 from headrace_cluster.launch.display import StartDisplay, show_message
 from headrace_cluster.launch.router_group import RouterGroup
@@ -37,6 +38,7 @@ class RunningCluster:
     def watch(self, stop_requested: threading.Event) -> None:
         """Runs until the event or an admin call requests a stop. Shows failures and recoveries."""
         reported: dict[str, str] = {}
+        problems: dict[str, str] = {}
         while not stop_requested.wait(WATCH_SECONDS):
             for event in self._routers.watch(may_restart=True) if self._routers is not None else ():
                 show_message(event, "warning")
@@ -51,7 +53,12 @@ class RunningCluster:
             for replica_id in reported.keys() - view.failures.keys():
                 show_message("ready again", replica=replica_id)
             reported = dict(view.failures)
+            for label, problem in _by_label(view.problems).items():
+                if label not in problems:
+                    show_message(problem, "warning")
+            problems = _by_label(view.problems)
             if view.stop_requested:
+                self._ray.stop_requested = True
                 return
 
     def drain_note(self, seconds: float) -> str:
@@ -67,13 +74,21 @@ def await_ready(
     display: StartDisplay,
     record: ServerRecord,
 ) -> RunningCluster:
-    """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses."""
+    """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses.
+
+    Raises ReplicaFailedError when the cluster cannot start, and in a Ray of our own when any replica cannot.
+    """
     while True:
         ray.check()
         view = monitor.poll()
         if view is None:
             time.sleep(POLL_SECONDS)
             continue
+        if view.stop_requested:
+            ray.stop_requested = True
+            raise KeyboardInterrupt
+        if refusal := view.fatal or (next(iter(view.unable.values()), "") if ray.link.owned else ""):
+            raise ReplicaFailedError(refusal)
         for entry in view.progress:
             display.update(entry.replica_id, entry.stage, entry.fraction)
         for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
@@ -93,3 +108,8 @@ def await_ready(
 
 def _without_countdown(cause: str) -> str:
     return cause.partition("; next try in ")[0]
+
+
+def _by_label(problems: Sequence[str]) -> dict[str, str]:
+    """Problems by what they are about: their number of failures grows."""
+    return {problem.partition(" failed")[0]: problem for problem in problems}

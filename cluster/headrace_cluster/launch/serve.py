@@ -19,7 +19,7 @@ from headrace_cluster.launch.display import (
 )
 from headrace_cluster.launch.router_group import RouterGroup
 from headrace_cluster.launch.running_cluster import RunningCluster, await_ready
-from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.launch.server_record import ServerRecord, kept_secret
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
 from headrace_cluster.local.cleanup import Cleanup
@@ -49,11 +49,13 @@ class Serve:
         self._with_router = with_router
         self._replica_class = replica_class
         self._began = time.monotonic()
-        self._secret = read_or_generate(spec.control.secret_file)
+        self._secret = read_or_generate(spec.control.secret_file or kept_secret(spec))
         self._record = ServerRecord(spec, with_router=with_router)
         self._signals = StopSignals(self._force, START_STOP_SECONDS)
         self._forced_ends: list[Callable[[], None]] = []  # of each phase, in the order of the start; for `_force`
         self._run_folder = contextlib.ExitStack()  # closes the folder of this run, once Ray's logs are in it
+        self._cleanup: Cleanup | None = None
+        self._ray: RayConnection | None = None
         self._exit_lock = threading.Lock()  # acquired by the thread that ends this process, never released
 
     def run(self) -> int:
@@ -65,11 +67,12 @@ class Serve:
         try:
             self._signals.install()
             with self._run_folder, open_cleanup(self._spec) as cleanup, contextlib.ExitStack() as stack:
+                self._cleanup = cleanup
                 self._forced_ends.append(cleanup.force)
                 self._run_phases(cleanup, stack)
         except KeyboardInterrupt:
             self._exit_lock.acquire()
-            show_message("stopped")
+            show_message(self._ended)
             os._exit(self._signals.status)  # skips Ray's exit handlers, which would wait for ended processes
         except HeadraceError as error:
             self._show_log_folder()
@@ -84,10 +87,28 @@ class Serve:
                 os._exit(1)
             return 1
         self._exit_lock.acquire()
-        show_message("stopped")
+        show_message(self._ended)
         if local_ray.is_connected():
             os._exit(0)
         return 0
+
+    @property
+    def _destroys(self) -> bool:
+        return self._ray is None or self._ray.destroys
+
+    @property
+    def _ended(self) -> str:
+        """The last message."""
+        if self._destroys:
+            return "stopped"
+        return f"ended; the cluster goes on: the same command attaches to it, `{program_name()} stop` ends it"
+
+    def _choose_end(self) -> None:
+        """A stop begins: whether the cluster ends with this process, or goes on without it."""
+        if self._ray is not None and self._signals.stops_all:
+            self._ray.stop_requested = True
+        if not self._destroys and self._cleanup is not None and not self._record.state.starting:
+            self._cleanup.keep_files()  # for `headrace stop` and for the process that attaches next
 
     def _run_phases(self, cleanup: Cleanup, stack: contextlib.ExitStack) -> None:
         """stack: gets the end of each phase."""
@@ -95,6 +116,7 @@ class Serve:
             cluster = self._start(cleanup, stack)
         except BaseException:
             self._signals.enter_stop()
+            self._choose_end()
             if self._signals.number:
                 show_message("stopping")
             raise
@@ -106,9 +128,10 @@ class Serve:
             pass  # the signal requests a stop
         finally:
             self._signals.enter_stop()
-            show_message(
-                f"stopping{cluster.drain_note(self._spec.routers.shutdown_seconds)}; once more to stop at once"
-            )
+            self._choose_end()
+            how = "stopping" if self._destroys else "detaching"
+            note = cluster.drain_note(self._spec.routers.shutdown_seconds)
+            show_message(f"{how}{note}; once more to stop at once")
 
     # -- up ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +149,7 @@ class Serve:
             address = self._spec.ray.address
             display.update("Ray", "starting" if address is None else f"joining {address}", 0.2)
             logs = self._run_folder.enter_context(contextlib.closing(self._open_logs()))
-            ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
+            ray = self._ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
             display.update("Ray", "up; starting the controller", 0.8)
             controller = stack.enter_context(ControllerHandle(self._spec, self._controller_args(ray, logs), ray))
             self._forced_ends.append(ray.force_end)
@@ -187,7 +210,7 @@ class Serve:
         for force_end in reversed(self._forced_ends):
             force_end()
         restore_cursor()
-        show_message("stopped")
+        show_message(self._ended)
         os._exit(0 if self._signals.serving and not self._signals.repeated else self._signals.status)
 
     def _show_log_folder(self) -> None:

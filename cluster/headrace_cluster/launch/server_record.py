@@ -68,6 +68,7 @@ class ServerRecord:
             ray_token_file=ray.token_file,
             starting=False,
             shutdown_seconds=self._spec.routers.shutdown_seconds,
+            detaches=not ray.link.owned,
         )
         cleanup.remove_at_end(path)
         starting.unlink(missing_ok=True)
@@ -96,7 +97,18 @@ class ServerRecord:
         """Where the secret can be read: routers that are started alone need it."""
         if self._spec.control.secret_file is not None:
             return self._spec.control.secret_file
-        path = state.home() / f"secret-{admin_port}"
+        path = _joined_secret(self._spec) or state.home() / f"secret-{admin_port}"
         state.write_private(path, secret.decode())
         cleanup.remove_at_end(path)
         return path
+
+
+def kept_secret(spec: ClusterSpec) -> Path | None:
+    """The file with the secret of a cluster that an earlier process started in a joined Ray; None if there is none."""
+    path = _joined_secret(spec)
+    return path if path is not None and path.exists() else None
+
+
+def _joined_secret(spec: ClusterSpec) -> Path | None:
+    """Where the generated secret of a cluster in a joined Ray is kept until the cluster is stopped."""
+    return state.home() / f"cluster-{spec.cluster}.secret" if spec.ray.address is not None else None

@@ -40,6 +40,7 @@ class ServeState:
     since: int = 0  # unix seconds of its start
     starting: bool = False  # its controller does not listen yet; ports are those of the spec, 0 = unknown
     shutdown_seconds: float = 5.0  # for requests in flight
+    detaches: bool = False  # a signal other than STOP_ALL ends this process only, not the cluster
 
     @property
     def process(self) -> ProcessId:
@@ -116,6 +117,14 @@ def running() -> list[ServeState]:
 def ended() -> list[ServeState]:
     """Serves whose process was killed: in a joined Ray their cluster may still run."""
     return [state for _, state in _states("serve") if not state.process.alive]
+
+
+def remove(state: ServeState) -> None:
+    """Removes the file of a serve that has ended, and that of a secret that was generated for it."""
+    path_of(state).unlink(missing_ok=True)
+    secret = Path(state.secret_file)
+    if state.secret_file and secret.parent == home():
+        secret.unlink(missing_ok=True)
 
 
 def remove_stale() -> None:

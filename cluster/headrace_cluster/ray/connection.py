@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,7 @@ from headrace_cluster.ray import local_ray
 from headrace_cluster.ray.local_ray import RayLink
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 
+END_PAUSES = (0.2, 0.5, 0.0)  # seconds after each attempt to end the actors
 JOINED_SECONDS = 2.0  # for a joined Ray to end our actors in a forced stop
 
 
@@ -22,6 +24,8 @@ class RayConnection:
     """Connected as soon as it exists; use it with `with`."""
 
     token_file = ""  # of our own Ray
+    serves = False  # whether any replica of the cluster was up since this process started, or before
+    stop_requested = False  # by an operator, for the whole cluster
 
     def __init__(self, spec: ClusterSpec, link: RayLink) -> None:
         self.link = link
@@ -39,6 +43,11 @@ class RayConnection:
     def check(self) -> None:
         """Raises RayLostError when a process of our own Ray has ended: a call of it would wait for a minute."""
 
+    @property
+    def destroys(self) -> bool:
+        """Whether the end of this process ends the cluster; otherwise what serves goes on without it."""
+        return self.link.owned or self.stop_requested or not self.serves
+
     def ends_in_order(self, error: BaseException | None) -> bool:
         """Whether calls of Ray end the actors, after `error` or, without one, after a requested stop."""
         return True
@@ -49,11 +58,16 @@ class RayConnection:
         return True
 
     def end_actors(self) -> None:
-        """Ends every actor and placement group of the cluster by name. Never raises."""
+        """Ends every actor and placement group of the cluster by name, and its record. Never raises."""
         from headrace_cluster.ray import names as ray_names
+        from headrace_cluster.ray.cluster_record import ClusterRecord
 
-        with contextlib.suppress(Exception):  # this Ray may have ended
-            ray_names.end_cluster(self._cluster)
+        for pause in END_PAUSES:  # Ray's GCS may not answer for a moment, or for ever
+            with contextlib.suppress(Exception):
+                ray_names.end_cluster(self._cluster)
+                ClusterRecord(self._cluster).remove()
+                return
+            time.sleep(pause)
 
     def force_end(self) -> None:
         """Ends the actors at once, from any thread; the process must end right after it."""
@@ -67,6 +81,8 @@ class JoinedRay(RayConnection):
         super().__init__(spec, local_ray.join(spec))
 
     def force_end(self) -> None:
+        if not self.destroys:
+            return
         closing = threading.Thread(target=self.end_actors, daemon=True)
         closing.start()
         closing.join(JOINED_SECONDS)
@@ -91,6 +107,11 @@ class OwnRay(RayConnection):
                 f"Ray's {' and '.join(dead)} ended, and with it every replica; start again, or join a Ray that is "
                 "supervised (--ray-address)"
             )
+
+    @property
+    def destroys(self) -> bool:
+        """Whether the end of this process ends the cluster; otherwise what serves goes on without it."""
+        return self.link.owned or self.stop_requested or not self.serves
 
     def ends_in_order(self, error: BaseException | None) -> bool:
         # After an interrupt of the start it may be partly up: a call of it may then wait for a minute.

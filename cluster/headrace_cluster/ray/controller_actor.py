@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.rank_config import NODE_HOST
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.core.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, configure_logs
 
+RECORD_SECONDS = 0.25  # between two looks at what the record must hold
 UNWATCHED_SECONDS = 5.0  # after a stop request, without a poll from `serve`, the controller stops the cluster itself
 
 
@@ -51,55 +55,84 @@ class ControllerActor:
         self._servers = contextlib.AsyncExitStack()  # those that listen
         self._stop_requested = False
         self._polled_at = time.monotonic()
+        self._opening = False
+        self._record = ClusterRecord(self._spec.cluster)
+        self._keeping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self) -> bytes:
         """Listens, adopts the builds of an earlier controller, starts the others; returns an encoded Opened."""
+        self._opening = True
+        try:
+            return msgspec.msgpack.encode(await self._open())
+        except HeadraceError as error:
+            return msgspec.msgpack.encode(Opened(error=str(error)))
+        finally:
+            self._opening, self._polled_at = False, time.monotonic()
+
+    async def _open(self) -> Opened:
         import ray.util
 
         host = self._spec.control.host or self._loopback or str(ray.util.get_node_ip_address())
-        try:
-            admin = listen(self._spec.admin.host, self._spec.admin.port)
-            grpc, port = await start_control_server(self._membership, self._args.secret, host, self._spec.control.port)
-        except HeadraceError as error:
-            return msgspec.msgpack.encode(Opened(error=str(error)))
+        admin = listen(self._spec.admin.host, self._spec.admin.port)
+        grpc, port = await start_control_server(self._membership, self._args.secret, host, self._spec.control.port)
         self._servers.push_async_callback(grpc.stop, grace=0.2)
-        await self._supervisor.adopt(self._args.snapshot)
+        adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
         self._supervisor.start()
+        self._keeping = asyncio.create_task(self._keep_record())
         operations = replica_operations(self._supervisor)
         server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations))
         self._servers.callback(setattr, server, "should_exit", True)
         self._tasks.append(asyncio.create_task(server.serve(sockets=[admin])))
-        opened = Opened(control_host=host, control_port=port, admin_port=int(admin.getsockname()[1]), pid=os.getpid())
-        return msgspec.msgpack.encode(opened)
+        admin_port = int(admin.getsockname()[1])
+        return Opened(control_host=host, control_port=port, admin_port=admin_port, pid=os.getpid(), adopted=adopted)
+
+    async def is_watched(self) -> bool:
+        """Whether a keeper has polled it lately, or waits until it is open."""
+        return self._opening or time.monotonic() - self._polled_at < UNWATCHED_SECONDS
 
     async def view(self) -> bytes:
         """An encoded View."""
         self._polled_at = time.monotonic()
-        reconciler = self._supervisor.reconciler
-        status = self._supervisor.status()
+        reconciler, overview = self._supervisor.reconciler, self._supervisor.overview
+        status = overview.status()
         view = View(
             ready=reconciler.ready,
             fatal=reconciler.fatal,
+            unable=dict(reconciler.unable),
+            problems=status["problems"],
             stop_requested=self._stop_requested,
-            progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in self._supervisor.progress().items()],
-            started=self._supervisor.started(),
+            progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in overview.progress().items()],
+            started=overview.started(),
             roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
             routers=[RouterPlace(r.id, r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
-            snapshot=self._supervisor.snapshot(),
             failures={
                 entry["id"]: reason
                 for entry in status["replicas"]
                 if (reason := down_reason(reconciler.records[entry["id"]], entry["note"]))
             },
-            in_flight=self._supervisor.in_flight,
+            in_flight=overview.in_flight,
         )
         return msgspec.msgpack.encode(view)
 
     async def close(self) -> None:
         """Drains and ends every replica, then the servers."""
+        if self._keeping is not None:
+            self._keeping.cancel()
         await self._supervisor.stop()
         await self._servers.aclose()
+
+    async def _keep_record(self) -> None:
+        """Saves what the next controller must know, soon after it changed."""
+        saved: ControllerSnapshot | None = None
+        while True:
+            snapshot = self._supervisor.snapshot()
+            if snapshot != saved:
+                await self._supervisor.retries.run(
+                    "the record in Ray's GCS", partial(asyncio.to_thread, self._record.save_snapshot, snapshot)
+                )
+                saved = snapshot
+            await asyncio.sleep(RECORD_SECONDS)
 
     def _status(self) -> dict[str, Any]:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}
@@ -114,4 +147,5 @@ class ControllerActor:
         await asyncio.sleep(UNWATCHED_SECONDS)
         if time.monotonic() - self._polled_at > UNWATCHED_SECONDS:
             await self.close()
+            await asyncio.to_thread(self._record.remove)
             ray_names.end_cluster(self._spec.cluster)

@@ -9,9 +9,10 @@ from typing import Any, Self
 import msgspec
 
 from headrace_cluster.core import naming
-from headrace_cluster.core.snapshot import ControllerSnapshot
+from headrace_cluster.core.snapshot import Keeper
 from headrace_cluster.core.view import ControllerArgs, Opened, View
-from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ReplicaFailedError
+from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ControllerTakenError
+from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.connection import RayConnection
@@ -22,22 +23,38 @@ VIEW_SECONDS = 10.0  # for the controller to reply: replicas that load models us
 OPEN_SECONDS = 60.0
 NAME_SECONDS = 10.0  # for Ray to detect that the last controller is dead
 CLOSE_SECONDS = 20.0
+TAKE_SECONDS = 6.0  # for a controller without keeper to notice it; longer than its UNWATCHED_SECONDS
+POLL_SECONDS = 0.5
 
 
 class ControllerHandle:
     """The controller of one cluster, and the next one after it was lost. Use it with `with`, in one thread."""
 
     def __init__(self, spec: ClusterSpec, args: ControllerArgs, ray: RayConnection) -> None:
-        """Creates the actor, which does nothing until `open`. Raises ClusterExistsError."""
+        """Creates the actor, which does nothing until `open`. The controller of a keeper that ended is replaced.
+
+        Raises ClusterExistsError when another process keeps a cluster of this name.
+        """
+        from headrace_cluster.ray.cluster_record import ClusterRecord
+
         self._spec = spec
         self._args = args
         self._ray = ray
+        self._id = state.new_key()
         self._process: ProcessId | None = None  # if it is certainly on this machine
-        if _is_up(spec.cluster):
+        self._record = ClusterRecord(spec.cluster)
+        # First of all: an end of this process from here on leaves alone what an earlier one started.
+        ray.serves = _exists(spec.cluster)
+        if _is_watched(spec.cluster):
             raise ClusterExistsError(
                 f"a cluster named '{spec.cluster}' runs already in the Ray at {ray.link.address}; stop it with "
                 f"`{program_name()} stop`, or give this one another name with --cluster"
             )
+        earlier = self._record.keeper()
+        keeper = Keeper(id=self._id) if earlier is None else msgspec.structs.replace(earlier, id=self._id)
+        self._record.save_keeper(keeper)
+        self._use_ports(keeper.control_port, keeper.admin_port)
+        self._end()
         self._actor = self._create()
 
     def __enter__(self) -> Self:
@@ -46,7 +63,7 @@ class ControllerHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ray.ends_in_order(error):
+        if self._ray.destroys and self._ray.ends_in_order(error):
             self.close()
 
     def open(self) -> Opened:
@@ -56,15 +73,14 @@ class ControllerHandle:
         opened = msgspec.msgpack.decode(ray.get(self._actor.open.remote(), timeout=OPEN_SECONDS), type=Opened)
         if opened.error:
             raise HeadraceError(opened.error)
-        control = self._spec.control.model_copy(update={"port": opened.control_port})
-        admin = self._spec.admin.model_copy(update={"port": opened.admin_port})
-        same_ports = self._spec.model_copy(update={"control": control, "admin": admin})
-        self._args = msgspec.structs.replace(self._args, spec=same_ports.model_dump_json(exclude={"auth"}))
+        self._use_ports(opened.control_port, opened.admin_port)
+        self._record.save_keeper(Keeper(id=self._id, control_port=opened.control_port, admin_port=opened.admin_port))
+        self._ray.serves = self._ray.serves or opened.adopted > 0
         self._process = ProcessId.of(opened.pid) if self._ray.link.owned else None
         return opened
 
     def view(self) -> View:
-        """State of the cluster. Raises ControllerLostError, and ReplicaFailedError when the cluster cannot start."""
+        """State of the cluster. Raises ControllerLostError."""
         import ray
 
         try:
@@ -74,28 +90,27 @@ class ControllerHandle:
         except ray.exceptions.RayError as error:
             raise ControllerLostError("the controller's process ended") from error
         view = msgspec.msgpack.decode(encoded, type=View)
-        if view.fatal:
-            raise ReplicaFailedError(view.fatal)
+        self._ray.serves = self._ray.serves or bool(view.started)
         return view
 
-    def restart(self, snapshot: ControllerSnapshot | None) -> None:
+    def restart(self) -> None:
         """Starts another controller after one was lost, on the ports that routers and the command line use.
 
-        It adopts the replicas that are up. Raises HeadraceError; the call may be repeated.
+        It adopts the replicas that are up. Raises HeadraceError; the call may be repeated, but not after
+        ControllerTakenError.
         """
         import ray
 
-        self._end()
-        deadline = time.monotonic() + NAME_SECONDS
-        while _is_up(self._spec.cluster):
-            if time.monotonic() > deadline:
-                raise ControllerLostError("the controller's process does not end")
-            time.sleep(0.05)
-        self._args = msgspec.structs.replace(self._args, snapshot=snapshot)
         try:
+            keeper = self._record.keeper()
+            if keeper is not None and keeper.id != self._id:
+                raise ControllerTakenError(
+                    f"another process has taken over the cluster '{self._spec.cluster}', which goes on; this one ends"
+                )
+            self._end()
             self._actor = self._create()
             self.open()
-        except (ray.exceptions.RayError, ValueError) as error:  # a timeout; a name in use
+        except (ray.exceptions.RayError, ValueError) as error:  # Ray does not answer; a timeout; a name in use
             raise ControllerLostError("the controller's process ended, or did not answer, while it started") from error
 
     def close(self) -> None:
@@ -108,6 +123,14 @@ class ControllerHandle:
                 pass
         if self._ray.alive:
             self._ray.end_actors()
+
+    def _use_ports(self, control_port: int, admin_port: int) -> None:
+        """The next controller listens on these ports, where the spec leaves the choice."""
+        control, admin = self._spec.control, self._spec.admin
+        control = control.model_copy(update={"port": control.port or control_port})
+        admin = admin.model_copy(update={"port": admin.port or admin_port})
+        spec = self._spec.model_copy(update={"control": control, "admin": admin})
+        self._args = msgspec.structs.replace(self._args, spec=spec.model_dump_json(exclude={"auth"}))
 
     def _create(self) -> Any:
         import ray
@@ -127,15 +150,41 @@ class ControllerHandle:
         return options.remote(msgspec.msgpack.encode(self._args))
 
     def _end(self) -> None:
-        """A lost controller may still be alive without replying."""
+        """Ends the last controller, which may be alive without replying. Raises ControllerLostError."""
         from headrace_cluster.ray import names as ray_names
 
         ray_names.kill_actor(naming.CONTROLLER, self._spec.cluster)
         if self._process is not None:
             self._process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
+        deadline = time.monotonic() + NAME_SECONDS
+        while ray_names.find_actor(naming.CONTROLLER, self._spec.cluster) is not None:
+            if time.monotonic() > deadline:
+                raise ControllerLostError("the controller's process does not end")
+            time.sleep(0.05)
 
 
-def _is_up(cluster: str) -> bool:
+def _exists(cluster: str) -> bool:
+    """Whether a controller or a rank of this cluster is in Ray."""
     from headrace_cluster.ray import names as ray_names
 
-    return ray_names.find_actor(naming.CONTROLLER, cluster) is not None
+    controller = ray_names.find_actor(naming.CONTROLLER, cluster)
+    return controller is not None or bool(ray_names.rank_actors(cluster))
+
+
+def _is_watched(cluster: str) -> bool:
+    """Whether a controller is up and another process watches it; waits for the polls of a keeper that has ended."""
+    import ray
+
+    from headrace_cluster.ray import names as ray_names
+
+    deadline = time.monotonic() + TAKE_SECONDS
+    while (actor := ray_names.find_actor(naming.CONTROLLER, cluster)) is not None:
+        try:
+            if not ray.get(actor.is_watched.remote(), timeout=VIEW_SECONDS):
+                return False
+        except ray.exceptions.RayError:
+            return False  # it has ended, or it does not answer: a keeper would replace it, too
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(POLL_SECONDS)
+    return False

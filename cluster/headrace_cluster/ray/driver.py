@@ -13,7 +13,6 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
-from headrace_cluster.core.adoption import ExpectedBuild
 from headrace_cluster.core.driver import (
     PLACE_SECONDS,
     STOP_SECONDS,
@@ -23,7 +22,7 @@ from headrace_cluster.core.driver import (
 )
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import gpus_per_rank
-from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, fingerprint, replica_config
+from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, access_digest, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.local.run_logs import rank_log_path
@@ -104,8 +103,9 @@ class RayDriver:
         expected = {}
         for replica in replicas:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
-            expected[replica.replica_id] = ExpectedBuild(replica.model.ranks, fingerprint(config))
-        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected)
+            expected[replica.replica_id] = fingerprint(config)
+        access = access_digest(self._secret)
+        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected, access)
         self._groups |= {group.name: group for group in groups}
         return adopted_state
 
@@ -142,11 +142,12 @@ class RayDriver:
 
     async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
         """See ReplicaDriver."""
-        group = self._groups.pop(name, None)
+        group = self._groups.get(name)
         if group is not None:
             await group.call_all("stop", seconds)
-            group.kill()
-        ray_names.remove_group(name.group(self._spec.cluster))
+            await asyncio.to_thread(group.kill)
+        await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
+        self._groups.pop(name, None)
 
     # -- configuration of a rank ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from headrace_cluster.core.naming import ReplicaName
 
 
 def find_actor(name: str, cluster: str) -> Any | None:
-    """A named actor of the cluster, or None."""
+    """A named actor of the cluster, or None if there is none. Raises an error of Ray when it does not answer."""
     try:
         return ray.get_actor(name, namespace=naming.namespace(cluster))
     except ValueError:
@@ -20,17 +20,20 @@ def find_actor(name: str, cluster: str) -> Any | None:
 
 
 def kill_actor(name: str, cluster: str) -> None:
-    """Ends a named actor's process, if it exists."""
+    """Ends a named actor's process, if it exists. Raises an error of Ray when it does not answer."""
     actor = find_actor(name, cluster)
     if actor is not None:
-        with contextlib.suppress(Exception):  # it may end by itself meanwhile
+        with contextlib.suppress(ray.exceptions.RayActorError):  # it may end by itself meanwhile
             ray.kill(actor, no_restart=True)
 
 
 def remove_group(name: str) -> None:
-    """Removes a placement group, if it exists."""
-    with contextlib.suppress(Exception):
-        remove_placement_group(get_placement_group(name))
+    """Removes a placement group, if it exists. Raises an error of Ray when it does not answer."""
+    try:
+        group = get_placement_group(name)
+    except ValueError:
+        return
+    remove_placement_group(group)
 
 
 def rank_actors(cluster: str) -> dict[tuple[ReplicaName, int], Any]:

@@ -18,6 +18,7 @@ from headrace_cluster.core.rank_config import (
     RankReport,
     StartArgs,
     StartOutcome,
+    access_digest,
     fingerprint,
 )
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
@@ -74,6 +75,10 @@ class RankActor:
             node=node,
             gpus=gpus,
             fingerprint=self._fingerprint,
+            access=access_digest(self._config.secret),
+            model=self._config.model,
+            tp=self._config.tp,
+            pp=self._config.pp,
             role=self._role,
             started=self._started,
             draining=self._draining,

@@ -26,7 +26,11 @@ from headrace_worker.core.config import Rendezvous, ReplicaStarted
 CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it
 ROLE_SECONDS = 5.0
 WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repeated
+UNAVAILABLE_SECONDS = 1.0  # until a rank that could not be reached is asked again
 DEATH_SECONDS = 0.5  # after one rank ended, for Ray to report that another was killed
+
+# Other errors of Ray do not show that a rank has ended.
+_KILLED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ActorPlacementGroupRemoved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,10 @@ class RankGroup:
         return Progress(*min(reports, key=lambda report: report[1])) if reports else None
 
     async def wait_for_death(self) -> str:
-        """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it."""
+        """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it.
+
+        Raises an error of Ray when it does not answer: the ranks may be alive.
+        """
         waits = [asyncio.ensure_future(self._wait_for_rank(rank)) for rank in range(len(self._actors))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -179,12 +186,16 @@ class RankGroup:
 
     async def _wait_for_rank(self, rank: int) -> tuple[bool, str]:
         """Returns when the rank ends: whether it was killed, and the sentence."""
-        try:
-            while (cause := await self._actors[rank].wait.remote(WAIT_SECONDS)) is None:
-                pass  # still alive
-            return False, f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
-        except ray.exceptions.RayError:
-            return True, f"{self._label(rank)} was killed{self._log_hint(rank)}"
+        while True:
+            try:
+                cause = await self._actors[rank].wait.remote(WAIT_SECONDS)
+            except ray.exceptions.ActorUnavailableError:  # the network, or Ray's GCS: the rank may be alive
+                await asyncio.sleep(UNAVAILABLE_SECONDS)
+            except _KILLED:
+                return True, f"{self._label(rank)} was killed{self._log_hint(rank)}"
+            else:
+                if cause is not None:
+                    return False, f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
 
     def _log_hint(self, rank: int) -> str:
         """The end of a sentence about a rank."""

@@ -8,23 +8,31 @@ from typing import Any
 import msgspec
 import ray
 
-from headrace_cluster.core.adoption import ExpectedBuild, choose_builds
+from headrace_cluster.core.adoption import choose_builds
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 
 REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
+RETRY_SECONDS = 0.5
+REPORT_TRIES = 3  # a rank whose machine is busy may miss one
 
 
-async def adopt(cluster: str, expected: Mapping[str, ExpectedBuild]) -> tuple[AdoptedState, list[RankGroup]]:
-    """Takes over the builds that are up and match, and ends every other rank and placement group of the cluster."""
+async def adopt(cluster: str, expected: Mapping[str, bytes], access: bytes) -> tuple[AdoptedState, list[RankGroup]]:
+    """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
+
+    expected, access: see `choose_builds`. Raises AdoptionError.
+    """
     actors = ray_names.rank_actors(cluster)
-    answers = await asyncio.gather(*(_report(actor) for actor in actors.values()))
-    reports = dict(zip(actors, answers, strict=True))
+    reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
+    for _ in range(REPORT_TRIES):
+        silent = [rank for rank, report in reports.items() if report is None]
+        reports |= zip(silent, await asyncio.gather(*(_report(actors[rank]) for rank in silent)), strict=True)
     groups = ray_names.groups(cluster)
-    builds = choose_builds(reports, expected)
+    builds = choose_builds(reports, expected, access)
     builds = [build for build in builds if build.name in groups]  # Ray ends ranks without a placement group
     kept = {build.name for build in builds}
     for name, rank in actors:
@@ -42,7 +50,14 @@ async def _report(actor: Any) -> RankReport | None:
     try:
         async with asyncio.timeout(REPORT_SECONDS):
             return msgspec.msgpack.decode(await actor.report.remote(), type=RankReport)
-    except (TimeoutError, ray.exceptions.RayError):
+    except TimeoutError:
+        return None
+    except msgspec.ValidationError as error:
+        raise AdoptionError(
+            "ranks of another version of Headrace run in this Ray and cannot be taken over; stop them with that version"
+        ) from error
+    except ray.exceptions.RayError:  # it has ended, or the network fails: then the next try is as fast
+        await asyncio.sleep(RETRY_SECONDS)
         return None
 
 

@@ -97,12 +97,15 @@ class ControlSpec(Section):
 
 
 class HealthSpec(Section):
-    """When the controller treats a replica as failed. Seconds."""
+    """When the controller treats a replica as failed. Times are seconds."""
 
     start_seconds: float = Field(default=1800, gt=0, description="for a replica to load, warm up and be ready")
     interval_seconds: float = Field(default=0.5, gt=0, le=5, description="between two health messages")
     silence_seconds: float = Field(default=2, gt=0, description="without a health message until a replica is unhealthy")
     replace_seconds: float = Field(default=15, gt=0, description="that a replica is unhealthy before it is replaced")
+    stops_per_minute: int = Field(
+        default=2, ge=1, description="replicas that are stopped for their health within a minute, at most"
+    )
     drain_seconds: float = Field(default=5, ge=0, description="for requests in flight when a replica is stopped")
 
 

@@ -7,6 +7,7 @@ from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_DRAINING,
     REPLICA_STATE_READY,
+    REPLICA_STATE_UNHEALTHY,
     ROLE_PREFILL,
     Load,
     ModelFacts,
@@ -21,6 +22,7 @@ from headrace_router.core.sampling_options import default_options
 from headrace_router.core.step_speed import StepSpeed
 from headrace_router.core.submit_queue import SubmitQueue
 
+_SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
 RESERVED_SECONDS = 3.0  # longer than the pause between two searches of a choice that must run alone
 
@@ -28,8 +30,9 @@ RESERVED_SECONDS = 3.0  # longer than the pause between two searches of a choice
 class ReplicaState(Generic[C]):
     """Its load, its heartbeat, and the attempts that run there.
 
-    Ready = connected, listed as ready by the controller, not draining, and its step counter moved within
-    max(2 s, 4 x the predicted step). A stalled replica gets no new work.
+    Ready = connected, listed by the controller, not draining, and its step counter moved within
+    max(2 s, 4 x the predicted step). A stalled replica gets no new work. That the controller lists it as unhealthy does
+    not count: this router hears it itself.
     """
 
     def __init__(
@@ -148,6 +151,11 @@ class ReplicaState(Generic[C]):
         return self.load.draining or (self.listing is not None and self.listing.state == REPLICA_STATE_DRAINING)
 
     @property
+    def heard(self) -> bool:
+        """Whether its stream is open and its step loop moves."""
+        return self.connected and not self.stalled
+
+    @property
     def ready(self) -> bool:
         """Whether it takes new requests."""
         return self._usable and self.role != ROLE_PREFILL
@@ -159,8 +167,8 @@ class ReplicaState(Generic[C]):
 
     @property
     def _usable(self) -> bool:
-        listed = self.listing is not None and self.listing.state == REPLICA_STATE_READY
-        return self.connected and self.facts is not None and listed and not self.load.draining and not self.stalled
+        listed = self.listing is not None and self.listing.state in _SERVING
+        return self.heard and self.facts is not None and listed and not self.load.draining
 
     # Attempts
 

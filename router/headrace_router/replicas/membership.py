@@ -1,4 +1,4 @@
-"""Watches the controller's member list, which also registers this router there."""
+"""Watches the controller's member list, which also registers this router there, and reports what this router hears."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ import grpc
 import structlog
 
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
+from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterInfo, RouterReport, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_proto.secret import secret_metadata
@@ -18,6 +18,7 @@ from headrace_router.text.model_card import ModelCard
 
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 2.0
+REPORT_SECONDS = 0.5  # between two reports; less than the controller's FRESH_SECONDS
 
 log = structlog.get_logger("headrace.router.membership")
 
@@ -44,9 +45,13 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
         try:
             async with grpc.aio.insecure_channel(address, options=(*NO_PROXY, *OWN_CONNECTION)) as channel:
                 stub: Any = ControlStub(channel)
-                async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
-                    fleet.update(members)
-                    backoff, warned = FIRST_BACKOFF, False
+                report = asyncio.create_task(_report(stub, info.id, secret, fleet))
+                try:
+                    async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
+                        fleet.update(members)
+                        backoff, warned = FIRST_BACKOFF, False
+                finally:
+                    report.cancel()
             reason = "the controller ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
@@ -59,3 +64,19 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
             warned = True
         await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         backoff = min(2 * backoff, LAST_BACKOFF)
+
+
+async def _report(stub: Any, router_id: str, secret: bytes, fleet: Fleet[ModelCard]) -> None:
+    """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call."""
+    while True:
+        heard = [
+            HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
+            for replica in fleet.replicas
+        ]
+        report = RouterReport(router_id=router_id, replicas=heard)
+        try:
+            await stub.Report(report, metadata=secret_metadata(secret), timeout=REPORT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return
+        await asyncio.sleep(REPORT_SECONDS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
@@ -29,6 +30,7 @@ class FakeDriver:
         self.role_gate = asyncio.Event()  # cleared: calls of set_role block
         self.role_gate.set()
         self.unresponsive: set[ReplicaName] = set()  # calls of set_role fail
+        self.errors: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next calls, by method
         self.adopted_state = AdoptedState()  # of an earlier controller
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
 
@@ -52,6 +54,7 @@ class FakeDriver:
         return self.adopted_state
 
     async def launch(self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = 30.0) -> list[RankFacts]:
+        self._fail("launch")
         self.calls.append(("launch", name))
         if self.refusals:
             raise self.refusals.pop(0)
@@ -68,14 +71,17 @@ class FakeDriver:
         return [RankFacts(0, 1000 + name.generation, "here")]
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
+        self._fail("start")
         if self.failures:
             raise self.failures.pop(0)
         return self.replicas[name].start()
 
     async def progress(self, name: ReplicaName) -> Progress | None:
+        self._fail("progress")
         return Progress("loading", 0.5)
 
     async def wait_for_death(self, name: ReplicaName) -> str:
+        self._fail("wait_for_death")
         return await self._deaths[name]
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
@@ -90,13 +96,19 @@ class FakeDriver:
         self.replicas[name].set_role(str(role))
 
     async def drain(self, name: ReplicaName) -> None:
+        self._fail("drain")
         self.calls.append(("drain", name))
         self.replicas[name].drain()
 
     async def stop(self, name: ReplicaName, seconds: float = 5.0) -> None:
+        self._fail("stop")
         self.calls.append(("stop", name))
         if name in self.replicas:
             self.replicas.pop(name).stop()
+
+    def _fail(self, method: str) -> None:
+        if self.errors[method]:
+            raise self.errors[method].pop(0)
 
     def kill(self, name: ReplicaName, cause: str = "rank 0 was killed") -> None:
         """Simulates the death of a rank's process."""

@@ -1,0 +1,46 @@
+"""Which replicas are unhealthy, and which of these are to be replaced now. Pure."""
+
+from collections.abc import Iterable
+
+from headrace_cluster.core.record import Record, State
+from headrace_cluster.core.witnesses import Silence, Witnesses, judge_silence
+from headrace_cluster.spec.process_specs import HealthSpec
+
+BUDGET_SECONDS = 60.0  # in which health.stops_per_minute counts
+_WAITS = "; other replicas were replaced in the last minute, so it waits"
+
+
+class HealthJudge:
+    """Judges silence against all replicas, and bounds how many are replaced in a minute. Call `look` in each pass."""
+
+    def __init__(self, health: HealthSpec, witnesses: Witnesses) -> None:
+        self._health = health
+        self._witnesses = witnesses
+        self._silence: dict[str, Silence] = {}
+        self._replaced: list[float] = []  # when, within the last minute
+
+    def look(self, records: Iterable[Record], now: float) -> None:
+        """Compares all replicas."""
+        up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
+        self._silence = judge_silence(up, self._witnesses, now)
+
+    def judge(self, record: Record, now: float) -> str:
+        """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
+        silence = self._silence.get(record.replica_id)
+        if silence is not None:
+            silent = f"{record.replica_id} has sent no health message for {now - record.last_health:.1f} s"
+            record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
+        if silence is Silence.LOST:
+            record.enter(State.UNHEALTHY, now)
+        elif silence is Silence.HEARD:
+            record.enter(State.READY, now)
+        elif silence is Silence.UNKNOWN:
+            record.since = now  # its time as unhealthy begins when that is certain
+        if record.state is not State.UNHEALTHY or now - record.since <= self._health.replace_seconds:
+            return ""
+        self._replaced = [when for when in self._replaced if now - when < BUDGET_SECONDS]
+        if len(self._replaced) >= self._health.stops_per_minute:
+            record.cause = record.cause.removesuffix(_WAITS) + _WAITS
+            return ""
+        self._replaced.append(now)
+        return f"{record.replica_id} was unhealthy for {now - record.since:.0f} s"

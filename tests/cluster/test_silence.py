@@ -1,0 +1,148 @@
+"""Silence of many at once is the observer's own: what the controller stops when it hears nothing (RELIABILITY R19)."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.record import Action, Launch, State, Stop
+from headrace_cluster.core.witnesses import FRESH_SECONDS, Witnesses
+from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.spec.process_specs import HealthSpec
+
+HEALTH = HealthSpec()
+MINUTE = 60.0
+
+
+class Bench:
+    """A reconciler with ready replicas, its routers, and a clock."""
+
+    def __init__(self, replicas: int) -> None:
+        self.now = 0.0
+        self.witnesses = Witnesses()
+        spec = parse_spec({"models": [{"replicas": replicas}]})
+        self.reconciler = Reconciler(desired_replicas(spec), HEALTH, self.witnesses)
+        self.names = [action.name for action in self.reconciler.actions(0.0)]
+        self.hear(self.names)
+
+    def hear(self, names: Iterable[ReplicaName]) -> None:
+        for name in names:
+            self.reconciler.health_received(name, State.READY, 0.01, self.now)
+
+    def run(
+        self,
+        seconds: float,
+        *,
+        heard: Iterable[ReplicaName] = (),
+        routers: Iterable[dict[ReplicaName, bool]] = (),
+    ) -> list[Action]:
+        """What is done meanwhile. heard: by the controller. routers: what each of them says."""
+        done: list[Action] = []
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            self.hear(heard)
+            for number, words in enumerate(routers):
+                self.witnesses.report(f"router-{number}", words, self.now)
+            done += self.reconciler.actions(self.now)
+        return done
+
+    @property
+    def states(self) -> set[State]:
+        return {record.state for record in self.reconciler.records.values()}
+
+
+def test_silence_of_all_stops_nothing() -> None:
+    """Seen before: 100 of 100 replicas stopped after 17 s, undrained."""
+    bench = Bench(100)
+    assert bench.run(10 * MINUTE) == []
+    assert bench.states == {State.READY}
+    cause = bench.reconciler.records["smollm2-0"].cause
+    assert "no health message for 600.0 s" in cause and "the controller may be cut off" in cause
+    bench.hear(bench.names)
+    assert bench.run(1, heard=bench.names) == [] and bench.reconciler.records["smollm2-0"].cause == ""
+
+
+def test_the_word_of_routers_that_hear_decides() -> None:
+    for replicas in (1, 2, 100):
+        bench = Bench(replicas)
+        one_hears = [dict.fromkeys(bench.names, False), dict.fromkeys(bench.names, True)]
+        assert bench.run(10 * MINUTE, routers=one_hears) == []
+        assert bench.states == {State.READY}
+        assert "routers hear it" in bench.reconciler.records["smollm2-0"].cause
+
+
+def test_a_replica_that_alone_is_silent_is_replaced() -> None:
+    bench = Bench(100)
+    lost, *others = bench.names
+    assert bench.run(HEALTH.silence_seconds + HEALTH.replace_seconds, heard=others) == []
+    assert bench.reconciler.records[lost.replica_id].state is State.UNHEALTHY
+    done = bench.run(2, heard=others)
+    assert done[0] == Stop(lost, drain=False) and isinstance(done[1], Launch) and len(done) == 2
+
+
+def test_the_only_replica_is_replaced_unless_a_router_hears_it() -> None:
+    bench = Bench(1)
+    assert bench.run(MINUTE / 2, routers=[{bench.names[0]: True}]) == []
+    assert bench.run(MINUTE / 2, routers=[{bench.names[0]: False}])[0] == Stop(bench.names[0], drain=False)
+
+
+def test_many_are_replaced_when_routers_agree_and_only_a_few_in_a_minute() -> None:
+    """A rack of 60 of 100 is lost: routers hear the others."""
+    bench = Bench(100)
+    lost, heard = bench.names[:60], bench.names[60:]
+    words = dict.fromkeys(lost, False) | dict.fromkeys(heard, True)
+    stops = [action for action in bench.run(5 * MINUTE, heard=heard, routers=[words]) if isinstance(action, Stop)]
+    assert 4 * HEALTH.stops_per_minute <= len(stops) <= 5 * HEALTH.stops_per_minute
+    waiting = [record.cause for record in bench.reconciler.records.values() if record.state is State.UNHEALTHY]
+    assert len(waiting) == 60 - len(stops) and all(cause.count("so it waits") == 1 for cause in waiting)
+
+
+def test_routers_that_hear_nothing_at_all_are_no_witnesses() -> None:
+    """They may be on the machine of the controller, which is cut off."""
+    bench = Bench(10)
+    assert bench.run(10 * MINUTE, routers=[dict.fromkeys(bench.names, False)]) == []
+
+
+def test_an_old_report_does_not_count() -> None:
+    witnesses, name = Witnesses(), ReplicaName("m-0", 1)
+    witnesses.report("router", {name: True}, 10.0)
+    assert witnesses.hears(name, 10.0 + FRESH_SECONDS) is True
+    assert witnesses.hears(name, 10.1 + FRESH_SECONDS) is None
+    assert witnesses.hears(ReplicaName("m-0", 2), 10.0) is None, "another build"
+
+
+def test_a_replica_is_ready_again_when_a_router_hears_it() -> None:
+    bench = Bench(3)
+    lost, *others = bench.names
+    bench.run(5, heard=others)
+    assert State.UNHEALTHY in bench.states
+    bench.run(1, heard=others, routers=[{lost: True}])
+    assert bench.states == {State.READY}
+
+
+def test_replicas_that_report_themselves_unhealthy_are_replaced_within_the_budget() -> None:
+    bench = Bench(10)
+    for name in bench.names:
+        bench.reconciler.health_received(name, State.UNHEALTHY, 0.01, bench.now)
+    stops = 0
+    for _ in range(40):
+        bench.now += 0.5
+        for name in bench.names:
+            bench.reconciler.health_received(name, State.UNHEALTHY, 0.01, bench.now)
+        stops += sum(isinstance(action, Stop) for action in bench.reconciler.actions(bench.now))
+    assert stops == HEALTH.stops_per_minute
+
+
+@pytest.mark.parametrize("state", [State.READY, State.UNHEALTHY])
+def test_a_pause_of_the_controller_does_not_count(state: State) -> None:
+    """SIGSTOP for ten minutes: nobody was silent, and nobody was unhealthy for ten minutes."""
+    bench = Bench(1)
+    if state is State.UNHEALTHY:
+        bench.run(4)
+    bench.now += 10 * MINUTE
+    bench.reconciler.resume(10 * MINUTE, bench.now)
+    assert bench.reconciler.actions(bench.now) == [] and bench.states == {state}
+    bench.hear(bench.names)
+    assert bench.run(5, heard=bench.names) == [] and bench.states == {State.READY}
