@@ -140,6 +140,34 @@ def test_a_failed_clean_up_is_repeated_before_the_next_build(
     asyncio.run(scenario())
 
 
+def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
+    driver: FakeDriver, secret: bytes, eventually: Eventually
+) -> None:
+    """Also of adopted ones: before, one of them ended the whole cluster."""
+    driver.without_place.add("smollm2-1")
+    driver.add_earlier_build(ReplicaName("smollm2-0", 3))
+
+    async def scenario() -> None:
+        supervisor = Supervisor(
+            parse_spec({"models": [{"replicas": 2}], "health": HEALTH}), driver, Membership(), secret
+        )
+        await supervisor.adopt(None)
+        supervisor.start()
+        entry = lambda: supervisor.status()["replicas"][1]  # noqa: E731
+        await eventually(lambda: entry()["state"] == "pending")
+        assert entry()["note"] == "waiting for a place: smollm2-1 needs 1 GPU"
+        assert supervisor.overview.progress()["smollm2-1"].stage == entry()["note"]
+        await asyncio.sleep(0.5)
+        assert supervisor.reconciler.fatal == "" and _stopped(driver) == []
+        assert supervisor.status()["replicas"][0]["state"] == "ready"
+        driver.without_place.clear()
+        await eventually(lambda: supervisor.reconciler.ready)
+        assert entry()["note"] == ""
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
 def test_an_unexpected_error_of_a_start_is_tried_again(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:

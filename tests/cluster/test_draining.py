@@ -249,11 +249,14 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: reported.append(words))
     monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
     failures = {"m-0": BUILT_AGAIN, "m-1": "killed"}
-    view: Any = SimpleNamespace(failures=failures, in_flight=0, stop_requested=True)
+    view: Any = SimpleNamespace(
+        failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
+    )
     ray, monitor = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=lambda: view)
     cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
     cluster.watch(threading.Event())
-    assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning")]
+    assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning"), ("the end of m-1 failed 2 times", "warning")]
+    assert ray.stop_requested, "the cluster ends with this process, in a joined Ray, too"
 
 
 @pytest.mark.parametrize(

@@ -199,35 +199,65 @@ def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
         live.close()
 
 
+_HOLDER = """
+import ray, sys
+options = {'include_dashboard': False, 'object_store_memory': 100 << 20, 'log_to_driver': False}
+link = ray.init(address='local', **options)
+class Other:
+    def ping(self): return 1
+other = ray.remote(Other).options(name='other', namespace='theirs', num_cpus=0).remote()
+ray.get(other.ping.remote())
+print(link.address_info['gcs_address'], flush=True)
+sys.stdin.readline()
+print(ray.get(other.ping.remote()), len(ray.util.list_named_actors(all_namespaces=True)), flush=True)
+"""
+
+
+class JoinedRay:
+    """A Ray that others started, with an actor of theirs."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        token = tmp_path / "token"
+        token.write_text("0" * 64)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HOLDER],
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self.address = self._read().decode().strip()
+
+    def only_theirs_is_left(self) -> bool:
+        """Ends the wait of that process; call it once."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+        return self._read().split() == [b"1", b"1"] and self._process.wait(20) == 0
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> bytes:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@pytest.fixture
+def joined_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinedRay]:
+    ray = JoinedRay(tmp_path, monkeypatch)
+    yield ray
+    ray.close()
+
+
 @pytest.mark.slow
-def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = tmp_path / "token"
-    token.write_text("0" * 64)
-    holder_code = (
-        "import ray, sys\n"
-        "options = {'include_dashboard': False, 'object_store_memory': 100 << 20, 'log_to_driver': False}\n"
-        "link = ray.init(address='local', **options)\n"
-        "class Other:\n    def ping(self): return 1\n"
-        "other = ray.remote(Other).options(name='other', namespace='theirs', num_cpus=0).remote()\n"
-        "ray.get(other.ping.remote())\n"
-        "print(link.address_info['gcs_address'], flush=True)\n"
-        "sys.stdin.readline()\n"
-        "print(ray.get(other.ping.remote()), len(ray.util.list_named_actors(all_namespaces=True)), flush=True)\n"
-    )
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    holder = subprocess.Popen(
-        [sys.executable, "-c", holder_code],
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert holder.stdin is not None and holder.stdout is not None
+def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, joined_ray: JoinedRay) -> None:
     live = None
     try:
-        address = holder.stdout.readline().decode().strip()
-        early = LiveServe(tmp_path / "early", ray={"address": address}, cluster="early")
+        early = LiveServe(tmp_path / "early", ray={"address": joined_ray.address}, cluster="early")
         try:
             _eventually(lambda: "starting the controller" in early.stderr_text(), START_SECONDS)
             os.killpg(early.process.pid, signal.SIGTERM)
@@ -236,17 +266,69 @@ def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, monkeypatch: pytest
             assert sentences[-2:] == ["stopping", "stopped"], early.stderr_text()
         finally:
             early.close()
-        live = LiveServe(tmp_path / "home", ray={"address": address})
+        live = LiveServe(tmp_path / "home", ray={"address": joined_ray.address})
         _eventually(lambda: live is not None and "is ready after" in live.stderr_text(), START_SECONDS)
         stopped = live.headrace("stop")
         assert (stopped.returncode, stopped.stdout) == (0, "")
         assert live.process.wait(1) == 0
-        holder.stdin.write(b"\n")
-        holder.stdin.flush()
-        assert holder.stdout.readline().split() == [b"1", b"1"]
-        assert holder.wait(20) == 0
+        assert joined_ray.only_theirs_is_left()
     finally:
         if live is not None:
             live.close()
-        holder.kill()
-        holder.wait()
+
+
+@pytest.mark.slow
+def test_what_serves_in_a_joined_ray_outlives_its_keeper(tmp_path: Path, joined_ray: JoinedRay) -> None:
+    """However the process that started it ends; the next one attaches to it, and only `headrace stop` ends it."""
+    home, ray, keepers = tmp_path / "home", {"address": joined_ray.address}, []
+
+    def keep(**spec: object) -> LiveServe:
+        keepers.append(LiveServe(home, ray=ray, **spec))
+        _eventually(lambda: "is ready after" in keepers[-1].stderr_text() or _ended(keepers[-1]), START_SECONDS)
+        assert not _ended(keepers[-1]), keepers[-1].stderr_text()
+        return keepers[-1]
+
+    def replicas(live: LiveServe) -> list[tuple[str, int, int]]:
+        document = live.status()["replicas"]
+        return [(r["id"], r["generation"], rank["pid"]) for r in document for rank in r["ranks"]]
+
+    try:
+        first = keep()
+        before, port = replicas(first), first.state()["admin_port"]
+        assert first.headrace("role", "smollm2-1", "prefill").returncode == 0
+        first.process.terminate()
+        assert first.process.wait(30) == 0
+        assert "the cluster goes on" in first.stderr_text()
+        assert replicas(first) == before, "the controller goes on, too"
+        second = keep()
+        assert replicas(second) == before and second.state()["admin_port"] == port
+        other = LiveServe(tmp_path / "other", ray=ray)
+        assert other.process.wait(START_SECONDS) == 1 and "runs already in the Ray" in other.stderr_text()
+        other.close()
+        second.process.kill()
+        second.process.wait()
+        third = keep()
+        assert replicas(third) == before
+        assert [entry["role"] for entry in third.status()["replicas"]] == ["both", "prefill"]
+        for _ in range(2):
+            controller = third.status()["controller"]["pid"]
+            os.kill(controller, signal.SIGKILL)
+            _eventually(partial(_has_other_controller, third, controller), 90)
+        assert replicas(third) == before and not _ended(third)
+        third.process.kill()
+        third.process.wait()
+        # Another spec: both are built again, one after the other, and one of three is new.
+        fourth = keep(models=[{"source": "smollm2", "replicas": 3, "kv_cache_memory": 256 << 20}])
+        _eventually(lambda: sorted(r[1] for r in replicas(fourth)) == [1, 2, 2], 120)
+        fourth.process.kill()
+        fourth.process.wait()
+        assert fourth.headrace("stop").returncode == 0, "without a keeper"
+        assert list(home.glob("*.json")) == list(home.glob("*.secret")) == []
+        assert joined_ray.only_theirs_is_left()
+    finally:
+        for live in keepers:
+            live.close()
+
+
+def _ended(live: LiveServe) -> bool:
+    return live.process.poll() is not None

@@ -16,6 +16,8 @@ from headrace_cluster.core.placement import (
     check_memory,
     gpus_per_rank,
     oversubscription,
+    rank_gpus,
+    waiting_sentence,
 )
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.local import machine
@@ -39,6 +41,21 @@ def test_gpus_are_counted_over_all_models() -> None:
     with pytest.raises(PlacementError, match=r"1 GPU is needed .*1 replica x 1 rank.* has none"):
         gpus_per_rank([small], model(device="cuda"), 0, "this machine")
     assert gpus_per_rank([small], model(device="cpu"), 0, "Ray") == 0
+
+
+def test_each_replica_needs_its_own_gpus_only() -> None:
+    """A lost node blocks no repair elsewhere: what the whole spec needs does not count."""
+    large = model(name="large", tp=8, replicas=100)
+    assert rank_gpus(large, 1) == 1
+    assert rank_gpus(large, 0) == 0, "auto is the CPU if there is no GPU"
+    assert rank_gpus(model(device="cuda"), 0) == 1, "it waits for a node with GPUs"
+    assert rank_gpus(model(device="cpu"), 8) == 0
+
+
+def test_a_replica_without_a_place_has_a_reason() -> None:
+    needs = waiting_sentence(model(tp=2, pp=2, cpu_share=0.5), 1, {"CPU": 12.0, "GPU": 1.0, "memory": 5.0})
+    assert "it needs 4 x 0.5 CPU, 1 GPU, each 2 on one node, and Ray has free: 12 CPU, 1 GPU" in needs
+    assert "Ray has free: nothing;" in waiting_sentence(model(cpu_share=0.5), 0, {})
 
 
 def test_cpu_shares_may_fill_the_machine_and_no_more() -> None:

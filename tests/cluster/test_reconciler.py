@@ -123,6 +123,47 @@ def test_a_named_error_at_the_first_start_is_fatal() -> None:
     assert reconciler.actions(100.0) == []
 
 
+def test_a_first_start_that_fails_ends_nothing_while_another_replica_serves() -> None:
+    reconciler = _reconciler(2)
+    first, second = (action.name for action in reconciler.actions(0.0))
+    reconciler.health_received(first, State.READY, 0.01, 1.0)
+    reconciler.start_failed(second, "too little memory", 1.0, final=True)
+    assert reconciler.fatal == "" and reconciler.unable == {"smollm2-1": "too little memory"}
+    (launch,) = reconciler.actions(2.0)
+    reconciler.health_received(launch.name, State.READY, 0.01, 3.0)
+    assert reconciler.unable == {} and reconciler.ready
+
+
+def test_a_replica_without_a_place_is_pending_and_starts_when_one_comes() -> None:
+    reconciler = _reconciler(2)
+    first, second = (action.name for action in reconciler.actions(0.0))
+    reconciler.health_received(first, State.READY, 0.01, 1.0)
+    record, now = reconciler.records["smollm2-1"], 1.0
+    for _ in range(3):  # a node may take hours
+        now += 2 * HEALTH.start_seconds
+        reconciler.health_received(first, State.READY, 0.01, now)
+        reconciler.waits_for_place(second, "waiting for a place: it needs 1 GPU", now)
+        assert reconciler.actions(now) == [] and reconciler.fatal == "" and reconciler.unable == {}
+        assert (record.state, record.cause) == (State.PENDING, "waiting for a place: it needs 1 GPU")
+    reconciler.waits_for_place(second, "", now)
+    assert (record.state, record.cause, reconciler.actions(now)) == (State.STARTING, "", [])
+    now += HEALTH.start_seconds - 1
+    reconciler.health_received(first, State.READY, 0.01, now)
+    assert reconciler.actions(now) == [], "its time to start began with its place"
+    reconciler.health_received(second, State.READY, 0.01, now)
+    reconciler.waits_for_place(second, "too late", now)
+    assert reconciler.ready
+
+
+def test_a_replica_without_a_place_can_be_drained_and_removed() -> None:
+    for remove in (False, True):
+        reconciler = _reconciler()
+        (launch,) = reconciler.actions(0.0)
+        reconciler.waits_for_place(launch.name, "waiting", 5.0)
+        reconciler.set_desired(()) if remove else reconciler.hold("smollm2-0")
+        assert reconciler.actions(6.0) == [Stop(launch.name, drain=False)]
+
+
 def test_an_unnamed_error_is_retried_twice() -> None:
     reconciler = _reconciler()
     now = 0.0

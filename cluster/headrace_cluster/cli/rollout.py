@@ -17,7 +17,7 @@ from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
 
-REBUILT_STATES = ("dead", "starting", "unhealthy")  # such a replica becomes ready again by itself
+REBUILT_STATES = ("dead", "pending", "starting", "unhealthy")  # such a replica becomes ready again by itself
 NO_RECORD_SECONDS = 5.0  # without an effect on the replica, after which the request counts as lost
 
 

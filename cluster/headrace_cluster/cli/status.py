@@ -9,6 +9,7 @@ from headrace_cluster.cli.servers import ServerChoice
 
 _STYLES = {
     "ready": "green",
+    "pending": "yellow",
     "starting": "yellow",
     "draining": "yellow",
     "unhealthy": "red",

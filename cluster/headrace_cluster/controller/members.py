@@ -12,6 +12,7 @@ from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 
 PROTO_STATES = {
+    State.PENDING: replica_pb2.REPLICA_STATE_STARTING,
     State.STARTING: replica_pb2.REPLICA_STATE_STARTING,
     State.READY: replica_pb2.REPLICA_STATE_READY,
     State.DRAINING: replica_pb2.REPLICA_STATE_DRAINING,

@@ -65,9 +65,9 @@ class Overview:
     def progress(self) -> dict[str, Progress]:
         """Progress of starting replicas, by id."""
         return {
-            record.replica_id: self._builds[record.name].progress or Progress("waiting for a place", 0.0)
+            record.replica_id: self._builds[record.name].progress or Progress(record.cause or "placing it", 0.0)
             for record in self._reconciler.records.values()
-            if record.state is State.STARTING and record.name in self._builds
+            if record.state in (State.PENDING, State.STARTING) and record.name in self._builds
         }
 
     def _stage(self, record: Record) -> str:

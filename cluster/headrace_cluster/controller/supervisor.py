@@ -21,7 +21,6 @@ from headrace_cluster.controller.retries import Retries
 from headrace_cluster.controller.roles import Roles
 from headrace_cluster.core.adoption import restore_records, take_snapshot
 from headrace_cluster.core.driver import (
-    PLACE_SECONDS,
     STOP_SECONDS,
     RankFacts,
     ReplicaDriver,
@@ -190,8 +189,9 @@ class Supervisor:
         name, build = launch.name, self._builds[launch.name]
         try:
             async with self._place_locks[name.replica_id]:
-                seconds = SURGE_PLACE_SECONDS if launch.beside else PLACE_SECONDS
-                build.ranks = await self._driver.launch(name, launch.model, launch.role, seconds)
+                seconds = SURGE_PLACE_SECONDS if launch.beside else None
+                on_wait = partial(self._waits_for_place, name)
+                build.ranks = await self._driver.launch(name, launch.model, launch.role, on_wait, seconds)
             poll = asyncio.create_task(self._poll_progress(name, build))
             try:
                 build.started = await self._driver.start(name)
@@ -211,6 +211,10 @@ class Supervisor:
         device = build.started.device
         build.ranks = [RankFacts(r.rank, r.pid, r.node, r.device or device) for r in build.ranks]
         await self._watch_build(name, build)
+
+    def _waits_for_place(self, name: ReplicaName, reason: str) -> None:
+        self.reconciler.waits_for_place(name, reason, self._clock())
+        self._wake.set()
 
     async def _watch_build(self, name: ReplicaName, build: Build) -> None:
         """Watches a build that is up until it ends by itself."""

@@ -1,6 +1,6 @@
 """The interface between the controller and a backend that runs ranks: Ray in production, fakes in tests."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,6 @@ from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaStarted
 
 STOP_SECONDS = 5.0
-PLACE_SECONDS = 30.0
 
 
 class StartFailedError(HeadraceError):
@@ -74,11 +73,17 @@ class ReplicaDriver(Protocol):
     """Builds, watches and ends replicas by name. Every method may be called while others are pending."""
 
     async def launch(
-        self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = PLACE_SECONDS
+        self,
+        name: ReplicaName,
+        model: ModelSpec,
+        role: Role,
+        on_wait: Callable[[str], None],
+        seconds: float | None = None,
     ) -> list[RankFacts]:
-        """Places the ranks, waiting up to `seconds` for free resources, and creates their processes.
+        """Places the ranks once there are free resources, and creates their processes.
 
-        Raises PlacementError, StartFailedError.
+        on_wait: called with the reason while there is no place, and with an empty string when there is one. seconds:
+        to wait for it; None: without end. Raises PlacementError, StartFailedError.
         """
         ...
 

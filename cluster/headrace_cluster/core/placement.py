@@ -1,6 +1,6 @@
 """Whether the spec fits the available GPUs, CPUs and memory. Pure: the available amounts are arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_cluster.errors import PlacementError
@@ -44,7 +44,7 @@ def gpus_per_rank(models: Sequence[ModelSpec], model: ModelSpec, have: int, owne
 
     Raises PlacementError when there are too few.
     """
-    if model.device == "cpu" or (have == 0 and model.device == "auto"):
+    if not rank_gpus(model, have):
         return 0
     need = sum(pool.ranks for entry in models if entry.device != "cpu" for pool in entry.pools)
     if need > have:
@@ -57,6 +57,25 @@ def gpus_per_rank(models: Sequence[ModelSpec], model: ModelSpec, have: int, owne
             "--decode, --tp or --pp, or pass --device cpu"
         )
     return 1
+
+
+def rank_gpus(model: ModelSpec, have: int) -> int:
+    """GPUs of one rank in a Ray that has so many: with the device `auto` none in a Ray without GPUs."""
+    return 0 if model.device == "cpu" or (have == 0 and model.device == "auto") else 1
+
+
+def waiting_sentence(model: ModelSpec, gpus: int, free: Mapping[str, float]) -> str:
+    """Why a replica has no place yet. gpus: of each rank. free: CPUs and GPUs in all of Ray."""
+    share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
+    together = f", each {model.tp} on one node," if model.tp > 1 else ","
+    return (
+        f"waiting for a place: it needs {model.ranks} x {_resource_list(share)}{together} and Ray has free: "
+        f"{_resource_list(free)}; it starts when nodes are added or other replicas end"
+    )
+
+
+def _resource_list(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[key]:g} {key}" for key in ("CPU", "GPU") if key in resources) or "nothing"
 
 
 def check_cpus(models: Sequence[ModelSpec], cores: int) -> None:

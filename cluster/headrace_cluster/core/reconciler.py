@@ -154,6 +154,17 @@ class Reconciler:
         if record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
 
+    def waits_for_place(self, name: ReplicaName, reason: str, now: float) -> None:
+        """A build that was launched has no place yet, for this reason; empty: it has one now.
+
+        Its time to start begins then. A place may come at any time: with a node, or when another replica ends.
+        """
+        record = self._current(name)
+        if record is None or record.state not in (State.PENDING, State.STARTING) or self.surges.is_next(record):
+            return
+        record.enter(State.PENDING if reason else State.STARTING, now)
+        record.cause = reason
+
     def start_failed(
         self, name: ReplicaName, sentence: str, now: float, *, final: bool, lacks_resources: bool = False
     ) -> None:

@@ -12,6 +12,7 @@ from headrace_proto.role import Role
 class State(StrEnum):
     """State of a replica, as `headrace status` prints it."""
 
+    PENDING = "pending"  # it waits for a place: for free GPUs and CPUs, or for nodes that come
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -79,7 +80,7 @@ class Record:
     @property
     def running(self) -> bool:
         """Whether it has a build that is not being stopped."""
-        return self.state in (State.STARTING, State.READY, State.UNHEALTHY)
+        return self.state in (State.PENDING, State.STARTING, State.READY, State.UNHEALTHY)
 
     @property
     def down(self) -> bool:

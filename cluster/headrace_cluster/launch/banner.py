@@ -93,7 +93,8 @@ def banner(
     rows.append(("logs", f"{state.log_folder}  ({program_name()} logs)"))
     hints = [("Talk to it", f"{program_name()} chat {_flag(state)}")] if state.http_url else []
     hints.append(("Look at it", f"{program_name()} status {_flag(state)}"))
-    hints.append(("Stop it", f"Ctrl-C, or {program_name()} stop {_flag(state)}"))
+    stop = f"{program_name()} stop {_flag(state)}"
+    hints.append(("Stop it", f"{stop}  (Ctrl-C ends this process alone)" if state.detaches else f"Ctrl-C, or {stop}"))
     return Banner(headline, rows, "\n".join(f"{what + ':':<12} {how}" for what, how in hints))
 
 

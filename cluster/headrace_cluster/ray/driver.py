@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
 from headrace_cluster.core.driver import (
-    PLACE_SECONDS,
     STOP_SECONDS,
     AdoptedState,
     Progress,
     RankFacts,
 )
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.placement import gpus_per_rank
+from headrace_cluster.core.placement import rank_gpus, waiting_sentence
 from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, access_digest, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
@@ -36,6 +36,8 @@ from headrace_proto.logs import LogConfig
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
+NOTE_SECONDS = 2.0  # without a place, until the reason is shown
+PLACE_POLL_SECONDS = 0.1
 _CALLS = 8  # of a rank at a time: start, wait, and short ones
 
 
@@ -55,27 +57,36 @@ class RayDriver:
         self._host = host
         self._replica_class = replica_class
         self._log_folder = log_folder
+        self._on_gpus: set[str] = set()  # models with a replica on GPUs
         self._groups: dict[ReplicaName, RankGroup] = {}
 
     async def launch(
-        self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = PLACE_SECONDS
+        self,
+        name: ReplicaName,
+        model: ModelSpec,
+        role: Role,
+        on_wait: Callable[[str], None],
+        seconds: float | None = None,
     ) -> list[RankFacts]:
-        """See ReplicaDriver. GPUs are counted first: too few are an immediate error, without a wait."""
-        gpus = gpus_per_rank(self._spec.models, model, int(ray.cluster_resources().get("GPU", 0)), "Ray")
+        """See ReplicaDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
+        gpus = await self._rank_gpus(model)
         # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
         share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
         stage = {kind: amount * model.tp for kind, amount in share.items()}
         place = placement_group(
             [stage] * model.pp, strategy="PACK", name=name.group(self._spec.cluster), lifetime="detached"
         )
-        if not await asyncio.to_thread(place.wait, seconds):
-            ray_names.remove_group(name.group(self._spec.cluster))
-            free = ray.available_resources()
-            together = f", each {model.tp} on one node," if model.tp > 1 else ","
-            raise PlacementError(
-                f"{name.replica_id} needs {model.ranks} x {_resource_list(share)}{together} but Ray has free: "
-                f"{_resource_list(free)}; lower --replicas, --prefill, --decode, --tp or --pp, or add nodes"
-            )
+        began = time.monotonic()
+        while not await asyncio.to_thread(_is_placed, place):
+            waited = time.monotonic() - began
+            if waited > NOTE_SECONDS or (seconds is not None and waited > seconds):
+                reason = waiting_sentence(model, gpus, await asyncio.to_thread(ray.available_resources))
+                if seconds is not None and waited > seconds:
+                    await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
+                    raise PlacementError(f"{name.replica_id}: {reason}")
+                on_wait(reason)
+            await asyncio.sleep(PLACE_POLL_SECONDS)
+        on_wait("")
         threads = model.cpu_threads or self._threads_per_rank(place)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         actor_class = ray.remote(RankActor)
@@ -98,6 +109,14 @@ class RayDriver:
         group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, log_folder=self._log_folder)
         return await group.locate()
 
+    async def _rank_gpus(self, model: ModelSpec) -> int:
+        """With the device `auto`, a model that once ran on GPUs waits for one: a node of them may be lost."""
+        have = int((await asyncio.to_thread(ray.cluster_resources)).get("GPU", 0))
+        if rank_gpus(model, have or (model.name in self._on_gpus)):
+            self._on_gpus.add(model.name)
+            return 1
+        return 0
+
     async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
         """See ReplicaDriver."""
         expected = {}
@@ -106,6 +125,7 @@ class RayDriver:
             expected[replica.replica_id] = fingerprint(config)
         access = access_digest(self._secret)
         adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected, access)
+        self._on_gpus |= {build.model for build in adopted_state.builds if build.ranks[0].device.startswith("cuda")}
         self._groups |= {group.name: group for group in groups}
         return adopted_state
 
@@ -195,5 +215,5 @@ class RayDriver:
         )
 
 
-def _resource_list(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources[key]:g} {key}" for key in ("CPU", "GPU") if key in resources) or "nothing"
+def _is_placed(place: Any) -> bool:
+    return str(placement_group_table(place).get("state", "")) == "CREATED"

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
@@ -30,6 +30,7 @@ class FakeDriver:
         self.role_gate = asyncio.Event()  # cleared: calls of set_role block
         self.role_gate.set()
         self.unresponsive: set[ReplicaName] = set()  # calls of set_role fail
+        self.without_place: set[str] = set()  # replicas for which there are no free resources
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next calls, by method
         self.adopted_state = AdoptedState()  # of an earlier controller
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
@@ -53,11 +54,22 @@ class FakeDriver:
             self._deaths[build.name] = asyncio.get_running_loop().create_future()
         return self.adopted_state
 
-    async def launch(self, name: ReplicaName, model: ModelSpec, role: Role, seconds: float = 30.0) -> list[RankFacts]:
+    async def launch(
+        self,
+        name: ReplicaName,
+        model: ModelSpec,
+        role: Role,
+        on_wait: Callable[[str], None],
+        seconds: float | None = None,
+    ) -> list[RankFacts]:
         self._fail("launch")
         self.calls.append(("launch", name))
         if self.refusals:
             raise self.refusals.pop(0)
+        while name.replica_id in self.without_place:
+            on_wait(f"waiting for a place: {name.replica_id} needs 1 GPU")
+            await asyncio.sleep(0.02)
+        on_wait("")
         config = ReplicaConfig(
             replica_id=name.replica_id,
             generation=name.generation,
