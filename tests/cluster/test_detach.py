@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.controller import supervisor as supervisor_module
+from headrace_cluster.controller.health import STATES
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.backoff import Backoff
@@ -20,6 +20,7 @@ from support.cluster.fake_driver import FakeDriver
 Eventually = Callable[..., Awaitable[Any]]
 
 HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.3, "replace_seconds": 0.4, "drain_seconds": 2}
+USED_STATES = "headrace_cluster.controller.supervisor.STATES"
 FIRST, SECOND = ReplicaName("smollm2-0", 1), ReplicaName("smollm2-0", 2)
 
 
@@ -189,15 +190,15 @@ def test_an_error_with_a_health_message_does_not_end_the_watch(
 
     async def scenario() -> None:
         async with _running(driver, secret, eventually) as supervisor:
-            states, failed = supervisor_module.STATES, []
+            failed: list[int] = []
 
             class Failing(dict[int, Any]):
                 def get(self, key: int, default: Any = None) -> Any:
-                    monkeypatch.setattr(supervisor_module, "STATES", states)
+                    monkeypatch.setattr(USED_STATES, STATES)
                     failed.append(key)
                     raise ValueError("a bug")
 
-            monkeypatch.setattr(supervisor_module, "STATES", Failing())
+            monkeypatch.setattr(USED_STATES, Failing())
             await eventually(lambda: failed == [replica_pb2.REPLICA_STATE_READY])
             await asyncio.sleep(1.2)
             assert supervisor.reconciler.ready and _stopped(driver) == []

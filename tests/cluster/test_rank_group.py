@@ -160,3 +160,30 @@ def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         handle: Any = rank
         with pytest.raises(RoleError, match=rf"rank 0 of m-0 \(process 100\).*{words}"):
             asyncio.run(_group(handle).set_role(Role.DECODE))
+
+
+class _Watched:
+    """An actor's handle whose calls of `wait` have these outcomes, one after the other."""
+
+    def __init__(self, *outcomes: Exception | str | None) -> None:
+        self.wait = _Method(self._wait)
+        self._outcomes = list(outcomes)
+
+    async def _wait(self, seconds: float) -> str | None:
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def test_a_rank_that_cannot_be_reached_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network may be down, or Ray's GCS: only a death that Ray reports is one."""
+    monkeypatch.setattr("headrace_cluster.ray.rank_group.UNAVAILABLE_SECONDS", 0)
+    away = ray.exceptions.ActorUnavailableError("no connection", None)
+    watched: Any = _Watched(away, None, away, "the step loop failed")
+    assert asyncio.run(_group(watched).wait_for_death()).endswith("ended: the step loop failed")
+    killed: Any = _Watched(away, ray.exceptions.ActorDiedError())
+    assert asyncio.run(_group(killed).wait_for_death()) == "rank 0 of m-0 (process 100) was killed"
+    unknown: Any = _Watched(ray.exceptions.RaySystemError("no GCS"))
+    with pytest.raises(ray.exceptions.RaySystemError):
+        asyncio.run(_group(unknown).wait_for_death())

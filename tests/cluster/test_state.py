@@ -140,3 +140,13 @@ def test_a_foreign_host_is_one_sentence() -> None:
 
 def test_a_client_reaches_a_listener_on_all_interfaces() -> None:
     assert ports.reachable("0.0.0.0") == "127.0.0.1"
+
+
+def test_the_files_of_an_ended_server_are_removed_with_its_generated_secret(private_home: Path, tmp_path: Path) -> None:
+    operators = tmp_path / "operators.secret"
+    for secret in (operators, private_home / "cluster-headrace.secret"):
+        saved = _state(_me(), 9002, secret_file=str(secret))
+        path = state.save(saved)
+        secret.write_text("s" * 32)
+        state.remove(saved)
+        assert not path.exists() and secret.exists() is (secret == operators)

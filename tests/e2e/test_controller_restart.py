@@ -115,6 +115,28 @@ def test_streams_and_replicas_are_not_affected(
     assert "a new controller runs" in serve.stderr_text
 
 
+def test_six_losses_in_a_row_and_a_paused_keeper_end_nothing(
+    serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
+) -> None:
+    """Before, the sixth loss within two minutes ended the server, its replicas and every stream."""
+    before = _replicas(serve)
+    running, outcomes = _streaming(serve)
+    for _ in range(6):
+        controller = _controller(serve)
+        os.kill(controller, signal.SIGKILL)
+        eventually(lambda lost=controller: _controller(serve) not in (0, lost), 90, "that another controller runs")
+    os.kill(serve.process.pid, signal.SIGSTOP)
+    late = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=60)
+    assert late.status_code == 200, "a request without a keeper"
+    time.sleep(5)
+    os.kill(serve.process.pid, signal.SIGCONT)
+    running.join(120)
+    assert [outcome.complete for outcome in outcomes] == [True] * len(BODIES)
+    same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
+    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
+    assert _status(serve)["problems"] == [] and serve.process.poll() is None
+
+
 def test_adopted_replicas_are_watched(
     serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
 ) -> None:
