@@ -330,5 +330,29 @@ def test_what_serves_in_a_joined_ray_outlives_its_keeper(tmp_path: Path, joined_
             live.close()
 
 
+@pytest.mark.slow
+def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, joined_ray: JoinedRay) -> None:
+    """Three replicas that need a core each where there are two, until one of them is drained."""
+    cores = len(os.sched_getaffinity(0))
+    models = [{"source": "smollm2", "replicas": cores + 1, "cpu_share": 1.0}]
+    live = LiveServe(tmp_path / "home", ray={"address": joined_ray.address}, models=models)
+
+    def states() -> list[str]:
+        return sorted(entry["state"] for entry in live.status()["replicas"])
+
+    try:
+        _eventually(lambda: list(live.home.glob("serve-*.json")), START_SECONDS)
+        _eventually(lambda: states() == ["pending", *["ready"] * cores], START_SECONDS)
+        waiting = next(entry for entry in live.status()["replicas"] if entry["state"] == "pending")
+        assert "it needs 1 x 1 CPU, and Ray has free: 0 CPU" in waiting["note"], waiting
+        ready = next(entry["id"] for entry in live.status()["replicas"] if entry["state"] == "ready")
+        assert live.headrace("drain", ready).returncode == 0
+        _eventually(lambda: states() == ["drained", *["ready"] * cores], 60)
+        assert live.headrace("stop").returncode == 0
+        assert joined_ray.only_theirs_is_left()
+    finally:
+        live.close()
+
+
 def _ended(live: LiveServe) -> bool:
     return live.process.poll() is not None

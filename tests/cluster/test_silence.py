@@ -105,6 +105,28 @@ def test_routers_that_hear_nothing_at_all_are_no_witnesses() -> None:
     assert bench.run(10 * MINUTE, routers=[dict.fromkeys(bench.names, False)]) == []
 
 
+def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:
+    """Routers may use it already: it is listed as ready."""
+    spec = parse_spec({"models": [{"name": "a"}, {"name": "b", "source": "b", "replicas": 3}]})
+    reconciler = Reconciler(desired_replicas(spec), HEALTH)
+    names = [action.name for action in reconciler.actions(0.0)]
+    for name in names:
+        reconciler.health_received(name, State.READY, 0.01, 0.0)
+    reconciler.roll("a-0", allow_gap=False)
+    (launch,) = reconciler.actions(0.1)
+    reconciler.health_received(launch.name, State.READY, 0.01, 0.2, connected=False)
+    now = 0.2
+    while now < 10 * MINUTE:
+        now += 0.5
+        assert reconciler.actions(now) == []
+    for name in (*names, launch.name):
+        reconciler.health_received(name, State.READY, 0.01, now)
+    reconciler.actions(now)
+    for name in (*names, launch.name):
+        reconciler.health_received(name, State.READY, 0.01, now + 1)
+    assert reconciler.actions(now + 1) == [Stop(names[0], drain=True)]
+
+
 def test_an_old_report_does_not_count() -> None:
     witnesses, name = Witnesses(), ReplicaName("m-0", 1)
     witnesses.report("router", {name: True}, 10.0)

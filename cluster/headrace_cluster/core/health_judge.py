@@ -24,6 +24,11 @@ class HealthJudge:
         up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
         self._silence = judge_silence(up, self._witnesses, now)
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether replicas are silent that have not failed: then the controller judges no next build by its silence."""
+        return any(silence is not Silence.LOST for silence in self._silence.values())
+
     def judge(self, record: Record, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
         silence = self._silence.get(record.replica_id)

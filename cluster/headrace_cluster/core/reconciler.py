@@ -228,6 +228,8 @@ class Reconciler:
             return []
         if record.held or record.state is State.DEAD or record.replica_id not in self._desired:
             return self.surges.cancel(record)
+        if self._health_judge.is_deaf and following.state is not State.STARTING:
+            return []
         if problem := self.surges.problem(following, now):
             stop = Stop(following.name, drain=False)
             self._surge_failed(following, problem)
