@@ -1,6 +1,7 @@
 """The router process: `run` blocks until a signal stops it."""
 
 import asyncio
+import resource
 import signal
 
 import structlog
@@ -9,6 +10,8 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
 from headrace_router.config import RouterConfig
 from headrace_router.server import RouterServer
+
+OTHER_FILES = 512  # of replicas, logs and libraries
 
 log = structlog.get_logger("headrace.router")
 
@@ -21,6 +24,7 @@ def run(config: RouterConfig) -> int:
     """
     configure_logs(config.logs)
     log.info("router starts", router=config.router_id)
+    _allow_open_files(2 * config.limits.connections + OTHER_FILES)  # HTTP and gRPC
     try:
         asyncio.run(_serve(config))
     except HeadraceError as error:
@@ -29,6 +33,20 @@ def run(config: RouterConfig) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raises the process's limit of open files, if it is lower, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            f"this process may open {allowed} files, but limits.connections needs {wanted}: raise `ulimit -Hn`, "
+            "or lower limits.connections"
+        )
 
 
 async def _serve(config: RouterConfig) -> None:

@@ -1,17 +1,62 @@
-"""Limits of one request, and of all requests together (RELIABILITY R6)."""
+"""Limits of one connection, of one request, and of all requests together (RELIABILITY R6, R18)."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace_proto.flag import flag
+
 
 class Limits(BaseModel):
-    """Checked before any work is done; part of the cluster spec. Sizes are bytes, times are seconds."""
+    """Checked before any work is done; part of the cluster spec. Sizes are bytes, times are seconds.
+
+    docs/limits.md lists the worst accepted input of each limit with its measured cost.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    connections: int = Field(
+        default=4096,
+        ge=1,
+        description="of HTTP that are open at a time, and as many of gRPC",
+        json_schema_extra=flag("--max-connections"),
+    )
+    connections_per_address: int = Field(
+        default=2048,
+        ge=1,
+        description="of HTTP from one client address (of IPv6: one /64 network)",
+        json_schema_extra=flag("--max-connections-per-address"),
+    )
+    header_seconds: float = Field(
+        default=10,
+        gt=0,
+        description="for a client to send a request's line and headers",
+        json_schema_extra=flag("--header-seconds"),
+    )
+    body_seconds: float = Field(
+        default=30, gt=0, description="for a client to send its body", json_schema_extra=flag("--body-seconds")
+    )
+    write_seconds: float = Field(
+        default=30,
+        gt=0,
+        description="for a client to read the next 64 KiB of its answer (gRPC: the next event)",
+        json_schema_extra=flag("--write-seconds"),
+    )
+    idle_seconds: float = Field(
+        default=75,
+        gt=0,
+        description="that a connection stays open between requests",
+        json_schema_extra=flag("--idle-seconds"),
+    )
+    streams_per_connection: int = Field(default=1024, ge=1, description="gRPC calls of one connection at a time")
+    header_bytes: int = Field(
+        default=32 << 10, ge=1024, description="of one request's line and headers, and of its trailers"
+    )
     body_bytes: int = Field(default=4 << 20, ge=1024, description="of one request body")
-    total_body_bytes: int = Field(default=256 << 20, ge=1024, description="of all bodies that are being read at a time")
-    header_bytes: int = Field(default=32 << 10, ge=1024, description="of one request's line and headers")
-    body_seconds: float = Field(default=30, gt=0, description="for a client to send its body")
+    total_body_bytes: int = Field(
+        default=256 << 20, ge=1024, description="of all bodies until they are tokenized, HTTP and gRPC together"
+    )
+    body_values: int = Field(
+        default=1 << 18, ge=1024, description="numbers, strings, objects and arrays in one body; token ids over gRPC"
+    )
     json_depth: int = Field(default=32, ge=4, description="of nested objects and arrays")
     messages: int = Field(default=2048, ge=1, description="of one chat")
     content_parts: int = Field(default=4096, ge=1, description="of all messages of one chat")
@@ -22,6 +67,9 @@ class Limits(BaseModel):
     )
     choices: int = Field(default=128, ge=1, description="n x prompts of one request")
     output_tokens: int = Field(default=1 << 20, ge=1, description="choices x max_tokens of one request")
+    logprob_entries: int = Field(
+        default=1 << 18, ge=1, description="choices x max_tokens x (1 + top_logprobs) of a request with logprobs"
+    )
     stop_strings: int = Field(default=16, ge=1)
     stop_bytes: int = Field(default=1024, ge=1, description="of one stop string")
     stop_token_ids: int = Field(default=128, ge=1)

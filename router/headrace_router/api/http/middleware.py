@@ -47,10 +47,13 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
+                if body_is_unread():
+                    message["headers"].append((b"connection", b"close"))  # the rest of the body is not read
             await send(message)
 
         state: dict[str, Any] = scope.setdefault("state", {})
         state["label"] = label.decode()
+        body_is_unread = state["body_is_unread"]  # from the connection (`protocol.py`)
         try:
             state["tenant"] = self._tenant(scope, headers)
             await self._app(scope, receive, send_with_id)

@@ -1,92 +1,223 @@
-"""uvicorn's connection handler with bounded headers, and our error object for input that is not HTTP."""
+"""uvicorn's connection handler with bounds, and our error object for input that is not HTTP."""
 
 import asyncio
 import secrets
+from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace_router.core.errors import InvalidRequestError
+from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.write_watch import WriteWatch
+from headrace_router.core.errors import ApiError, InvalidRequestError, OverloadedError
 from headrace_router.core.limits import Limits
+
+READ_BYTES = 32 << 10  # parsed per turn of the event loop
+PIPELINED_REQUESTS = 8  # that wait on one connection
+LINGER_SECONDS = 1.0  # for a client to stop sending and to read the reason
+REFUSED_CONNECTIONS = 256  # above the limit that get a reason at a time; more are closed without
+
+PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 
 
 class HeadersTooLargeError(InvalidRequestError, status=431, code="headers_too_large"):
-    """Request line and headers exceed the limit."""
+    """Request line and headers, or trailers, exceed the limit."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Request line and headers are bounded in bytes; for the first request also in time."""
+    """One connection. Every request's line, headers and trailers are bounded in bytes, its line and headers in time.
+
+    Trailers are counted and dropped. The rest of a body is not read once its request has been answered. The time of a
+    body is bounded where it is read (`body.py`), the time between requests by uvicorn.
+    """
 
     limits = Limits()
+    counter = ConnectionCounter(limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._in_head = True
-        self._head_bytes = 0
+        self._in_head = True  # from the end of one message to the end of the next one's headers
+        self._parsed_bytes = 0  # of this line and headers, or of these trailers
+        self._undelivered_bytes = 0  # since the parser completed headers, delivered a piece of a body or ended a message
+        self._closing = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._writes = WriteWatch(transport, self.limits.write_seconds)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(self.limits.body_seconds, self._on_header_timeout)
+        self._counted = self.counter.add(self._address)
+        if self._counted:
+            self._start_head_timer()
+        elif len(self.connections) <= self.limits.connections + REFUSED_CONNECTIONS:
+            self._refuse(OverloadedError("Too many connections are open; try again in a moment."))
+        else:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._header_timer.cancel()
+        if self._counted:
+            self.counter.remove(self._address)
+        self._closing = True
+        self._stop_timers()
+        self._writes.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
         if self._in_head:
-            # The parser buffers a header until it ends, so the bytes are counted before it gets them. Data that ends
-            # the headers may also contain the beginning of a body: the limit is checked only if the headers continue.
-            self._head_bytes += len(data)
+            self._start_head_timer()
+        # The parser buffers a header until it ends, so the bytes are counted before it gets them. Data that ends the
+        # headers may also contain the beginning of a body: only what comes after that data counts from then on.
+        self._undelivered_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.limits.header_bytes:
+        if self._undelivered_bytes > self.limits.header_bytes:
             self._refuse_headers()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= PIPELINED_REQUESTS:
+            raise ValueError("too many requests on one connection")
         self._parsed_bytes = 0
+        self._start_head_timer()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._parsed_bytes += len(url)
+        self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._parsed_bytes += len(name) + len(value) + 4
-        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        if self._in_head:  # else it is a trailer
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._parsed_bytes > self.limits.header_bytes:
-            raise ValueError("headers too large")  # the parser stops and calls send_400_response
-        self._in_head = False
-        self._header_timer.cancel()
         super().on_headers_complete()
+        self._in_head, self._parsed_bytes, self._undelivered_bytes = False, 0, 0
+        self._stop_timers()
+        cycle = self.cycle
+        cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
+        self.scope["state"]["body_is_unread"] = lambda: cycle.more_body
+
+    def on_body(self, body: bytes) -> None:
+        self._undelivered_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._undelivered_bytes = True, 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        self._writes.start()
+        if not self._closing:
+            super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writes.start()
+
+    def resume_writing(self) -> None:
+        self._writes.stop()
+        super().resume_writing()
+
     def send_400_response(self, msg: str) -> None:
-        if getattr(self, "_parsed_bytes", 0) > self.limits.header_bytes:
+        if self._parsed_bytes > self.limits.header_bytes:
             self._refuse_headers()
         else:
-            self._refuse(InvalidRequestError("This is not valid HTTP."), b"Bad Request")
+            self._refuse(InvalidRequestError("This is not valid HTTP."))
 
-    def _on_header_timeout(self) -> None:
-        if self.transport is not None and self._in_head:
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more may be written."""
+        return self._closing or self.transport.is_closing()
+
+    def close_after_response(self, *, refused: bool = False) -> None:
+        """Sends what is buffered, and closes.
+
+        A client that is still sending gets a moment to read the answer, and what it sends is dropped: closing a socket
+        with unread bytes resets the connection.
+        """
+        if self.closing:
+            return
+        self._closing = True
+        self._stop_timers()
+        self._unset_keepalive_if_required()
+        if (refused or not self._in_head) and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
             self.transport.close()
+        self._writes.start()
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _count(self, size: int) -> None:
+        self._parsed_bytes += size
+        if self._parsed_bytes > self.limits.header_bytes:
+            raise ValueError("headers too large")  # the parser stops and calls send_400_response
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.limits.header_seconds, self._on_head_timeout)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._linger_timer = None
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if self._answering:
+            self.cycle.keep_alive = False  # the answer to an earlier request is still being sent
+        else:
+            self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a response is due, or being sent."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse_headers(self) -> None:
         limit = self.limits.header_bytes
-        error = HeadersTooLargeError(f"The headers are larger than this server's limit of {limit} bytes.")
-        self._refuse(error, b"Request Header Fields Too Large")
+        self._refuse(HeadersTooLargeError(f"The headers are larger than this server's limit of {limit} bytes."))
 
-    def _refuse(self, error: InvalidRequestError, phrase: bytes) -> None:
-        if self.transport.is_closing():
+    def _refuse(self, error: ApiError) -> None:
+        """Answers instead of the application, and closes."""
+        if self.closing:
+            return
+        own = not self._in_head and not self.pipeline and self._answering and not self.cycle.response_started
+        if self._answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self._answering and not own:
+            self.transport.abort()  # these bytes would be read as a part of another answer
             return
         body = orjson.dumps(error.body())
+        retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
         self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-            b"x-request-id: %s\r\n\r\n%s" % (error.status, phrase, len(body), secrets.token_hex(16).encode(), body)
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s"
+            b"x-request-id: %s\r\n\r\n%s"
+            % (error.status, PHRASES[error.status], len(body), retry, secrets.token_hex(16).encode(), body)
         )
-        self.transport.close()
+        self.close_after_response(refused=True)
+
+
+class _ResponseTransport:
+    """What a response is written to; closing it lets the client read the response first."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+
+    def is_closing(self) -> bool:
+        return self._protocol.closing
+
+    def close(self) -> None:
+        self._protocol.close_after_response()
 
 
 def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
     """The protocol class for uvicorn, which takes no arguments for one."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    own: dict[str, Any] = {"limits": limits, "counter": ConnectionCounter(limits)}
+    return type("BoundedProtocol", (BoundedProtocol,), own)

@@ -9,9 +9,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headrace_router.api.http.protocol import bounded_protocol
+from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
-KEEP_ALIVE_CONNECTION_SECONDS = 75
+ACCEPTS_PER_TURN = 64  # of the event loop
 ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
 
 
@@ -29,7 +30,9 @@ class HttpServer:
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_CONNECTION_SECONDS,
+            # uvicorn declares whole seconds, and hands them to call_later.
+            timeout_keep_alive=config.limits.idle_seconds,  # type: ignore[arg-type]
+            backlog=ACCEPTS_PER_TURN,
         )
         self._server = _QuietServer(options)
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -50,6 +53,11 @@ class HttpServer:
 
 class _QuietServer(uvicorn.Server):
     """uvicorn without its signal handlers: the process decides when to stop."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # asyncio takes one number for this queue and for what it accepts in a turn
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

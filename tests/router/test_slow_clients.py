@@ -1,0 +1,204 @@
+"""Connections that send or read slowly, or too much, are bounded in time, bytes and number (RELIABILITY R18)."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+KEY = "a-key-of-a-tenant"
+BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.fixture
+def connect(harness: Any) -> Iterator[Any]:
+    with contextlib.ExitStack() as opened:
+        yield lambda: opened.enter_context(socket.create_connection(("127.0.0.1", harness.router.http_port), 5))
+
+
+def _head(*headers: bytes, path: bytes = b"/v1/completions") -> bytes:
+    lines = (b"POST " + path + b" HTTP/1.1", b"host: x", b"content-type: application/json", *headers, b"", b"")
+    return b"\r\n".join(lines)
+
+
+def _until_closed(sock: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(1 << 16):
+            received += piece
+    return received
+
+
+def _answer(sock: socket.socket) -> bytes:
+    """One response with a content-length."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += sock.recv(1 << 16)
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += sock.recv(1 << 16)
+    return received
+
+
+def _connections(harness: Any) -> int:
+    return len(harness.router._http._server.server_state.connections)
+
+
+def test_a_trailer_replaces_no_header(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica()], auth={"keys": [KEY]})
+    chunked = _head(b"transfer-encoding: chunked", b"authorization: Bearer wrong")
+    body = b"%x\r\n%s\r\n0\r\nauthorization: Bearer %s\r\n\r\n" % (len(BODY), BODY, KEY.encode())
+    sock = connect()
+    sock.sendall(chunked + body)
+    assert _answer(sock).startswith(b"HTTP/1.1 401")
+    allowed = chunked.replace(b"wrong", KEY.encode())
+    sock = connect()
+    sock.sendall(allowed + body.replace(KEY.encode(), b"wrong"))
+    assert _answer(sock).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_trailers_are_bounded(harness: Any, make_replica: Any, connect: Any, many: bool) -> None:
+    harness.start([make_replica()])
+    sock = connect()
+    sock.sendall(_head(b"transfer-encoding: chunked") + b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY))
+    began, sent = time.monotonic(), 0
+    piece = b"a: b\r\n" * 10_000 if many else b"a" * 60_000
+    sock.sendall(b"trailer: ")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1000):
+            sock.sendall(piece)
+            sent += len(piece)
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        received = _until_closed(sock)
+    assert not received or (received.startswith(b"HTTP/1.1 431") and b"headers_too_large" in received)
+    assert time.monotonic() - began < 5
+    with harness.client() as client:
+        assert client.post("/v1/completions", content=BODY, headers={"content-type": "application/json"}).is_success
+
+
+def test_a_small_excess_of_trailers_is_answered(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica()], limits={"header_bytes": 1024})
+    sock = connect()
+    sock.sendall(_head(b"transfer-encoding: chunked") + b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY))
+    time.sleep(0.1)  # what comes together with a piece of the body does not count
+    sock.sendall(b"trailer: " + b"a" * 1500)
+    received = _until_closed(sock)
+    assert received.startswith(b"HTTP/1.1 431") and b"headers_too_large" in received
+
+
+def test_every_head_is_bounded_in_time(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica()], limits={"header_seconds": 0.3})
+    first, second, blank = connect(), connect(), connect()
+    first.sendall(b"GET /health HT")
+    for sock in (second, blank):
+        sock.sendall(GET)
+        assert _answer(sock).startswith(b"HTTP/1.1 200")
+    second.sendall(b"GET /health HT")
+    began = time.monotonic()
+    for sock in (first, second):
+        assert _until_closed(sock) == b""
+    with pytest.raises(ConnectionError):
+        while True:
+            blank.sendall(b"\r\n")  # ignored before a request
+            time.sleep(0.05)
+            assert time.monotonic() - began < 3
+
+
+def test_a_head_in_pieces_beside_an_answer_ends_after_it(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica(first_seconds=1.0)], limits={"header_seconds": 0.2})
+    sock = connect()
+    sock.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + b"GET /health HT")
+    assert _answer(sock).startswith(b"HTTP/1.1 200")
+    assert _until_closed(sock) == b""
+
+
+def test_idle_connections_are_closed(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica()], limits={"idle_seconds": 0.3})
+    sock = connect()
+    sock.sendall(GET)
+    assert _answer(sock).startswith(b"HTTP/1.1 200")
+    began = time.monotonic()
+    assert _until_closed(sock) == b"" and time.monotonic() - began < 3
+
+
+def test_a_client_that_does_not_read_is_disconnected(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any
+) -> None:
+    harness.start([make_replica()], limits={"write_seconds": 0.3})
+    sock = connect()
+    sock.settimeout(0.5)
+    with pytest.raises((ConnectionError, TimeoutError)):  # its requests are not read either
+        for _ in range(100_000):
+            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+            time.sleep(0.001)
+    eventually(lambda: _connections(harness) == 0)
+
+
+def test_a_slow_reader_is_not_disconnected(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica()], limits={"write_seconds": 0.3, "prompt_chars": 10**7, "body_bytes": 1 << 24})
+    text = "word " * 40
+    body = json.dumps({"model": "tiny", "prompt": [text] * 128, "echo": True, "n": 1, "max_tokens": 20}).encode()
+    sock = connect()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    sock.sendall(_head(b"content-length: %d" % len(body), b"connection: close") + body)
+    received = b""
+    while piece := sock.recv(1 << 13):
+        received += piece
+        time.sleep(0.002)
+    assert received.count(b'"finish_reason"') == 128 and received.endswith((b"}", b"0\r\n\r\n"))
+
+
+def test_connections_of_one_address_are_bounded(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
+    harness.start([make_replica()], limits={"connections_per_address": 3})
+    opened = [connect() for _ in range(3)]
+    eventually(lambda: _connections(harness) == 3)
+    refused = connect()
+    received = _until_closed(refused)
+    assert received.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in received and b'"overloaded"' in received
+    opened[0].close()
+    eventually(lambda: _connections(harness) == 2)
+    sock = connect()
+    sock.sendall(GET)
+    assert _answer(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_all_connections_are_bounded(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
+    harness.start([make_replica()], limits={"connections": 2})
+    opened = [connect(), connect()]
+    eventually(lambda: _connections(harness) == 2)
+    assert _until_closed(connect()).startswith(b"HTTP/1.1 503")
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize("length", [b"content-length: 1000000000", b"transfer-encoding: chunked"])
+def test_the_body_of_a_refused_request_is_not_read(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any, length: bytes
+) -> None:
+    harness.start([make_replica()], auth={"keys": [KEY]})
+    sock = connect()
+    sock.sendall(_head(length, b"authorization: Bearer wrong"))
+    received = _answer(sock)
+    assert received.startswith(b"HTTP/1.1 401") and b"connection: close" in received
+    began = time.monotonic()
+    with pytest.raises(ConnectionError):
+        while time.monotonic() - began < 5:
+            sock.sendall(b"1\r\na\r\n" * 100)
+            time.sleep(0.01)
+    eventually(lambda: _connections(harness) == 0)
+
+
+def test_pipelined_requests_are_bounded(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica(first_seconds=1.0)])
+    sock = connect()
+    sock.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + GET * 3)
+    assert sock.recv(15).startswith(b"HTTP/1.1 200")
+    flood = connect()
+    flood.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + GET * 1000)
+    assert b"200" not in _until_closed(flood)
