@@ -11,12 +11,14 @@ import structlog
 from headrace_proto.address import host_port
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
+from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.grpc.server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
 from headrace_router.api.http.body import BodyReader
 from headrace_router.api.http.server import HttpServer
 from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
+from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
@@ -74,6 +76,8 @@ class RouterServer:
             pool=pool,
             preparer=Preparer(fleet, config.limits, pool),
             bodies=BodyReader(config.limits, pool),
+            body_budget=BodyBudget(config.limits),
+            slices=WorkSlices(),
         )
         self._grpc = GrpcServer(self.services)
         self._http: HttpServer | None = None
@@ -130,7 +134,7 @@ class RouterServer:
     async def stop(self) -> None:
         """Requests in flight get `shutdown_seconds`, then an error with the reason; then everything is closed."""
         self.begin_stop()
-        await self._grpc.update_health()
+        self._grpc.update_health()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.shutdown_seconds):
                 await self.services.admission.drained()
@@ -172,7 +176,7 @@ class RouterServer:
                     self.services.fleet.rebalance(time.monotonic())
                 if self.services.ready:
                     self._was_ready.set()
-                await self._grpc.update_health()
+                self._grpc.update_health()
             except Exception:
                 # A bug of ours must not end this loop: it moves requests away from stalled replicas.
                 log.exception("maintenance failed")

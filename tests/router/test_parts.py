@@ -87,13 +87,13 @@ def test_a_build_that_ends_before_an_older_one_is_counted_once() -> None:
 @pytest.mark.parametrize("text", ["1e999", "[1e999]", "-1e999"])
 def test_numbers_beyond_double_are_refused_or_infinite_never_a_crash(text: str) -> None:
     with pytest.raises(InvalidRequestError):
-        strict_json.parse(text.encode(), 10)
+        strict_json.parse(text.encode(), 10, 1024)
 
 
 def test_json_depth_is_counted_exactly() -> None:
-    assert strict_json.parse(b'{"a":[{"b":1}]}', 3) == {"a": [{"b": 1}]}
+    assert strict_json.parse(b'{"a":[{"b":1}]}', 3, 1024) == {"a": [{"b": 1}]}
     with pytest.raises(strict_json.JsonError):
-        strict_json.parse(b'{"a":[{"b":1}]}', 2)
+        strict_json.parse(b'{"a":[{"b":1}]}', 2, 1024)
 
 
 def test_an_attempt_drops_repeats_and_refuses_gaps() -> None:

@@ -5,7 +5,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace_router.access.auth import Authenticator
+from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.http.body import BodyReader
+from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.dispatch.admission import Admission
@@ -28,7 +30,9 @@ class Services:
     admission: Admission
     pool: TokenizerPool
     preparer: Preparer
-    bodies: BodyReader  # bounds the bodies of all endpoints together
+    bodies: BodyReader
+    body_budget: BodyBudget
+    slices: WorkSlices
 
     @property
     def ready(self) -> bool:

@@ -55,7 +55,9 @@ class Limits(BaseModel):
         default=256 << 20, ge=1024, description="of all bodies until they are tokenized, HTTP and gRPC together"
     )
     body_values: int = Field(
-        default=1 << 18, ge=1024, description="numbers, strings, objects and arrays in one body; token ids over gRPC"
+        default=1 << 17,
+        ge=1024,
+        description="numbers and strings in one body, counted before it is parsed; an object or array counts as 8",
     )
     json_depth: int = Field(default=32, ge=4, description="of nested objects and arrays")
     messages: int = Field(default=2048, ge=1, description="of one chat")

@@ -4,7 +4,7 @@ import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from headrace_proto.quantities import counted
 from headrace_proto.replica_pb2 import Sampling
@@ -110,14 +110,16 @@ class Preparer:
         available = card.max_model_len - longest
         default = int(card.defaults.get("max_tokens", api_default or available))
         max_tokens = asked or min(available, default)
-        if max_tokens * count > limits.output_tokens:
+        allowed = self._allowed_tokens(count, sampling)
+        if max_tokens > allowed:
             if asked is not None:
+                with_logprobs = " with logprobs" if sampling.HasField("logprobs") else ""
                 raise InvalidRequestError(
-                    f"{counted(count, 'choice')} x {counted(asked, 'token')} exceed the limit of "
-                    f"{counted(limits.output_tokens, 'output token')}.",
+                    f"{counted(count, 'choice')} x {counted(asked, 'token')}{with_logprobs} exceed this server's limit "
+                    f"of {counted(allowed, 'token')} for each choice.",
                     param="max_tokens",
                 )
-            max_tokens = max(1, limits.output_tokens // count)
+            max_tokens = max(1, allowed)
         if sampling.min_tokens > max_tokens:
             hint = "" if asked is not None or max_tokens < default else "; send 'max_tokens' to allow more"
             raise InvalidRequestError(
@@ -160,6 +162,13 @@ class Preparer:
         given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
         options: dict[str, Any] = {**API_DEFAULTS, **card.defaults, **given}
         return Sampling(**options, logit_bias=_biases(body.logit_bias or {}, card), logprobs=logprobs)
+
+    def _allowed_tokens(self, choices: int, sampling: Sampling) -> int:
+        """Of each choice, so that all of them and their log-probabilities stay within the limits."""
+        allowed = self._limits.output_tokens // choices
+        if not sampling.HasField("logprobs"):
+            return allowed
+        return min(allowed, self._limits.logprob_entries // (choices * (1 + sampling.logprobs)))
 
     def _check_length(self, prompt_tokens: int, asked: int | None, card: ModelCard, param: str) -> None:
         limit = card.max_model_len
@@ -249,10 +258,10 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[lis
         return [prompt], []
     if not prompt:
         raise InvalidRequestError("'prompt' is an empty list.", param="prompt")
-    texts = [entry for entry in prompt if isinstance(entry, str)]
-    ids = [entry for entry in prompt if isinstance(entry, int)]
-    lists = [entry for entry in prompt if isinstance(entry, list)]
-    return texts, lists + ([ids] if ids else [])
+    first = prompt[0]  # all are of its type: the body was checked
+    if isinstance(first, str):
+        return cast(list[str], prompt), []
+    return [], cast(list[list[int]], prompt) if isinstance(first, list) else [cast(list[int], prompt)]
 
 
 def _as_template_sees(message: dict[str, Any]) -> dict[str, Any]:

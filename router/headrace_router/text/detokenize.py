@@ -2,12 +2,17 @@
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from headrace_router.text.line_json import line_json
+
+KNOWN_TOKENS = 1 << 15  # whose JSON is kept
 CONTEXT_TOKENS = 8  # of the prompt: they determine whether the first word keeps its leading space
 
 
@@ -18,6 +23,16 @@ class Detokenizer(Protocol):
         """The text that these tokens complete; bytes of an incomplete character are kept for the next call."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenJson:
+    """A token as logprobs list it."""
+
+    text: str  # a part of a character is U+FFFD
+    key: str  # the text, or else the bytes in hexadecimal, so that parts of different characters stay distinct
+    text_json: bytes
+    bytes_json: bytes
+
+
 class TokenTable:
     """The bytes of each token. One per tokenizer, shared by all requests."""
 
@@ -26,6 +41,7 @@ class TokenTable:
         self._byte_level = byte_level
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._text_bytes: dict[int, bytes] = {}
+        self.token_json = lru_cache(KNOWN_TOKENS)(self._token_json)
 
     def text_bytes(self, token_id: int) -> bytes:
         """Bytes of a token inside a text; empty for special tokens. Exact for byte-level tokenizers only."""
@@ -49,6 +65,15 @@ class TokenTable:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("▁", " ").encode()
+
+    def _token_json(self, token_id: int) -> TokenJson:
+        raw = self.token_bytes(token_id)
+        text = raw.decode("utf-8", "replace")
+        try:
+            key = raw.decode()
+        except UnicodeDecodeError:
+            key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return TokenJson(text, key, line_json(text), orjson.dumps(list(raw)))
 
     def stream(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A detokenizer for the tokens that follow a prompt."""

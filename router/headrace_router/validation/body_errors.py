@@ -14,7 +14,6 @@ from headrace_router.validation.fields.scope import Scope
 Body = TypeVar("Body", ChatBody, CompletionBody)
 
 UNSUPPORTED_ROLES = ("tool", "function")
-MAX_ENTRIES = 65536
 PART_KINDS = ("image_url", "input_audio", "file", "video_url", "refusal")
 
 
@@ -25,7 +24,7 @@ def parse_body(kind: type[Body], value: Any, limits: Limits, ignored: IgnoredFie
     """
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    _check_sizes(value)
+    _check_sizes(value, max(limits.logit_bias_entries, limits.metadata_entries))
     if kind is ChatBody and isinstance(messages := value.get("messages"), list):
         _check_counts(messages, limits)
         for index, message in enumerate(messages):
@@ -37,12 +36,12 @@ def parse_body(kind: type[Body], value: Any, limits: Limits, ignored: IgnoredFie
         raise _as_api_error(error, kind) from None
 
 
-def _check_sizes(value: dict[str, Any]) -> None:
+def _check_sizes(value: dict[str, Any], limit: int) -> None:
     """Bounds the number of errors that the check can find. `filter_fields` counts the fields themselves."""
     for name, entry in value.items():
-        if isinstance(entry, dict) and len(entry) > MAX_ENTRIES:
+        if isinstance(entry, dict) and len(entry) > limit:
             raise InvalidRequestError(
-                f"'{name[:100]}' has {len(entry)} entries; the limit is {MAX_ENTRIES}.", param=name
+                f"'{name[:100]}' has {len(entry)} entries; the limit is {limit}.", param=name[:100]
             )
 
 

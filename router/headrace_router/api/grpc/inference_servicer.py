@@ -1,5 +1,6 @@
 """The public gRPC API: the same validator, pipeline and errors as HTTP, in protobuf (proto/inference.proto)."""
 
+import functools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import grpc
 import structlog
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from headrace_proto import inference_pb2
 from headrace_proto.call_refusal import unauthenticated_handler
 from headrace_proto.inference_pb2 import (
     GenerateEvent,
@@ -19,8 +21,12 @@ from headrace_proto.inference_pb2 import (
     ModelInfo,
     Usage,
 )
-from headrace_proto.inference_pb2_grpc import InferenceServicer
 from headrace_router.access.auth import Authenticator, Tenant
+from headrace_router.api.body_budget import BodyShare
+from headrace_router.api.grpc.request_reader import read_request
+from headrace_router.api.grpc.send_watch import SendWatch
+from headrace_router.api.grpc.wire_size import WireError, check_values
+from headrace_router.api.http.body import SMALL_BYTES
 from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
 from headrace_router.core.limits import Limits
@@ -28,6 +34,7 @@ from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
 log = structlog.get_logger("headrace.router.grpc")
@@ -52,17 +59,38 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return unauthenticated_handler(await continuation(handler_call_details), sentence)
 
 
-class InferenceService(InferenceServicer):
+class InferenceService:
     """headrace.v1.Inference."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def Generate(self, request: GenerateRequest, context: Any) -> AsyncIterator[GenerateEvent]:
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Its methods. Generate gets the bytes of its request: how long to wait for them, and what they may contain,
+        is decided here."""
+        methods = {
+            "Generate": grpc.stream_stream_rpc_method_handler(
+                self.Generate, response_serializer=GenerateEvent.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.ListModels, ListModelsRequest.FromString, ListModelsResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Generate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[GenerateEvent]:
         disconnected = True  # unless the generator ends in one of the ways below
+        share = self._services.body_budget.share()
+        watch = SendWatch(self._services.config.limits.write_seconds)
         try:
-            async for event in self._generate(request, self._tenant(context)):
+            tenant = self._tenant(context)
+            data = await read_request(requests, self._services.config.limits.body_seconds)
+            share.add(len(data))
+            async for event in self._generate(await self._parse(data), tenant, share):
+                watch.sending = True
                 yield event
+                watch.sending = False
+                watch.sent += 1
             disconnected = False
         except ApiError as error:
             disconnected = False
@@ -72,6 +100,8 @@ class InferenceService(InferenceServicer):
             log.exception("gRPC request failed")
             await self._abort(context, InternalError("The server failed on this request; its log has the details."))
         finally:
+            watch.stop()
+            share.release()
             if disconnected and not self._services.admission.closed:
                 self._services.metrics.cancelled.inc()
 
@@ -88,11 +118,17 @@ class InferenceService(InferenceServicer):
         ]
         return ListModelsResponse(models=infos)
 
-    async def _generate(self, message: GenerateRequest, tenant: Tenant) -> AsyncIterator[GenerateEvent]:
+    async def _parse(self, data: bytes) -> ChatBody | CompletionBody:
+        parse = functools.partial(_body, data, self._services.config.limits)
+        return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse)
+
+    async def _generate(
+        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare
+    ) -> AsyncIterator[GenerateEvent]:
         services = self._services
-        body = _body(message, services.config.limits)
         async with services.admission.admit(tenant):
             request = await services.preparer.prepare(body, tenant, secrets.token_hex(16))
+            share.release()
             async with services.run_request(request) as running:
                 waiting: GenerateEvent | None = None
                 while not running.done:
@@ -122,8 +158,13 @@ class InferenceService(InferenceServicer):
         await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing)
 
 
-def _body(message: GenerateRequest, limits: Limits) -> ChatBody | CompletionBody:
+def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
     """The request as the HTTP API's body, so that the same checks apply."""
+    check_values(data, GenerateRequest.DESCRIPTOR, limits.body_values)
+    try:
+        message = GenerateRequest.FromString(data)
+    except DecodeError:
+        raise WireError("The message is not valid protobuf.") from None
     fields = _fields(message.options)
     fields["model"] = message.model or None
     kind = message.WhichOneof("input")

@@ -1,53 +1,55 @@
 """Reads a JSON body within its limits."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import Request
 
+from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.http import strict_json
-from headrace_router.core.errors import BodyTooLargeError, MediaTypeError, OverloadedError, RequestTimeoutError
+from headrace_router.core.errors import BodyTooLargeError, MediaTypeError, RequestTimeoutError
 from headrace_router.core.limits import Limits
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
-SMALL_BYTES = 64 << 10  # parsed at once; larger bodies are parsed in a thread
+T = TypeVar("T")
+
+SMALL_BYTES = 16 << 10  # parsed at once; larger bodies are parsed in a thread
 
 
 class BodyReader:
-    """Bounds each body and all bodies being read together, in bytes and in time."""
+    """Bounds each body in bytes and in time. All bodies together: `BodyBudget`."""
 
     def __init__(self, limits: Limits, pool: TokenizerPool) -> None:
         self._limits = limits
         self._pool = pool
-        self._held = 0
 
-    async def json(self, request: Request) -> Any:
-        """The decoded body. Raises an ApiError; ClientDisconnect when the client disconnected."""
+    async def read(self, request: Request, share: BodyShare, check: Callable[[Any], T]) -> T:
+        """The result of `check` for the decoded body, whose bytes are added to `share`.
+
+        Raises an ApiError; ClientDisconnect when the client disconnected.
+        """
         _check_type(request)
         self._check_content_length(request)
-        body = await self._read(request)
-        depth = self._limits.json_depth
-        if len(body) <= SMALL_BYTES:
-            return strict_json.parse(body, depth)
-        return await self._pool.run(lambda: strict_json.parse(body, depth))
+        body = await self._read(request, share)
+        limits = self._limits
 
-    async def _read(self, request: Request) -> bytes:
+        def parse() -> T:
+            return check(strict_json.parse(body, limits.json_depth, limits.body_values))
+
+        return parse() if len(body) <= SMALL_BYTES else await self._pool.run(parse)
+
+    async def _read(self, request: Request, share: BodyShare) -> bytes:
         body = bytearray()
-        held = 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 async for piece in request.stream():
                     if len(body) + len(piece) > self._limits.body_bytes:
                         raise self._too_large()
-                    if self._held + len(piece) > self._limits.total_body_bytes:
-                        raise OverloadedError("Too many bodies are being read; try again in a moment.")
-                    self._held += len(piece)
-                    held += len(piece)
+                    share.add(len(piece))
                     body += piece
         except TimeoutError:
             raise RequestTimeoutError(f"The body did not arrive within {self._limits.body_seconds:g} s.") from None
-        finally:
-            self._held -= held
         return bytes(body)
 
     def _check_content_length(self, request: Request) -> None:

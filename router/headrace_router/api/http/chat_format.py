@@ -1,11 +1,11 @@
 """The response format of /v1/chat/completions."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
+from headrace_router.api.http.formats import TokenFormat, array, dumps, event, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
+from headrace_router.text.line_json import line_json
 from headrace_router.validation.bodies import ChatBody
 
 
@@ -28,36 +28,26 @@ class ChatFormat:
         self._before = b"data: " + line_json(opening)[:-1] + b',"choices":[{"index":'
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
-    def head(self) -> list[bytes]:
+    def head(self) -> Iterator[bytes]:
         """The role of every choice."""
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return [self._before + b"%d" % index + delta + self._after for index in range(self._choices)]
+        for index in range(self._choices):
+            yield self._before + b"%d" % index + delta + self._after
 
-    def chunk(self, update: ChoiceUpdate) -> bytes:
-        pieces: list[bytes] = []
+    def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
         if update.text or update.token_ids:
-            entries = self._entries(update)
-            pieces += [
-                self._before,
-                b"%d" % update.index,
-                b',"delta":{"content":',
-                line_json(update.text),
-                b'},"logprobs":',
-                b"null" if entries is None else line_json(entries),
-            ]
-            if self._ids:
-                pieces += [b',"token_ids":', line_json(update.token_ids)]
-            pieces += [b',"finish_reason":null}', self._after]
+            beginning = self._before + b'%d,"delta":{"content":%b},"logprobs":' % (update.index, line_json(update.text))
+            ids = b',"token_ids":' + line_json(update.token_ids) if self._ids else b""
+            end = ids + b',"finish_reason":null}' + self._after
+            if self._logprobs:
+                yield beginning
+                yield from self._entries(update)
+                yield end
+            else:
+                yield beginning + b"null" + end
         if update.finish_reason is not None:
-            pieces += [
-                self._before,
-                b"%d" % update.index,
-                b',"delta":{},"logprobs":null,"finish_reason":"',
-                update.finish_reason.encode(),
-                b'"}',
-                self._after,
-            ]
-        return b"".join(pieces)
+            finish = b',"delta":{},"logprobs":null,"finish_reason":"%b"}' % update.finish_reason.encode()
+            yield self._before + b"%d" % update.index + finish + self._after
 
     def usage_chunk(self, running: RunningRequest) -> bytes:
         return event(
@@ -71,29 +61,28 @@ class ChatFormat:
             }
         )
 
-    def response_object(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for update in updates:
-            choice: dict[str, Any] = {
-                "index": update.index,
-                "message": {"role": "assistant", "content": update.text, "refusal": None},
-                "logprobs": self._entries(update),
-                "finish_reason": update.finish_reason,
-            }
-            if self._ids:
-                choice["token_ids"] = update.token_ids
-            choices.append(choice)
-        return {
+    def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
+        opening = {
             "id": self._common["id"],
             "object": "chat.completion",
             **self._common,
             "system_fingerprint": None,
-            "choices": choices,
-            "usage": usage(running),
         }
+        yield line_json(opening)[:-1] + b',"choices":'
+        yield from array(self._choice(update) for update in updates)
+        yield b',"usage":' + dumps(usage(running)) + b"}"
 
-    def _entries(self, update: ChoiceUpdate) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
+    def _choice(self, update: ChoiceUpdate) -> Iterator[bytes]:
+        message = {"role": "assistant", "content": update.text, "refusal": None}
+        yield b'{"index":%d,"message":%b,"logprobs":' % (update.index, line_json(message))
+        yield from self._entries(update) if self._logprobs else (b"null",)
+        yield b',"finish_reason":' + dumps(update.finish_reason)
+        if self._ids:
+            yield b',"token_ids":' + dumps(update.token_ids)
+        yield b"}"
+
+    def _entries(self, update: ChoiceUpdate) -> Iterator[bytes]:
         pairs = zip(update.token_ids, update.logprobs, strict=False)  # the ending token has no entry
-        return {"content": [self._tokens.chat_entry(*pair) for pair in pairs], "refusal": None}
+        yield b'{"content":'
+        yield from array((self._tokens.chat_entry(*pair),) for pair in pairs)
+        yield b',"refusal":null}'

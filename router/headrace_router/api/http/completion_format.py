@@ -1,11 +1,12 @@
 """The response format of /v1/completions."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from headrace_router.api.http.formats import TokenFormat, event, line_json, usage
+from headrace_proto.replica_pb2 import TokenLogprobs
+from headrace_router.api.http.formats import TokenFormat, array, clean, dumps, event, usage
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
+from headrace_router.text.line_json import line_json
 from headrace_router.validation.bodies import CompletionBody
 
 
@@ -23,54 +24,58 @@ class CompletionFormat:
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
-    def head(self) -> list[bytes]:
+    def head(self) -> Iterator[bytes]:
         """The prompts, when they are to be echoed."""
-        return [
-            self._line({"index": index, "text": text, "logprobs": None, "finish_reason": None})
-            for index, text in enumerate(self._echoes)
-            if text
-        ]
+        for index, text in enumerate(self._echoes):
+            if text:
+                yield self._before + line_json({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+                yield self._after
 
-    def chunk(self, update: ChoiceUpdate) -> bytes:
-        choice: dict[str, Any] = {"index": update.index, "text": update.text, "logprobs": self._entries(update)}
-        if self._ids:
-            choice["token_ids"] = update.token_ids
-        return self._line({**choice, "finish_reason": update.finish_reason})
+    def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
+        pieces = self._choice(update, update.text)
+        if self._logprobs:
+            yield self._before
+            yield from pieces
+            yield self._after
+        else:
+            yield b"".join([self._before, *pieces, self._after])
 
     def usage_chunk(self, running: RunningRequest) -> bytes:
         return event({**self._head, "system_fingerprint": None, "choices": [], "usage": usage(running)})
 
-    def response_object(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for update in updates:
-            choice = {"index": update.index, "text": self._echoes[update.index] + update.text}
-            choice["logprobs"] = self._entries(update)
-            if self._ids:
-                choice["token_ids"] = update.token_ids
-            choices.append({**choice, "finish_reason": update.finish_reason})
-        return {**self._head, "system_fingerprint": None, "choices": choices, "usage": usage(running)}
+    def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
+        yield line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":'
+        yield from array(self._choice(update, self._echoes[update.index] + update.text) for update in updates)
+        yield b',"usage":' + dumps(usage(running)) + b"}"
 
-    def _line(self, choice: dict[str, Any]) -> bytes:
-        return self._before + line_json(choice) + self._after
+    def _choice(self, update: ChoiceUpdate, text: str) -> Iterator[bytes]:
+        yield b'{"index":%d,"text":%b,"logprobs":' % (update.index, line_json(text))
+        yield from self._entries(update) if self._logprobs else (b"null",)
+        if self._ids:
+            yield b',"token_ids":' + dumps(update.token_ids)
+        yield b',"finish_reason":' + dumps(update.finish_reason) + b"}"
 
-    def _entries(self, update: ChoiceUpdate) -> dict[str, Any] | None:
+    def _entries(self, update: ChoiceUpdate) -> Iterator[bytes]:
         """The legacy format: parallel lists. Offsets count characters from the start of the choice's text."""
-        if not self._logprobs:
-            return None
-        tokens: list[str] = []
-        offsets: list[int] = []
-        top: list[dict[str, float]] = []
-        for token_id, entry in zip(update.token_ids, update.logprobs, strict=False):  # the ending token has no entry
-            tokens.append(self._tokens.key(token_id))
-            offsets.append(self._offsets[update.index])
-            self._offsets[update.index] += len(self._tokens.text(token_id))
-            best = zip(entry.top_ids, entry.top_logprobs, strict=True)
-            # The token that was chosen is always listed, as an extra one if it is not among the best.
-            listed = {self._tokens.key(other): self._tokens.clean(logprob) for other, logprob in best}
-            top.append({**listed, tokens[-1]: self._tokens.clean(entry.logprob)})
-        return {
-            "tokens": tokens,
-            "token_logprobs": [self._tokens.clean(entry.logprob) for entry in update.logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
+        token_ids = update.token_ids[: len(update.logprobs)]  # the ending token has no entry
+        yield b'{"tokens":'
+        yield from array((line_json(self._tokens.token(token_id).key),) for token_id in token_ids)
+        yield b',"token_logprobs":'
+        yield from array((dumps(clean(entry.logprob)),) for entry in update.logprobs)
+        yield b',"top_logprobs":'
+        yield from array((self._top(*pair),) for pair in zip(token_ids, update.logprobs, strict=True))
+        yield b',"text_offset":'
+        yield from array(self._offset(update.index, token_id) for token_id in token_ids)
+        yield b"}"
+
+    def _top(self, token_id: int, entry: TokenLogprobs) -> bytes:
+        listed = {
+            self._tokens.token(other).key: clean(logprob)
+            for other, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         }
+        # The token that was chosen is always listed, as an extra one if it is not among the best.
+        return line_json({**listed, self._tokens.token(token_id).key: clean(entry.logprob)})
+
+    def _offset(self, index: int, token_id: int) -> Iterator[bytes]:
+        yield b"%d" % self._offsets[index]
+        self._offsets[index] += len(self._tokens.token(token_id).text)

@@ -4,7 +4,8 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import structlog
 from starlette.requests import Request
@@ -12,8 +13,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Tenant
-from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, dumps, event
+from headrace_router.api.body_budget import BodyShare
+from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, event
 from headrace_router.api.services import Services
+from headrace_router.api.work_slices import take
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
@@ -43,11 +46,18 @@ async def generation_response(
     Raises an ApiError; ClientDisconnect when the client disconnected.
     """
     config, ignored = services.config, IgnoredFields()
-    value = await services.bodies.json(request)
-    body = parse_body(kind, value, config.limits, ignored if config.unknown_fields == "ignore" else None)
+    collected = ignored if config.unknown_fields == "ignore" else None
+    share = services.body_budget.share()
+    try:
+        body = await services.bodies.read(
+            request, share, lambda value: parse_body(kind, value, config.limits, collected)
+        )
+    except BaseException:
+        share.release()
+        raise
     tenant, label = request.state.tenant, request.state.label
     return GenerationResponse(
-        services, tenant, label, body, functools.partial(make_format, body), headers=ignored.headers()
+        services, tenant, label, body, share, functools.partial(make_format, body), headers=ignored.headers()
     )
 
 
@@ -63,16 +73,18 @@ class GenerationResponse(Response):
         tenant: Tenant,
         label: str,
         body: ChatBody | CompletionBody,
+        share: BodyShare,
         make_format: Callable[[RunningRequest, str, int], Format],
         *,
         headers: Headers = (),
     ) -> None:
-        """headers: added to the response's own; not to an error's."""
+        """share: released when the body is tokenized. headers: added to the response's own; not to an error's."""
         super().__init__()
         self._services = services
         self._tenant = tenant
         self._label = label
         self._body = body
+        self._share = share
         self._make_format = make_format
         self._extra_headers = headers
 
@@ -82,6 +94,7 @@ class GenerationResponse(Response):
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._share.release()
             watch.cancel()
             disconnected = not work.done()
             if disconnected:
@@ -95,6 +108,7 @@ class GenerationResponse(Response):
         services = self._services
         async with services.admission.admit(self._tenant):
             request = await services.preparer.prepare(self._body, self._tenant, self._label)
+            self._share.release()
             async with services.run_request(request) as running:
                 response_format = self._make_format(running, secrets.token_hex(12), int(time.time()))
                 if self._body.stream:
@@ -103,23 +117,33 @@ class GenerationResponse(Response):
                     await self._send_complete(running, response_format, send)
 
     async def _send_complete(self, running: RunningRequest, response_format: Format, send: Send) -> None:
-        body = dumps(response_format.response_object(await running.finish(), running))
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *self._extra_headers]})
-        await send({"type": "http.response.body", "body": body})
+        pieces = response_format.response(await running.finish(), running)
+        body, complete = take(pieces)
+        headers = [(b"content-type", b"application/json"), *self._extra_headers]
+        if complete:  # else it is sent as it is made
+            headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(_part(body, last=complete))
+        while not complete:
+            body, complete = await self._services.slices.next(pieces)
+            await send(_part(body, last=complete))
 
     async def _send_stream(self, running: RunningRequest, response_format: Format, send: Send) -> None:
         # The first byte is sent after the first token, so that refusals are proper HTTP errors.
         silence = self._services.config.keep_alive_seconds
+        slices = self._services.slices
+
+        async def send_block(block: bytes) -> None:
+            await send(_part(block))
+
         updates = await running.take(silence)
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._extra_headers]})
-        opening = b"".join(response_format.head())
         try:
-            await send(_part(opening + (_chunks(response_format, updates) or KEEP_ALIVE)))
+            await slices.send(chain(response_format.head(), _chunks(response_format, updates)), send_block)
             while not running.done:
                 updates = await running.take(silence)
                 if updates or not running.done:
-                    await send(_part(_chunks(response_format, updates) or KEEP_ALIVE))
+                    await slices.send(_chunks(response_format, updates), send_block)
             tail = response_format.usage_chunk(running) if self._body.includes_usage else b""
             await send(_part(tail + DONE, last=True))
         except ApiError as error:
@@ -128,8 +152,10 @@ class GenerationResponse(Response):
             await send(_part(event(error.body()), last=True))
 
 
-def _chunks(response_format: Format, updates: list[ChoiceUpdate]) -> bytes:
-    return b"".join([response_format.chunk(update) for update in updates])
+def _chunks(response_format: Format, updates: list[ChoiceUpdate]) -> Iterator[bytes]:
+    if not updates:
+        return iter((KEEP_ALIVE,))
+    return chain.from_iterable(map(response_format.chunk, updates))
 
 
 def _part(body: bytes, last: bool = False) -> Message:

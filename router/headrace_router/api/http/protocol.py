@@ -37,7 +37,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head = True  # from the end of one message to the end of the next one's headers
         self._parsed_bytes = 0  # of this line and headers, or of these trailers
-        self._undelivered_bytes = 0  # since the parser completed headers, delivered a piece of a body or ended a message
+        self._undelivered_bytes = (
+            0  # since the parser completed headers, delivered a piece of a body or ended a message
+        )
         self._closing = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None

@@ -1,0 +1,79 @@
+"""Reads the request of a call, bounded in time and bytes. gRPC itself would wait for it without a limit."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from headrace_router.core.errors import RequestTimeoutError
+from headrace_router.core.limits import Limits
+
+SMALL_BYTES = 1024  # of a request that has a name at most
+OPEN_STREAMS = 64  # of health and reflection, at a time
+
+
+async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
+    """The one message of a call. Raises RequestTimeoutError."""
+    try:
+        async with asyncio.timeout(seconds):
+            async for request in requests:
+                return request
+    except TimeoutError:
+        pass
+    raise RequestTimeoutError(f"The request did not arrive within {seconds:g} s.")
+
+
+class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
+    """For every method with one small request, and for streams that stay open: health, reflection, ListModels."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._seconds = limits.header_seconds
+        self._open_streams = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(
+                self._unary(handler), response_serializer=handler.response_serializer
+            )
+        if handler.unary_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream(handler), response_serializer=handler.response_serializer
+            )
+        return handler
+
+    def _unary(self, handler: Any) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+            return await handler.unary_unary(await self._read(handler, requests, context), context)
+
+        return call
+
+    def _stream(self, handler: Any) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+            request = await self._read(handler, requests, context)
+            if self._open_streams >= OPEN_STREAMS:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many of these streams are open")
+            self._open_streams += 1
+            try:
+                async for response in handler.unary_stream(request, context):
+                    yield response
+            finally:
+                self._open_streams -= 1
+
+        return call
+
+    async def _read(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> Any:
+        try:
+            data = await read_request(requests, self._seconds)
+        except RequestTimeoutError as error:
+            return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, error.message)
+        if len(data) > SMALL_BYTES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this request may have {SMALL_BYTES} bytes")
+        return handler.request_deserializer(data)
