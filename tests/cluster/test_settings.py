@@ -1,14 +1,18 @@
 """Flag > environment > file > default, and what is not a setting."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.spec import settings
 from headrace_cluster.spec.flag import Setting
-from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment, unknown_variables
+from headrace_cluster.spec.settings import OTHER_VARIABLES, SETTINGS, build_spec, from_environment, unknown_variables
 
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
 KUBERNETES = {
     "HEADRACE_PORT": "tcp://10.0.0.7:8000",
     "HEADRACE_GRPC_PORT": "tcp://10.0.0.7:8001",
@@ -84,6 +88,24 @@ def test_other_and_empty_variables_are_ignored() -> None:
     environ = {"HEADRACE_TORCH": "skip", "HEADRACE_HOME": "/x", "HEADRACE_PORT": "  ", "PATH": "/bin"}
     assert from_environment(environ) == {}
     assert unknown_variables(environ) == []
+
+
+def variables_in_the_code() -> set[str]:
+    """Every HEADRACE_ variable that the packages, apart from the list itself, or ./headrace name."""
+    sources = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path != Path(settings.__file__)]
+    names = (re.findall(r"HEADRACE_[A-Z_]*[A-Z]", path.read_text()) for path in (*sources, ROOT / "headrace"))
+    return set[str]().union(*names)
+
+
+def test_every_variable_in_the_code_is_known() -> None:
+    named = variables_in_the_code()
+    assert {"HEADRACE_TRITON", "HEADRACE_CPU_KERNELS", "HEADRACE_VENV"} <= named
+    assert unknown_variables(dict.fromkeys(named, "on")) == []
+
+
+def test_every_known_variable_is_used() -> None:
+    read_here = {"HEADRACE_CONFIG", "HEADRACE_API_KEYS", "HEADRACE_METRICS_KEY"}
+    assert not OTHER_VARIABLES - variables_in_the_code() - read_here
 
 
 def test_a_typo_is_reported_with_the_closest_name() -> None:

@@ -14,8 +14,8 @@ from headrace_cluster.spec.flag import PREFIX, Setting, settings_of
 SETTINGS = tuple(settings_of(ClusterSpec))
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
 
-# Read elsewhere: by ./headrace, the state folder and client commands.
-_OTHER_VARIABLES = {
+# Read elsewhere: by ./headrace, the state folder, client commands and the kernels. A test compares them with the code.
+OTHER_VARIABLES = {
     "HEADRACE_TORCH",
     "HEADRACE_VENV",
     "HEADRACE_PYTHON",
@@ -27,6 +27,8 @@ _OTHER_VARIABLES = {
     "HEADRACE_METRICS_KEY",
     "HEADRACE_SERVE_ID",
     "HEADRACE_COMMAND",
+    "HEADRACE_CPU_KERNELS",
+    "HEADRACE_TRITON",
 }
 # Variables that Kubernetes sets in every container for a Service named headrace or headrace-something.
 _SERVICE_LINK = re.compile(r"HEADRACE_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
@@ -50,7 +52,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
         for variable, value in environ.items()
         if variable.startswith(PREFIX)
         and variable not in _BY_VARIABLE
-        and variable not in _OTHER_VARIABLES
+        and variable not in OTHER_VARIABLES
         and not _from_kubernetes(variable, value)
     ]
 
