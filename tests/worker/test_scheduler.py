@@ -8,6 +8,7 @@ import pytest
 
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.request import Finish
+from headrace_worker.core.step_runner import RunnerBrokenError
 
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
@@ -193,6 +194,30 @@ def test_one_request_that_breaks_the_model_fails_alone(make_bench: Make, undistu
         else:
             assert emitted[request.attempt_id] == undisturbed(request.tokens[:6], 8)
     assert bench.kv.pool.used == 0
+
+
+def test_eight_failed_steps_in_a_row_end_the_replica(make_bench: Make) -> None:
+    bench = make_bench()
+
+    def fail(plan: StepPlan) -> None:
+        raise ValueError("kernel failed")
+
+    def fail_steps(count: int) -> None:
+        for index in range(count):
+            request = bench.request(prompt_of(index, 4))
+            bench.run([request])
+            assert request.finish is Finish.ERROR
+
+    bench.runner.on_launch = fail
+    fail_steps(7)
+    bench.runner.on_launch = lambda plan: None
+    request = bench.request(prompt_of(7, 4))
+    bench.run([request])  # the count starts again
+    assert request.finish is Finish.LENGTH
+    bench.runner.on_launch = fail
+    fail_steps(7)
+    with pytest.raises(RunnerBrokenError, match="8 steps in a row failed"):
+        fail_steps(1)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -23,7 +23,7 @@ from headrace_worker.core.transfer.orders import Order
 log = structlog.get_logger(__name__)
 
 MAX_FAILED_STEPS = 8
-"""Consecutive steps that may raise, each failing or isolating a request, before the runner counts as broken."""
+"""In a row, each of which fails or isolates a request: with the last of them the runner counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,6 @@ class Engine:
     def _step_failed(self, step: ScheduledStep, error: Exception) -> list[Output]:
         self._failed_steps += 1
         log.error("step_failed", step=step.plan.step, requests=len(step.requests), error=type(error).__name__)
-        if self._failed_steps > MAX_FAILED_STEPS:
+        if self._failed_steps >= MAX_FAILED_STEPS:
             raise RunnerBrokenError(f"{self._failed_steps} steps in a row failed") from error
         return self.scheduler.fail(step, "the model failed on this request; the replica continues to serve others")
