@@ -6,9 +6,7 @@ from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
     add_rms_norm,
-    apply_rope,
     gumbel_argmax,
-    gumbel_noise,
     gumbel_noise_at,
     paged_attention,
     rms_norm,
@@ -23,10 +21,8 @@ __all__ = [
     "InvariantLinear",
     "PackedLinear",
     "add_rms_norm",
-    "apply_rope",
     "describe",
     "gumbel_argmax",
-    "gumbel_noise",
     "gumbel_noise_at",
     "paged_attention",
     "rms_norm",

@@ -105,7 +105,8 @@ def rows() -> None:
         _compare(count, catalog.RMS_NORM, x, weight, 1e-5)
         _compare(count, catalog.ADD_RMS_NORM, x, x, weight, 1e-5)
         _compare(count, catalog.SILU_MUL, gate_up)
-        _compare(count, catalog.APPLY_ROPE, query, key, cos, cos)
+        pool = torch.zeros(2, 16, KV_HEADS, 16, HEAD_DIM)
+        _compare(count, catalog.ROPE_WRITE_KV, query, key, key, cos, cos, pool, torch.arange(count))
     for count in (1, 32):
         scores, keys = torch.randn(count, VOCAB) * 3, torch.arange(count)
         _compare(count, catalog.GUMBEL_ARGMAX, scores, keys)

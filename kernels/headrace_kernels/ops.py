@@ -29,10 +29,10 @@ def rope_write_kv(
     slots: Tensor,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """``apply_rope`` and ``write_kv`` of the rotated key in one op: returns the rotated query [T, H, D].
+    """Rotary embedding, and ``write_kv`` of the rotated key, in one op: returns the rotated query [T, H, D].
 
-    query [T, H, D], key and value [T, K, D], cos and sin [T, R], pool [2, B, K, P, D], slots [T]. May write into query
-    and key; the key must not be used afterwards.
+    query [T, H, D], key and value [T, K, D], cos and sin [T, R], pool [2, B, K, P, D], slots [T]. The embedding is the
+    half-rotation of the first R of D. May write into query and key; the key must not be used afterwards.
     """
     kv_format.check(pool, kv_scale)
     return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale)
@@ -80,26 +80,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return catalog.SILU_MUL.best(gate_up)(gate_up)
 
 
-def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of query [T, H, D] and key [T, K, D] by cos, sin [T, R]: half-rotation of the first R of D.
-
-    May write into query and key; use the returned tensors.
-    """
-    return catalog.APPLY_ROPE.best(query)(query, key, cos, sin)
-
-
 def row_logsumexp(scores: Tensor) -> Tensor:
     """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
     return catalog.ROW_LOGSUMEXP.best(scores)(scores)
 
 
-def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise [R, vocab] float32 from keys [R] int64: the same bits on any device and in any batch."""
-    return catalog.GUMBEL_NOISE.best(keys)(keys, vocab)
-
-
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
-    """The entries ids [R, N] int64 of ``gumbel_noise(keys, ...)``."""
+    """Gumbel noise [R, N] float32 from keys [R] int64 at vocabulary indices ids [R, N] int64.
+
+    The same bits on any device and in any batch.
+    """
     return catalog.GUMBEL_NOISE_AT.best(keys)(keys, ids)
 
 

@@ -40,9 +40,10 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.ADD_RMS_NORM, (wide, wide.flip(0), weight, 1e-6), {}
     yield catalog.SILU_MUL, (wide,), {}
     yield catalog.SILU_MUL, (wide[:, 20:174],), {}
-    yield catalog.APPLY_ROPE, (heads[:, :5], heads[:, 5:7], table, table.flip(0)), {}
+    pool = torch.zeros(2, 1, 2, 16, 40, dtype=dtype)
+    rotated = heads[:, :4], heads[:, 4:6], heads[:, 6:], table, table.flip(0)
+    yield catalog.ROPE_WRITE_KV, (*rotated, pool, torch.arange(9)), {}
     yield catalog.ROW_LOGSUMEXP, (scores,), {}
-    yield catalog.GUMBEL_NOISE, (keys, 2100), {}
     yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
     yield catalog.GUMBEL_ARGMAX, (scores, keys), {}
     for window, sinks in ((0, False), (20, True)):
@@ -68,7 +69,7 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype) -> None:
                 msg=partial("{} by {}, seed {}: {}".format, op.name, backend, seed),
             )  # fmt: skip
         tested.add(op.name)
-    assert tested == {op.name for op in catalog.ALL} - {"write_kv", "rope_write_kv"}
+    assert tested == {op.name for op in catalog.ALL} - {"write_kv"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -13,8 +13,8 @@ from headrace_kernels import catalog
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
-    "attend", "merge", "rms_norm", "silu_mul", "rope", "write_kv", "rope_write_kv", "row_logsumexp", "gumbel_noise",
-    "gumbel_noise_at", "best_of_pieces", "best_of_row",
+    "attend", "merge", "rms_norm", "silu_mul", "write_kv", "rope_write_kv", "row_logsumexp", "gumbel_noise_at",
+    "best_of_pieces", "best_of_row",
 }  # fmt: skip
 
 

@@ -61,7 +61,10 @@ def test_rope_on_slices_of_a_merged_projection(
     before = merged.clone()
     angles = torch.randn(tokens, rotary // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    query, key = catalog.APPLY_ROPE.named(backend)(merged[:, :heads], merged[:, heads : heads + kv_heads], cos, sin)
+    pool = torch.zeros(2, -(-tokens // 16), kv_heads, 16, size)
+    query, key, value = merged.split((heads, kv_heads, kv_heads), 1)
+    query = catalog.ROPE_WRITE_KV.named(backend)(query, key, value, cos, sin, pool, torch.arange(tokens))
+    key = pool[0].transpose(1, 2).flatten(0, 1)[:tokens]
     pairs = torch.view_as_complex(
         torch.stack((before[..., : rotary // 2], before[..., rotary // 2 : rotary]), -1).double()
     )

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from headrace_kernels import catalog, gumbel_noise
+from headrace_kernels import catalog, gumbel_noise_at
 from headrace_kernels.reference import noise as reference
 
-BACKENDS = catalog.GUMBEL_NOISE.available()
+BACKENDS = catalog.GUMBEL_NOISE_AT.available()
 
 
 @pytest.fixture
@@ -19,14 +19,13 @@ def keys() -> torch.Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_give_the_same_bits(backend: str, keys: torch.Tensor) -> None:
     expected = reference.gumbel_noise(keys, 20_001)
-    assert torch.equal(catalog.GUMBEL_NOISE.named(backend)(keys, 20_001), expected)
-    ids = torch.randint(20_001, (5, 33))
+    ids = torch.stack([torch.randperm(20_001) for _ in keys])
     assert torch.equal(catalog.GUMBEL_NOISE_AT.named(backend)(keys, ids), expected.gather(1, ids))
 
 
 def test_known_values() -> None:
     """A seed's results depend on the definition: these values must never change."""
-    got = gumbel_noise(torch.tensor([0, -1, 2**62]), 3)
+    got = gumbel_noise_at(torch.tensor([0, -1, 2**62]), torch.arange(3).expand(3, 3))
     expected = [[_by_definition(key, index) for index in range(3)] for key in (0, 2**64 - 1, 2**62)]
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
@@ -39,12 +38,8 @@ def _by_definition(key: int, index: int) -> float:
     return -math.log(-math.log1p(-((x >> 32) + 0.5) / 2**32))
 
 
-def test_prefix_does_not_depend_on_the_vocabulary(keys: torch.Tensor) -> None:
-    assert torch.equal(gumbel_noise(keys, 100), gumbel_noise(keys, 5000)[:, :100])
-
-
 def test_distribution() -> None:
-    noise = gumbel_noise(torch.arange(40), 50_000).double()
+    noise = reference.gumbel_noise(torch.arange(40), 50_000).double()
     assert noise.isfinite().all()
     assert abs(noise.mean() - 0.5772157) < 0.005
     assert abs(noise.var() - math.pi**2 / 6) < 0.02

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headrace_kernels import gumbel_noise
+from headrace_kernels.reference.noise import gumbel_noise
 from headrace_worker.sampler import truncation
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.truncation import Truncation, draw_truncated

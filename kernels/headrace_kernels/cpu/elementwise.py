@@ -73,7 +73,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.apply_rope``; in place."""
+    """See ``headrace_kernels.reference.elementwise.apply_rope``; in place."""
     check_rope(query, key, cos, sin)
     if not (_fits(query) and _fits(key) and _fits(cos) and _fits(sin)):
         return reference.apply_rope(query, key, cos, sin)

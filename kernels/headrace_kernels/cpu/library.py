@@ -28,7 +28,6 @@ _SIGNATURES = {
     "headrace_silu_mul": "ppipiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_row_logsumexp": "ppiiii",
-    "headrace_gumbel_noise": "ppiii",
     "headrace_gumbel_noise_at": "pppii",
     "headrace_gumbel_argmax": "ppipiii",
     "headrace_exchange_sum": "ppiiiipip",

@@ -7,20 +7,8 @@ from headrace_kernels.arguments import check_keys, check_scores
 from headrace_kernels.cpu.library import load
 from headrace_kernels.reference import noise as reference
 
-_gumbel_noise = load().headrace_gumbel_noise
 _gumbel_noise_at = load().headrace_gumbel_noise_at
 _gumbel_argmax = load().headrace_gumbel_argmax
-
-
-def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """See ``headrace_kernels.ops.gumbel_noise``."""
-    check_keys("gumbel_noise", keys)
-    if not keys.is_cpu:
-        return reference.gumbel_noise(keys, vocab)
-    keys = keys.contiguous()
-    out = torch.empty(keys.shape[0], vocab)
-    _gumbel_noise(out.data_ptr(), keys.data_ptr(), keys.shape[0], vocab, torch.get_num_threads())
-    return out
 
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def rope_write_kv(
     """See ``headrace_kernels.ops.rope_write_kv``; writes into neither query nor key."""
     check_rope(query, key, cos, sin)
     check_write(key, value, pool, slots)
-    if not _fits(pool, key, value, slots) or not can_rotate(query, key, cos, sin):
+    if not _fits(pool, key, value, slots) or not _can_rotate(query, key, cos, sin):
         return reference.rope_write_kv(query, key, value, cos, sin, pool, slots, kv_scale)
     tokens, heads, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -68,7 +68,7 @@ def rope_write_kv(
     return out
 
 
-def can_rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def _can_rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels support these: one dtype for all (torch would widen a mixture), and not too many heads."""
     known = query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype
     return known and _token_size(query) <= _LARGEST_TOKEN and _token_size(key) <= _LARGEST_TOKEN

@@ -1,11 +1,9 @@
-"""Launches norms, activation and rotary embedding; torch for unsupported inputs."""
+"""Launches norms and activation; torch for unsupported inputs."""
 
 import torch
 from torch import Tensor
 
-from headrace_kernels.arguments import check_halves, check_norm, check_rope
-from headrace_kernels.gpu.cache import can_rotate
-from headrace_kernels.gpu.kernels import cache as rope_kernels
+from headrace_kernels.arguments import check_halves, check_norm
 from headrace_kernels.gpu.kernels import elementwise as kernels
 from headrace_kernels.gpu.tensors import FLOATS, flat, power_of_2, rows
 from headrace_kernels.reference import elementwise as reference
@@ -82,23 +80,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         out, gates, ups, gates.stride(0), ups.stride(0), size, block, num_warps=4, enable_fp_fusion=True
     )
     return out
-
-
-def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.apply_rope``; not in place."""
-    check_rope(query, key, cos, sin)
-    if not can_rotate(query, key, cos, sin):
-        return reference.apply_rope(query, key, cos, sin)
-    tokens, heads, head_dim = query.shape
-    kv_heads, half = key.shape[1], cos.shape[-1] // 2
-    out_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    out_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
-    if tokens:
-        query, key, cos, sin = rows(query), rows(key), rows(cos), rows(sin)
-        rope_kernels.rope[(tokens, 2)](
-            out_query, out_key, query, key, cos, sin,
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos.stride(0), sin.stride(0),
-            heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, half, power_of_2(half),
-            power_of_2(head_dim - 2 * half), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out_query, out_key

@@ -12,16 +12,6 @@ _BLOCK = 1024
 _PIECE = 8192  # entries of a row per program of the argmax
 
 
-def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """See ``headrace_kernels.ops.gumbel_noise``."""
-    check_keys("gumbel_noise", keys)
-    out = torch.empty(keys.shape[0], vocab, dtype=torch.float32, device=keys.device)
-    if out.numel():
-        grid = (keys.shape[0], -(-vocab // _BLOCK))
-        kernels.gumbel_noise[grid](out, keys.contiguous(), vocab, _BLOCK, num_warps=4, enable_fp_fusion=False)
-    return out
-
-
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.gumbel_noise_at``."""
     check_keys("gumbel_noise_at", keys, ids)

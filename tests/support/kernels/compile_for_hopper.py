@@ -84,7 +84,6 @@ def _rest(dtype: torch.dtype) -> None:
     elementwise.rms_norm(query, weight[:128], 1e-5)
     elementwise.add_rms_norm(x, x, weight, 1e-5)
     elementwise.silu_mul(x)
-    elementwise.apply_rope(query, key, cos, cos)
     for pool_dtype in (dtype, torch.float8_e4m3fn):
         scale = torch.zeros(2, 4, KV_HEADS, SIZE) if pool_dtype.itemsize == 1 else None
         pool = torch.zeros(2, 4, KV_HEADS, SIZE, 128).to(pool_dtype)
@@ -92,7 +91,6 @@ def _rest(dtype: torch.dtype) -> None:
         cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale)
     softmax.row_logsumexp(torch.zeros(TOKENS, 151936))
     label = "noise"
-    noise.gumbel_noise(slots, 151936)
     noise.gumbel_noise_at(slots, torch.zeros(TOKENS, 30, dtype=torch.int64))
     noise.gumbel_argmax(torch.zeros(TOKENS, 151936), slots)
 

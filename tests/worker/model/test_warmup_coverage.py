@@ -40,9 +40,9 @@ LAUNCHERS = (attention, cache, elementwise, noise, softmax)
 KERNELS = {
     attention_kernels: ["attend"],
     merge_kernels: ["merge"],
-    cache_kernels: ["write_kv", "rope_write_kv", "rope"],
+    cache_kernels: ["write_kv", "rope_write_kv"],
     elementwise_kernels: ["rms_norm", "silu_mul"],
-    noise_kernels: ["gumbel_noise", "gumbel_noise_at", "best_of_pieces", "best_of_row"],
+    noise_kernels: ["gumbel_noise_at", "best_of_pieces", "best_of_row"],
     softmax_kernels: ["row_logsumexp"],
 }
 LONG = 4096

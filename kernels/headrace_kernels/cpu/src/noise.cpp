@@ -96,15 +96,6 @@ Best best_of(const float* scores, uint64_t key, int64_t from, int64_t to) {
 
 }  // namespace
 
-extern "C" void headrace_gumbel_noise(float* out, const int64_t* keys, int64_t rows, int64_t vocab, int64_t threads) {
-    const int64_t pieces = (vocab + PIECE - 1) / PIECE;
-    const int team = threads_for(rows * vocab, 1 << 15, (int)threads);
-#pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t p = 0; p < pieces; p++)
-            fill(out + r * vocab + p * PIECE, (uint64_t)keys[r], p * PIECE, (int)std::min(PIECE, vocab - p * PIECE));
-}
-
 extern "C" void headrace_gumbel_noise_at(float* out, const int64_t* keys, const int64_t* ids, int64_t rows, int64_t n) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < n; i++)

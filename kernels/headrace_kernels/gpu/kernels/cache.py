@@ -173,25 +173,3 @@ def rope_write_kv(
                     value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
                     slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
                 )  # fmt: skip
-
-
-@triton.jit
-def rope(
-    out_query, out_key, query, key, cos, sin, query_token, query_head, key_token, key_head, cos_token, sin_token,
-    HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens, 2): queries, then keys."""
-    token = tl.program_id(0).to(tl.int64)
-    cos += token * cos_token
-    sin += token * sin_token
-    if tl.program_id(1) == 0:
-        rotate_heads(
-            out_query + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
-            HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
-        )  # fmt: skip
-    else:
-        rotate_heads(
-            out_key + token * KV_HEADS * HEAD_DIM, key + token * key_token, key_head, cos, sin,
-            KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
-        )  # fmt: skip

@@ -58,15 +58,6 @@ def noise_of(key, index):
     return -logarithm(f, exponent)
 
 
-@triton.jit
-def gumbel_noise(out, keys, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Noise [rows, V]. Grid: (rows, V / BLOCK)."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    noise = noise_of(tl.load(keys + row), index.to(tl.int64))
-    tl.store(out + row * V + index, noise, mask=index < V)
-
-
 @triton.jit(do_not_specialize=["count"])
 def gumbel_noise_at(out, keys, ids, count, each, BLOCK: tl.constexpr):
     """Noise at ids [rows, each] of ``count`` entries in all. Grid: (count / BLOCK)."""
