@@ -1,6 +1,6 @@
 """Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows] [gpu]``.
 
-``gpu`` is ``headrace_kernels.gpu.benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
+``gpu`` is ``headrace_kernels.gpu_benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
 runs are interleaved, and each line gives the fastest: on a shared machine the least disturbed one (set
 GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches hold, as they do in a model.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from headrace_kernels import PackedLinear, catalog
+from headrace_kernels import catalog
 from headrace_kernels.gpu import availability
+from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.registry import Op
 
@@ -115,12 +116,12 @@ def rows() -> None:
 
 def gpu() -> None:
     """The Triton ops."""
-    from headrace_kernels.gpu import benchmark
+    from headrace_kernels import gpu_benchmark
 
     print(f"{torch.cuda.get_device_name()}, Triton")
-    benchmark.decode()
-    benchmark.prefill()
-    benchmark.rows()
+    gpu_benchmark.decode()
+    gpu_benchmark.prefill()
+    gpu_benchmark.rows()
 
 
 def _compare(count: int, op: Op[Any], *arguments: object) -> None:
