@@ -166,18 +166,16 @@ UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL[0], _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS[:2], _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:2], _TABLE[:2], _POOL, _SLOTS)),
-    (catalog.APPLY_ROPE, (_HEADS, _HEADS[:2], _TABLE, _TABLE)),
-    (catalog.APPLY_ROPE, (_HEADS, _HEADS, _TABLE, _TABLE[:, :6])),
-    (catalog.APPLY_ROPE, (_HEADS, _HEADS, _TABLE[:, :7], _TABLE[:, :7])),
-    (catalog.APPLY_ROPE, (_HEADS[..., :6], _HEADS, _TABLE, _TABLE)),
+    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS[:2], _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
+    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE, _TABLE[:, :6], _POOL, _SLOTS)),
+    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:, :7], _TABLE[:, :7], _POOL, _SLOTS)),
+    (catalog.ROPE_WRITE_KV, (_HEADS[..., :6], _HEADS, _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.RMS_NORM, (_TABLE, torch.ones(9), 1e-5)),
     (catalog.RMS_NORM, (_TABLE, torch.ones(4), 1e-5)),
     (catalog.RMS_NORM, (_TABLE[:, :0], torch.ones(0), 1e-5)),
     (catalog.ADD_RMS_NORM, (_TABLE, _TABLE, torch.ones(7), 1e-5)),
     (catalog.SILU_MUL, (_TABLE[:, :7],)),
     (catalog.ROW_LOGSUMEXP, (_TABLE[:, :0],)),
-    (catalog.GUMBEL_NOISE, (_KEYS.int(), 8)),
-    (catalog.GUMBEL_NOISE, (_KEYS[None], 8)),
     (catalog.GUMBEL_NOISE_AT, (_KEYS.int(), torch.zeros(3, 2, dtype=torch.int64))),
     (catalog.GUMBEL_NOISE_AT, (_KEYS, torch.zeros(4, 2, dtype=torch.int64))),
     (catalog.GUMBEL_ARGMAX, (_TABLE[:, :0], _KEYS)),
@@ -193,7 +191,7 @@ def test_shapes_that_do_not_fit_are_refused(op: Any, arguments: tuple[Any, ...])
                 op.named(backend)(*arguments)
 
 
-@pytest.mark.parametrize("backend", catalog.GUMBEL_NOISE.available())
+@pytest.mark.parametrize("backend", catalog.GUMBEL_NOISE_AT.available())
 def test_ids_of_32_bits_have_the_noise_of_64(backend: str) -> None:
     keys, ids = torch.tensor([3, 2**40]), torch.tensor([[0, 5], [7, 1]])
     expected = catalog.GUMBEL_NOISE_AT.named("torch")(keys, ids)
