@@ -9,10 +9,14 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from headrace_router.core.errors import InvalidRequestError
+
+_LARGEST_PRODUCT = 1 << 20  # characters or entries
+_LARGEST_NUMBER_BITS = 1 << 12
 
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
@@ -34,7 +38,7 @@ class ChatTemplate:
             return
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError:
+        except Exception:  # beside jinja2's own errors: deep nesting, numbers of thousands of digits
             self._problem = "This model's chat template is not valid Jinja: use /v1/completions instead."
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -94,10 +98,25 @@ class _TemplateDict:
         return dict(*args, **kwargs)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with products and powers of bounded size; jinja2 computes constant ones when it compiles."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+            sizes = [abs(side) if isinstance(side, (int, float)) else len(side) for side in (left, right)]
+            too_large = sizes[0] * sizes[1] > _LARGEST_PRODUCT
+        else:
+            bits = [int(abs(side)).bit_length() for side in (left, right)]
+            too_large = (bits[0] * right if operator == "**" else sum(bits)) > _LARGEST_NUMBER_BITS
+        if too_large:
+            raise jinja2.exceptions.SecurityError("a product is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -1,6 +1,7 @@
 """Token ids to text as they arrive; incomplete characters are held back."""
 
 import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from headrace_router.text.line_json import line_json
 
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 CONTEXT_TOKENS = 8  # of the prompt: they determine whether the first word keeps its leading space
 
 
@@ -62,8 +64,8 @@ class TokenTable:
                 return bytes(mapping[char] for char in piece)
             except KeyError:
                 return piece.encode()
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte[1])
         return piece.replace("▁", " ").encode()
 
     def _token_json(self, token_id: int) -> TokenJson:

@@ -37,6 +37,7 @@ class ModelCard:
     """One revision of one model. Immutable; safe to use from the tokenizer threads."""
 
     def __init__(self, facts: ModelFacts, loaded: LoadedTokenizer) -> None:
+        """Raises ModelFactsError."""
         self.model = facts.identity.model
         self.revision = facts.identity.revision
         self.max_model_len = facts.max_model_len
@@ -46,12 +47,15 @@ class ModelCard:
         self.tokens = loaded.tokens
         self._tokenizer = loaded.tokenizer
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
-        self.encoder = TextEncoder(
-            loaded.tokenizer,
-            facts.chat_template,
-            facts.bos_token_id if facts.HasField("bos_token_id") else None,
-            facts.add_bos,
-        )
+        try:
+            self.encoder = TextEncoder(
+                loaded.tokenizer,
+                facts.chat_template,
+                facts.bos_token_id if facts.HasField("bos_token_id") else None,
+                facts.add_bos,
+            )
+        except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
+            raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop."""

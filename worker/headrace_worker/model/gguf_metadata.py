@@ -4,8 +4,9 @@ Each function raises ModelLoadError when the value has another type, or is absen
 """
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from headrace_proto.errors import ModelLoadError
 
@@ -13,12 +14,12 @@ Metadata = Mapping[str, Any]
 
 
 def text(metadata: Metadata, key: str, default: str | None = None) -> str:
-    value = _value(metadata, key, default)
+    value: str = _value(metadata, key, default)
     return value if isinstance(value, str) else _refuse(key, "a string")
 
 
 def number(metadata: Metadata, key: str, default: int | None = None) -> int:
-    value = _value(metadata, key, default)
+    value: int = _value(metadata, key, default)
     return value if type(value) is int else _refuse(key, "one number")
 
 
@@ -28,22 +29,23 @@ def real(metadata: Metadata, key: str, default: float | None = None) -> float:
 
 
 def flag(metadata: Metadata, key: str, default: bool) -> bool:
-    value = _value(metadata, key, default)
+    value: bool = _value(metadata, key, default)
     return value if isinstance(value, bool) else _refuse(key, "true or false")
 
 
 def texts(metadata: Metadata, key: str) -> Sequence[str]:
-    value = _value(metadata, key, None)
+    value: Sequence[str] = _value(metadata, key, None)
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        return _refuse(key, "a list of strings")
+        _refuse(key, "a list of strings")
     return value
 
 
 def numbers(metadata: Metadata, key: str) -> Sequence[int]:
     """Empty when the key is absent."""
-    value = metadata.get(key, ())
-    whole = not isinstance(value, str) and hasattr(value, "__len__") and all(type(entry) is int for entry in value)
-    return value if whole else _refuse(key, "a list of numbers")
+    value: Sequence[int] = metadata.get(key, ())
+    if not isinstance(value, (tuple, list, array)) or not all(type(entry) is int for entry in value):
+        _refuse(key, "a list of numbers")
+    return value
 
 
 def optional_number(metadata: Metadata, key: str) -> int | None:
@@ -57,5 +59,5 @@ def _value(metadata: Metadata, key: str, default: object) -> Any:
     return value
 
 
-def _refuse(key: str, kind: str) -> Any:
+def _refuse(key: str, kind: str) -> NoReturn:
     raise ModelLoadError(f"The GGUF file's {key!r} is not {kind}: it is damaged or of an unknown kind.")

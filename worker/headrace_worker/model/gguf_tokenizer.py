@@ -65,7 +65,7 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
         token if set(token) <= known_characters else "".join(alphabet[byte] for byte in token.encode()): index
         for index, token in enumerate(tokens)
     }
-    merges = [tuple(merge.split(" ", 1)) for merge in texts(metadata, _MERGES)]
+    merges = [merge.partition(" ")[::2] for merge in texts(metadata, _MERGES)]
     try:
         model = BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
     except Exception as error:  # the tokenizers library raises bare Exception, as for a merge of unknown tokens
