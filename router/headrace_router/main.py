@@ -1,6 +1,7 @@
 """The router process: `run` blocks until a signal stops it."""
 
 import asyncio
+import os
 import resource
 import signal
 
@@ -9,6 +10,7 @@ import structlog
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
 from headrace_router.config import RouterConfig
+from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
 
 OTHER_FILES = 512  # of replicas, logs and libraries
@@ -23,10 +25,12 @@ def run(config: RouterConfig) -> int:
     a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
     """
     configure_logs(config.logs)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # `tokenize_threads` bounds the threads of tokenizing
     log.info("router starts", router=config.router_id)
     _allow_open_files(2 * config.limits.connections + OTHER_FILES)  # HTTP and gRPC
     try:
-        asyncio.run(_serve(config))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_serve(config))
     except HeadraceError as error:
         log.error(str(error))
         return 1
@@ -68,5 +72,6 @@ async def _serve(config: RouterConfig) -> None:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         loop.add_signal_handler(signal.SIGHUP, stop)
     await server.start()
+    exempt_from_collection()
     await stopping.wait()
     await server.stop()

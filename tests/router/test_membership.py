@@ -45,7 +45,9 @@ class _Bench:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.fleet: Fleet[Any] = Fleet(lambda member: _Link(member, lambda: self.now), LeastLoad(), 0)
+        self.fleet: Fleet[Any] = Fleet(
+            lambda member: _Link(member, lambda: self.now), LeastLoad(), 0, clock=lambda: self.now, jitter=lambda: 0.0
+        )
 
     def list(self, state: int) -> ReplicaState[Any]:
         member = Member(identity=IDENTITY, address="127.0.0.1:1", state=state)  # type: ignore[arg-type]

@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import selectors
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from headrace_router.event_loop import EVENTS_PER_TURN, BoundedSelector
 
 KEY = "a-key-of-a-tenant"
 BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
@@ -202,3 +205,41 @@ def test_pipelined_requests_are_bounded(harness: Any, make_replica: Any, connect
     flood = connect()
     flood.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + GET * 1000)
     assert b"200" not in _until_closed(flood)
+
+
+def test_a_turn_of_the_event_loop_handles_some_events_and_reaches_all() -> None:
+    pairs = [socket.socketpair() for _ in range(3 * EVENTS_PER_TURN)]
+    selector = BoundedSelector()
+    try:
+        for number, (reader, writer) in enumerate(pairs):
+            selector.register(reader, selectors.EVENT_READ, number)
+            writer.sendall(b"x")
+        turns = [selector.select(0) for _ in range(6)]
+        assert {len(turn) for turn in turns} == {EVENTS_PER_TURN}
+        assert {key.data for turn in turns for key, _ in turn} == set(range(len(pairs))), "events that nobody takes"
+        for reader, _ in pairs[10:]:
+            selector.unregister(reader)
+        assert len(selector.select(0)) == 10
+    finally:
+        selector.close()
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+
+def test_a_refused_client_that_has_disconnected_is_no_error(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any
+) -> None:
+    harness.start([make_replica()], limits={"connections": 1})
+    first = connect()
+    eventually(lambda: _connections(harness) == 1)
+    failures: list[Any] = []
+    harness.loop.call_soon_threadsafe(
+        harness.loop.set_exception_handler, lambda _loop, context: failures.append(context)
+    )
+    for _ in range(200):
+        sock = socket.create_connection(("127.0.0.1", harness.router.http_port), 5)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close resets the connection
+        sock.close()
+    eventually(lambda: _connections(harness) == 1)
+    assert not failures and first.fileno() > 0

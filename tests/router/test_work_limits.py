@@ -38,10 +38,15 @@ EMPTY_MESSAGES = GenerateRequest(model="tiny", chat=ChatMessages()).SerializeToS
 # gRPC
 
 
+def _method(make: Any, name: str) -> Any:
+    """A method that sends and receives bytes as they are."""
+    return make(name)
+
+
 def _call(harness: Any, data: bytes, method: str = GENERATE) -> list[bytes]:
     async def call() -> list[bytes]:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
-            return [event async for event in channel.unary_stream(method)(data)]
+            return [event async for event in _method(channel.unary_stream, method)(data)]
 
     found: list[bytes] = harness.call(call())
     return found
@@ -129,7 +134,7 @@ async def _status_without_request(port: int, method: str) -> tuple[grpc.StatusCo
     """The status of a call that sends no request, and when it came."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         began = time.monotonic()
-        call = channel.stream_stream(method)()
+        call = _method(channel.stream_stream, method)()
         code = await asyncio.wait_for(call.code(), 5)
         return code, time.monotonic() - began
 
@@ -178,7 +183,7 @@ def test_a_call_whose_client_does_not_read_ends(harness: Any, make_replica: Any,
 
     async def call() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
-            call = channel.unary_stream(GENERATE)(request.SerializeToString())
+            call = _method(channel.unary_stream, GENERATE)(request.SerializeToString())
             await call.read()
             for _ in range(100):
                 if not harness.router.services.admission.running:
@@ -341,7 +346,7 @@ def test_slices_leave_the_event_loop_to_others() -> None:
     assert turns >= blocks - 4, "after the first slices there is one per turn of the loop"
 
 
-def test_an_echo_is_made_choice_by_choice(shared: Any) -> None:
+def test_an_echo_is_made_choice_by_choice(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"model": "tiny", "prompt": "word " * 20, "echo": True, "n": 128, "max_tokens": 1, "stream": True}
     sizes: list[int] = []
     send = WorkSlices.send
@@ -354,10 +359,7 @@ def test_an_echo_is_made_choice_by_choice(shared: Any) -> None:
 
         await send(self, counted(), deliver)
 
-    WorkSlices.send = recording  # type: ignore[method-assign]
-    try:
-        with shared.client() as client:
-            text = client.post("/v1/completions", json=body).text
-    finally:
-        WorkSlices.send = send  # type: ignore[method-assign]
+    monkeypatch.setattr(WorkSlices, "send", recording)
+    with shared.client() as client:
+        text = client.post("/v1/completions", json=body).text
     assert text.count('"text":"word') == 128 and max(sizes) < 1000

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-_FLAGS = (
+_FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
     "-march=native",

@@ -46,7 +46,7 @@ class Limits(BaseModel):
         description="that a connection stays open between requests",
         json_schema_extra=flag("--idle-seconds"),
     )
-    streams_per_connection: int = Field(default=1024, ge=1, description="gRPC calls of one connection at a time")
+    streams_per_connection: int = Field(default=256, ge=1, description="gRPC calls of one connection at a time")
     header_bytes: int = Field(
         default=32 << 10, ge=1024, description="of one request's line and headers, and of its trailers"
     )

@@ -70,7 +70,8 @@ class TextEncoder:
         return self._encode_alternating([part or "" for part in parts] + [""])
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_alternating(self, parts: Sequence[str]) -> list[int]:
         """Ids of [text, spelled control token, text, ...]."""

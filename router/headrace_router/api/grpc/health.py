@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 
-class Health(HealthServicer):
+class Health(HealthServicer):  # type: ignore[misc]
     """One status for the server and its services. A watcher that does not read blocks nobody else."""
 
     def __init__(self, services: Sequence[str]) -> None:

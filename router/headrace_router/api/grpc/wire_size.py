@@ -5,7 +5,7 @@ Source: https://protobuf.dev/programming-guides/encoding
 
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from headrace_router.core.errors import InvalidRequestError
 
@@ -27,13 +27,16 @@ class WireError(InvalidRequestError, code="invalid_protobuf"):
     """The message is not acceptable protobuf."""
 
 
-def check_values(data: bytes, descriptor: Descriptor, limit: int) -> None:
-    """Raises WireError if the message has more values than that, or is malformed. A message within counts as 8."""
+def check_values(data: bytes, descriptor: Any, limit: int) -> None:
+    """Raises WireError if the message has more values than that, or is malformed. A message within counts as 8.
+
+    descriptor: of the message's type.
+    """
     count = 0
     pending = [(0, len(data), descriptor)]
     while pending:
         position, end, kind = pending.pop()
-        fields: Any = kind.fields_by_number
+        fields = kind.fields_by_number
         while position < end:
             tag, position = _varint(data, position)
             wire = tag & 7

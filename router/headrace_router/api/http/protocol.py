@@ -12,7 +12,7 @@ from headrace_router.api.http.write_watch import WriteWatch
 from headrace_router.core.errors import ApiError, InvalidRequestError, OverloadedError
 from headrace_router.core.limits import Limits
 
-READ_BYTES = 32 << 10  # parsed per turn of the event loop
+READ_BYTES = 16 << 10  # parsed per turn of the event loop
 PIPELINED_REQUESTS = 8  # that wait on one connection
 LINGER_SECONDS = 1.0  # for a client to stop sending and to read the reason
 REFUSED_CONNECTIONS = 256  # above the limit that get a reason at a time; more are closed without
@@ -142,12 +142,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         self._unset_keepalive_if_required()
         if (refused or not self._in_head) and self.transport.can_write_eof():
-            self.transport.write_eof()
-            self.flow.resume_reading()
-            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._linger()
         else:
             self.transport.close()
         self._writes.start()
+
+    def _linger(self) -> None:
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has disconnected
+            self.transport.abort()
+            return
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     @property
     def _address(self) -> str:

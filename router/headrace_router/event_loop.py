@@ -1,0 +1,35 @@
+"""The event loop of a router: it handles a bounded number of I/O events per turn."""
+
+import asyncio
+import gc
+import selectors
+
+EVENTS_PER_TURN = 64
+
+
+class BoundedSelector(selectors.DefaultSelector):
+    """Of many events that are ready, returns some at a time, in rotation; the others are still ready in the next turn.
+
+    Thousands of connections that are opened or closed at once would otherwise be one long turn.
+    """
+
+    _start = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(timeout)
+        if len(events) <= EVENTS_PER_TURN:
+            return events
+        start = self._start % len(events)
+        self._start = start + EVENTS_PER_TURN
+        return (events + events)[start : self._start]
+
+
+def exempt_from_collection() -> None:
+    """Call it when everything is loaded: a full garbage collection, a pause of the loop, skips what exists now."""
+    gc.collect()
+    gc.freeze()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A loop with such a selector."""
+    return asyncio.SelectorEventLoop(BoundedSelector())
