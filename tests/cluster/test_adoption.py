@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace_cluster.controller import supervisor as supervisor_module
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.adoption import choose_builds, restore_records, take_snapshot
@@ -361,45 +360,34 @@ def _lists(membership: Membership) -> tuple[list[control_pb2.MemberList], "async
     return received, asyncio.create_task(receive())
 
 
-def test_a_new_controller_publishes_once_every_replica_has_sent_health(
+def test_a_new_controller_publishes_every_adopted_replica_at_once(
     driver: FakeDriver, secret: bytes, eventually: Eventually
 ) -> None:
+    """An incomplete list would remove replicas from the routers, and the controller may hear none of them."""
+
     async def scenario() -> None:
-        driver.add_earlier_build(FIRST), driver.add_earlier_build(SECOND)
-        driver.replicas[SECOND].health_paused.set()
+        for name in (FIRST, SECOND):
+            driver.add_earlier_build(name).health_paused.set()
         async with _adopting_supervisor(driver, secret, ControllerSnapshot(created=77)) as (supervisor, membership):
             received, receiver = _lists(membership)
             assert driver.adopt_request == ["smollm2-0", "smollm2-1"]
-            await eventually(lambda: supervisor.status()["replicas"][0]["revision"] == "r1")  # its health was received
-            await asyncio.sleep(0.25)
-            assert received == [], "an incomplete list would remove replicas from the routers"
-            driver.replicas[SECOND].health_paused.clear()
             await eventually(lambda: received)
             states = [(m.identity.replica_id, m.identity.generation, m.state) for m in received[0].members]
             ready = replica_pb2.REPLICA_STATE_READY
             assert states == [("smollm2-0", 3, ready), ("smollm2-1", 1, ready)]
+            first = received[0].members[0]
+            replica = driver.replicas[FIRST]
+            assert (first.identity.boot_id, first.identity.role) == (replica.boot_id, replica_pb2.ROLE_BOTH)
             assert received[0].models[0].created == 77
             assert [call for call in driver.calls if call[0] != "stop"] == []
             assert set(supervisor.overview.started()) == {"smollm2-0", "smollm2-1"}
             assert [rank["pid"] for rank in supervisor.status()["replicas"][0]["ranks"]] == [1003]
             assert supervisor.snapshot().replicas["smollm2-0"].generation == 3
-            receiver.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_without_health_delays_the_list_only_for_a_time(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_HEALTH_SECONDS", 0.2)
-
-    async def scenario() -> None:
-        driver.add_earlier_build(FIRST)
-        driver.add_earlier_build(SECOND).health_paused.set()
-        async with _adopting_supervisor(driver, secret) as (_, membership):
-            received, receiver = _lists(membership)
-            await eventually(lambda: received)
-            assert [m.identity.replica_id for m in received[0].members] == ["smollm2-0"]
+            await asyncio.sleep(1)
+            assert all(len(members.members) == 2 for members in received) and driver.calls == []
+            for replica in driver.replicas.values():
+                replica.health_paused.clear()
+            await eventually(lambda: supervisor.status()["replicas"][0]["revision"] == "r1")  # its health was received
             receiver.cancel()
 
     asyncio.run(scenario())

@@ -55,7 +55,7 @@ def test_each_replica_needs_its_own_gpus_only() -> None:
 def test_a_replica_without_a_place_has_a_reason() -> None:
     needs = waiting_sentence(model(tp=2, pp=2, cpu_share=0.5), 1, {"CPU": 12.0, "GPU": 1.0, "memory": 5.0})
     assert "it needs 4 x 0.5 CPU, 1 GPU, each 2 on one node, and Ray has free: 12 CPU, 1 GPU" in needs
-    assert "Ray has free: nothing;" in waiting_sentence(model(cpu_share=0.5), 0, {})
+    assert "Ray has free: 0 CPU;" in waiting_sentence(model(cpu_share=0.5), 0, {})
 
 
 def test_cpu_shares_may_fill_the_machine_and_no_more() -> None:

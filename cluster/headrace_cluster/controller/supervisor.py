@@ -20,12 +20,7 @@ from headrace_cluster.controller.publisher import Publisher
 from headrace_cluster.controller.retries import Retries
 from headrace_cluster.controller.roles import Roles
 from headrace_cluster.core.adoption import restore_records, take_snapshot
-from headrace_cluster.core.driver import (
-    STOP_SECONDS,
-    RankFacts,
-    ReplicaDriver,
-    StartFailedError,
-)
+from headrace_cluster.core.driver import STOP_SECONDS, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Action, Launch, State, Stop
@@ -42,7 +37,6 @@ PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this pro
 CLEANUP_SECONDS = 1.0  # for the other ranks of a build that failed: one may be stopped and not reply
 PROGRESS_SECONDS = 0.5
 SURGE_PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
-FIRST_HEALTH_SECONDS = 5.0  # for adopted replicas to send health before the first member list is published
 
 
 class Supervisor:
@@ -75,7 +69,7 @@ class Supervisor:
         self._loop: asyncio.Task[None] | None = None
         self.reconciler = Reconciler(desired_replicas(spec), spec.health, membership.witnesses)
         self.profiles = Profiles(self.reconciler, driver, self._builds)
-        self._publisher = Publisher(spec, self.reconciler, self._builds, membership, clock, int(time.time()))
+        self._publisher = Publisher(spec, self.reconciler, self._builds, membership, int(time.time()))
         self.roles = Roles(self.reconciler, driver, self._publisher.publish)
         self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
         self.overview = Overview(self.reconciler, self._builds, membership, self.drains, self.retries, clock)
@@ -92,7 +86,6 @@ class Supervisor:
         for adopted in adopted_state.builds:
             build = self._builds[adopted.name] = Build(adopted.ranks, adopted.started)
             self._spawn(adopted.name, self._watch_build(adopted.name, build))
-        self._publisher.withhold(FIRST_HEALTH_SECONDS)
         return len(adopted_state.builds)
 
     def snapshot(self) -> ControllerSnapshot:

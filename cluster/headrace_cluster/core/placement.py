@@ -67,15 +67,16 @@ def rank_gpus(model: ModelSpec, have: int) -> int:
 def waiting_sentence(model: ModelSpec, gpus: int, free: Mapping[str, float]) -> str:
     """Why a replica has no place yet. gpus: of each rank. free: CPUs and GPUs in all of Ray."""
     share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
+    has = {kind: free.get(kind, 0) for kind in share}
     together = f", each {model.tp} on one node," if model.tp > 1 else ","
     return (
         f"waiting for a place: it needs {model.ranks} x {_resource_list(share)}{together} and Ray has free: "
-        f"{_resource_list(free)}; it starts when nodes are added or other replicas end"
+        f"{_resource_list(has)}; it starts when nodes are added or other replicas end"
     )
 
 
 def _resource_list(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources[key]:g} {key}" for key in ("CPU", "GPU") if key in resources) or "nothing"
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
 
 
 def check_cpus(models: Sequence[ModelSpec], cores: int) -> None:

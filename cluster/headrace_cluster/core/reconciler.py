@@ -264,9 +264,8 @@ class Reconciler:
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]
         if record.state is State.STARTING and now - record.since > self._health.start_seconds:
-            return self._replace(
-                record, f"{record.replica_id} was not ready after {self._health.start_seconds:g} s", now
-            )
+            why = f"{record.replica_id} was not ready after {self._health.start_seconds:g} s"
+            return self._replace(record, why, now)
         why = self._health_judge.judge(record, now)
         return self._replace(record, why, now) if why else []
 
