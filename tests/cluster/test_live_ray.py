@@ -199,6 +199,41 @@ def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
         live.close()
 
 
+@pytest.mark.slow
+def test_a_paused_gcs_and_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
+    """Nothing else ends, and the killed one is built again once the GCS answers."""
+    live = LiveServe(tmp_path / "home", ray={"dashboard": False})
+    try:
+        live.await_ready()
+        before = live.status()["replicas"]
+        controller = live.controller()
+        (gcs,) = [pid for pid in _children(live.process.pid) if "gcs_server" in _program(pid)]
+        os.kill(gcs, signal.SIGSTOP)
+        try:
+            time.sleep(10)
+            assert live.status()["replicas"] == before
+            os.kill(before[1]["ranks"][0]["pid"], signal.SIGKILL)
+            time.sleep(20)
+        finally:
+            os.kill(gcs, signal.SIGCONT)
+        _eventually(lambda: [r["generation"] for r in live.status()["replicas"]] == [1, 2], 60)
+        _eventually(lambda: [r["state"] for r in live.status()["replicas"]] == ["ready", "ready"], 60)
+        assert live.status()["replicas"][0]["ranks"] == before[0]["ranks"]
+        assert live.controller() == controller and live.process.poll() is None
+        assert live.stderr_text().count("has sent no health message") <= 1
+        assert live.headrace("stop").returncode == 0
+    finally:
+        live.close()
+
+
+def _program(pid: int) -> str:
+    """The path of its program; empty when it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+    except OSError:
+        return ""
+
+
 _HOLDER = """
 import ray, sys
 options = {'include_dashboard': False, 'object_store_memory': 100 << 20, 'log_to_driver': False}

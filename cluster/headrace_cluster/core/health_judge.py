@@ -33,7 +33,8 @@ class HealthJudge:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
         silence = self._silence.get(record.replica_id)
         if silence is not None:
-            silent = f"{record.replica_id} has sent no health message for {now - record.last_health:.1f} s"
+            # Without the seconds so far: `serve` prints each sentence once.
+            silent = f"{record.replica_id} has sent no health message for more than {record.silence_limit:g} s"
             record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
         if silence is Silence.LOST:
             record.enter(State.UNHEALTHY, now)
