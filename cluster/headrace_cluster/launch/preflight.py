@@ -19,7 +19,7 @@ import msgspec
 from headrace_cluster.errors import ReplicaFailedError
 from headrace_cluster.local import state
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.model.footprint import Answer, Footprint
+from headrace_worker.model.footprint import Footprint, PreflightResult
 
 _MODULE = "headrace_worker.model.preflight"
 _SECONDS = 120.0
@@ -45,16 +45,16 @@ class Preflight:
             return self._footprints
         try:
             written, _ = self._process.communicate(timeout=_SECONDS)
-            answer = msgspec.msgpack.decode(written, type=Answer)
+            result = msgspec.msgpack.decode(written, type=PreflightResult)
         except (subprocess.TimeoutExpired, msgspec.MsgspecError):
             self.close()
             return self._footprints
-        for index, footprint in zip(self._unknown, answer.footprints, strict=False):
+        for index, footprint in zip(self._unknown, result.footprints, strict=False):
             self._footprints[index] = footprint
             _store(self._files[index], footprint)
-        if answer.error:
-            name = self._names[self._unknown[len(answer.footprints)]]
-            raise ReplicaFailedError(f"{name}: {answer.error}")
+        if result.error:
+            name = self._names[self._unknown[len(result.footprints)]]
+            raise ReplicaFailedError(f"{name}: {result.error}")
         return self._footprints
 
     def close(self) -> None:

@@ -8,17 +8,17 @@ from headrace_worker.core.engine import Engine
 from headrace_worker.core.request import Output
 from headrace_worker.core.transfer.exchange import TransferExchange
 
-Command = Callable[[Engine], Output | None]
+EngineCommand = Callable[[Engine], Output | None]
 
 
 class CommandQueue:
     """Commands in order. Created before the engine, so that a transfer worker can report from its first order on."""
 
     def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
+        self._commands: deque[EngineCommand] = deque()
         self._added = threading.Condition()
 
-    def put(self, command: Command) -> None:
+    def put(self, command: EngineCommand) -> None:
         """Queues a command and wakes the engine's thread. From any thread."""
         with self._added:
             self._commands.append(command)
@@ -42,7 +42,7 @@ class CommandQueue:
             if not self._commands:
                 self._added.wait(seconds)
 
-    def take(self) -> list[Command]:
+    def take(self) -> list[EngineCommand]:
         """All queued commands. For the engine's thread."""
         with self._added:
             commands = list(self._commands)

@@ -13,7 +13,7 @@ class Footprint(Struct, frozen=True):
     max_positions: int
 
 
-class Answer(Struct, frozen=True):
+class PreflightResult(Struct, frozen=True):
     """Result of the preflight process: the footprint of each config, in order, up to the one that `error` is about."""
 
     footprints: list[Footprint]

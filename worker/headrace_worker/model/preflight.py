@@ -1,7 +1,7 @@
 """Checks whether models can be built as configured, without weights and before any rank is started.
 
 python -m headrace_worker.model.preflight < CONFIGS     CONFIGS: a msgpack list of ReplicaConfig, with device cpu or
-                                                        cuda; writes a msgpack `footprint.Answer`.
+                                                        cuda; writes a msgpack `footprint.PreflightResult`.
 """
 
 import os
@@ -19,7 +19,7 @@ from headrace_worker.device.choice import choose_dtype
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.facts import read_facts
-from headrace_worker.model.footprint import Answer, Footprint
+from headrace_worker.model.footprint import Footprint, PreflightResult
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.isolated_rank import IsolatedRank
 from headrace_worker.model.load import open_weights
@@ -67,7 +67,7 @@ def main() -> int:
             error = str(failure)
             break
     with os.fdopen(out, "wb") as file:
-        file.write(msgspec.msgpack.encode(Answer(footprints, error)))
+        file.write(msgspec.msgpack.encode(PreflightResult(footprints, error)))
     return 0
 
 
