@@ -15,7 +15,8 @@ from headrace_cluster.core.adoption import choose_builds, restore_records, take_
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport, access_digest, fingerprint
-from headrace_cluster.core.reconciler import Launch, Reconciler, State, Stop, desired_replicas
+from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -35,7 +36,7 @@ FINGERPRINT, ACCESS = b"expected", b"our secret"
 def _started(address: str = "127.0.0.1:1") -> ReplicaStarted:
     names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
     numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
-    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "load_seconds": 0.0, "notes": []}
+    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "notes": []}
     return ReplicaStarted(address=address, revision="", **numbers, **others)
 
 

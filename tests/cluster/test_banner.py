@@ -30,7 +30,6 @@ STARTED = ReplicaStarted(
     kv_bytes=268_000_000,
     block_size=16,
     weight_bytes=538_000_000,
-    load_seconds=1.0,
     notes=["Fused from outside: 61 norms.", "Steps: one at a time."],
 )
 

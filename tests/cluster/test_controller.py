@@ -18,7 +18,7 @@ from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.driver import StartFailedError
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome
-from headrace_cluster.core.reconciler import State
+from headrace_cluster.core.record import State
 from headrace_cluster.errors import ProfileError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2

@@ -15,7 +15,7 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import Record, State
+from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_cluster.errors import DrainError
 from headrace_cluster.launch import running_cluster

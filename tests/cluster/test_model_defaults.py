@@ -78,7 +78,7 @@ def test_wrong_defaults_are_rejected_with_their_field(defaults: Any, words: str)
 def _started(model: str, defaults: dict[str, int | float]) -> ReplicaStarted:
     names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
     numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
-    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "load_seconds": 0.0, "notes": []}
+    others: dict[str, Any] = {"boot_id": b"", "device": "cpu", "dtype": "float32", "notes": []}
     return ReplicaStarted(model=model, address="127.0.0.1:1", defaults=defaults, revision="", **numbers, **others)
 
 

@@ -64,7 +64,7 @@ def _started(address: str) -> StartOutcome:
     names = "pid threads max_model_len max_num_seqs max_num_batched_tokens kv_blocks kv_bytes block_size weight_bytes"
     numbers: dict[str, Any] = dict.fromkeys(names.split(), 1)
     facts = ReplicaStarted(
-        address=address, boot_id=b"", device="cpu", dtype="float32", revision="", load_seconds=0.0, notes=[], **numbers
+        address=address, boot_id=b"", device="cpu", dtype="float32", revision="", notes=[], **numbers
     )
     return StartOutcome(started=facts)
 

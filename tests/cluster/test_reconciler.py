@@ -5,14 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import (
-    BACKOFF_LIMIT_SECONDS,
-    Launch,
-    Reconciler,
-    State,
-    Stop,
-    desired_replicas,
-)
+from headrace_cluster.core.reconciler import BACKOFF_LIMIT_SECONDS, Reconciler, desired_replicas
+from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.role import Role

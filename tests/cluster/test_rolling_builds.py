@@ -95,7 +95,7 @@ def test_an_old_build_has_the_requested_seconds(driver: FakeDriver, secret: byte
             driver.replicas[OLD].running = 1
             supervisor.drains.roll("smollm2-0", 0.0)
             await eventually(lambda: NEW in driver.replicas)
-            assert supervisor.drains.pending == {OLD: 0.0}
+            assert supervisor.drains._pending == {OLD: 0.0}
             driver.replicas[NEW].routers = 1
             await eventually(lambda: driver.replicas.get(OLD) is None or driver.replicas[OLD].draining)
             await eventually(lambda: ("stop", OLD) in driver.calls, 1)
@@ -112,7 +112,7 @@ def test_a_next_build_that_fails_changes_nothing(driver: FakeDriver, secret: byt
             assert (_entry(supervisor)["generation"], _entry(supervisor)["state"]) == (1, "ready")
             assert all(lists) and not driver.replicas[OLD].draining and NEW not in driver.replicas
             assert not supervisor.reconciler.fatal
-            await eventually(lambda: supervisor.drains.pending == {}, 1)
+            await eventually(lambda: supervisor.drains._pending == {}, 1)
 
     asyncio.run(scenario())
 

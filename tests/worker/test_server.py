@@ -250,7 +250,7 @@ def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
                         known.clear()
                     known |= set(event.stored)
                     known -= set(event.removed)
-                if work.done() and known == {content.digest for content in served.bench.kv.pool.contents()}:
+                if work.done() and known == served.bench.indexed_digests:
                     return known
         raise AssertionError("the stream ended")
 

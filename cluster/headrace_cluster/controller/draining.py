@@ -89,11 +89,6 @@ class Drains:
             await asyncio.sleep(POLL_SECONDS)
         del self._deadlines[name]
 
-    @property
-    def pending(self) -> dict[ReplicaName, float]:
-        """Seconds of drains that begin once the next build has taken over."""
-        return dict(self._pending)
-
     def discard_failed(self) -> None:
         """Discards the seconds of builds that are no longer replaced: their next build failed."""
         self._pending = {name: seconds for name, seconds in self._pending.items() if self._is_rolled(name)}

@@ -19,8 +19,6 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
 
-__all__ = ["Action", "DesiredReplica", "Launch", "Reconciler", "Record", "State", "Stop", "desired_replicas"]
-
 FAILURE_WINDOW_SECONDS = 300.0
 CRASH_LOOP_FAILURES = 3
 BACKOFF_LIMIT_SECONDS = 60.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome
-from headrace_cluster.core.reconciler import DesiredReplica
+from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role

@@ -73,7 +73,6 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             kv_bytes=1 << 20,
             block_size=16,
             weight_bytes=1 << 20,
-            load_seconds=0.0,
             notes=[f"threads asked for: {self.config.cpu_threads}"],
         )
 

@@ -33,6 +33,11 @@ class Bench:
     clock: Clock
     random: Random = field(default_factory=lambda: Random(0))
 
+    @property
+    def indexed_digests(self) -> set[bytes]:
+        """Of the contents that requests can find."""
+        return set(self.kv.pool._by_digest)
+
     def request(
         self,
         prompt: list[int],

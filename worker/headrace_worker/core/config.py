@@ -165,6 +165,5 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     kv_bytes: int
     block_size: int
     weight_bytes: int
-    load_seconds: float
     defaults: dict[str, int | float] = {}  # of requests, the model's own included
     notes: list[str]  # sentences to show once: which kernels, what was chosen and why

@@ -10,7 +10,6 @@ A chunk that is sent while its step still runs is sent layer by layer, each as s
 import threading
 from collections.abc import Callable, Sequence
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -19,8 +18,6 @@ from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Orde
 from headrace_worker.core.transfer.shards import KvShards
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
-
-log = structlog.get_logger(__name__)
 
 
 class WrittenLayers:

@@ -1,6 +1,5 @@
 """Load a model: find its files, build it, fill it with weights, apply changes from outside, collect its facts."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +40,6 @@ class LoadedModel:
     threads: int
     weight_bytes: int
     read_bytes: int  # of the checkpoint's files
-    load_seconds: float  # from the start of `load`; imports not counted
     notes: list[str]
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
@@ -65,7 +63,6 @@ def load(
     `plan`: the changes from outside to apply (default: all that fit). Does not communicate with other ranks. Raises
     ModelSourceError, ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
     """
-    started = time.monotonic()
     report("finding the model", 0.0)
     if (config.tp, config.pp) != (parallel.tp.size, parallel.pp_size):
         raise ModelUnsupportedError(
@@ -113,7 +110,6 @@ def load(
         threads=threads,
         weight_bytes=weight_bytes,
         read_bytes=weights.read_bytes,
-        load_seconds=time.monotonic() - started,
         notes=notes,
         deterministic=config.deterministic,
     )

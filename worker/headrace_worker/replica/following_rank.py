@@ -1,7 +1,5 @@
 """A rank that runs the commands of rank 0."""
 
-import time
-
 from headrace_worker.assembly.assemble import assemble_part
 from headrace_worker.assembly.stepping import choose_recorder
 from headrace_worker.assembly.transfer_reports import to_rank_0
@@ -31,7 +29,6 @@ class FollowingRank:
         recorder: GraphRecorder | None = None,
     ) -> None:
         """Blocks until all ranks are warm. Raises a HeadraceError with a sentence when this one cannot start."""
-        started = time.monotonic()
         part = assemble_part(config, to_rank_0(team.detector), report, team=team)
         model, runner = part.model, part.runner
         stage = StageRunner(model, runner, team) if profiler is None else ProfiledStage(model, runner, team, profiler)
@@ -52,7 +49,6 @@ class FollowingRank:
             max_model_len=part.max_model_len,
             max_num_seqs=part.max_num_seqs,
             max_num_batched_tokens=0,
-            load_seconds=time.monotonic() - started,
             team_notes=team.notes,
         )
 

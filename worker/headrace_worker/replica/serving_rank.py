@@ -1,7 +1,5 @@
 """Rank 0: the engine, the loop that drives it, and the gRPC server."""
 
-import time
-
 from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
@@ -34,7 +32,6 @@ class ServingRank:
         recorder: GraphRecorder | None = None,
     ) -> None:
         """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
-        started = time.monotonic()
         assembly = assemble(config, report, team=team, profiler=profiler, recorder=recorder)
         freeze_loaded()
         if team is not None:
@@ -77,7 +74,6 @@ class ServingRank:
             max_model_len=assembly.max_model_len,
             max_num_seqs=assembly.limits.max_num_seqs,
             max_num_batched_tokens=assembly.limits.max_num_batched_tokens,
-            load_seconds=time.monotonic() - started,
             team_notes=team.notes if team is not None else (),
             notes=assembly.notes,
         )

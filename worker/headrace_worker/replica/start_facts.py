@@ -20,7 +20,6 @@ def start_facts(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    load_seconds: float,
     team_notes: Sequence[str],
     notes: Sequence[str] = (),
 ) -> ReplicaStarted:
@@ -43,7 +42,6 @@ def start_facts(
         kv_bytes=size.num_bytes,
         block_size=model.layout.block_size,
         weight_bytes=model.weight_bytes,
-        load_seconds=load_seconds,
         defaults=model.facts.defaults,
         notes=[*describe(), *model.notes, *team_notes, size.note, *notes],
     )

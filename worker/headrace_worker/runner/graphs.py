@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -22,8 +21,6 @@ from headrace_worker.core.plan import Work
 from headrace_worker.device.staging import pack, unpack
 from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
-
-log = structlog.get_logger(__name__)
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 

@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, and the index of cached contents."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NULL_BLOCK = 0
@@ -139,13 +139,6 @@ class BlockPool:
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
-
-    def contents(self) -> Iterator[Content]:
-        """Every indexed content."""
-        for block in self._by_digest.values():
-            content = self._contents[block]
-            if content is not None:
-                yield content
 
     def take_changes(self) -> list[CacheChange]:
         """Changes since the last call, in order."""
