@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from headrace_cluster.core.health_judge import NOBODY_FACTOR
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Action, Launch, State, Stop
@@ -102,10 +103,14 @@ def test_many_are_replaced_when_routers_agree_and_only_a_few_in_a_minute() -> No
     assert len(waiting) == 60 - len(stops) and all(cause.count("so it waits") == 1 for cause in waiting)
 
 
-def test_routers_that_hear_nothing_at_all_are_no_witnesses() -> None:
-    """They may be on the machine of the controller, which is cut off."""
+def test_routers_that_hear_nothing_at_all_are_weak_witnesses() -> None:
+    """They may be on the machine of the controller, which is cut off; or every replica hangs, and nothing is served."""
     bench = Bench(10)
-    assert bench.run(10 * MINUTE, routers=[dict.fromkeys(bench.names, False)]) == []
+    words = [dict.fromkeys(bench.names, False)]
+    assert bench.run(HEALTH.silence_seconds + NOBODY_FACTOR * HEALTH.replace_seconds, routers=words) == []
+    assert "neither the controller nor any router hears any" in bench.reconciler.records["smollm2-0"].cause
+    stops = [action for action in bench.run(MINUTE - 1, routers=words) if isinstance(action, Stop)]
+    assert len(stops) == HEALTH.stops_per_minute
 
 
 def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:

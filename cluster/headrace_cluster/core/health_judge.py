@@ -7,6 +7,7 @@ from headrace_cluster.core.witnesses import Silence, Witnesses, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 
 BUDGET_SECONDS = 60.0  # in which health.stops_per_minute counts
+NOBODY_FACTOR = 4  # longer until a replica is replaced while no router hears any: they may be cut off, too
 _WAITS = "; other replicas were replaced in the last minute, so it waits"
 
 
@@ -36,13 +37,14 @@ class HealthJudge:
             # Without the seconds so far: `serve` prints each sentence once.
             silent = f"{record.replica_id} has sent no health message for more than {record.silence_limit:g} s"
             record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
-        if silence is Silence.LOST:
+        if silence in (Silence.LOST, Silence.NOBODY):
             record.enter(State.UNHEALTHY, now)
         elif silence is Silence.HEARD:
             record.enter(State.READY, now)
         elif silence is Silence.UNKNOWN:
             record.since = now  # its time as unhealthy begins when that is certain
-        if record.state is not State.UNHEALTHY or now - record.since <= self._health.replace_seconds:
+        limit = self._health.replace_seconds * (NOBODY_FACTOR if silence is Silence.NOBODY else 1)
+        if record.state is not State.UNHEALTHY or now - record.since <= limit:
             return ""
         self._replaced = [when for when in self._replaced if now - when < BUDGET_SECONDS]
         if len(self._replaced) >= self._health.stops_per_minute:

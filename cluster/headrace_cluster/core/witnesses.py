@@ -14,6 +14,7 @@ class Silence(Enum):
 
     LOST = "the replica is silent"
     HEARD = "routers hear it: the path to the controller is broken"
+    NOBODY = "neither the controller nor any router hears any replica"
     UNKNOWN = "many are silent at once, and no router says that they are: the controller may be cut off"
 
 
@@ -39,7 +40,7 @@ def judge_silence(up: Sequence[Record], witnesses: Witnesses, now: float) -> dic
     """By replica id, of those in `up` that have been silent for too long.
 
     One that alone is silent has failed. When many are silent at once it is the controller that does not hear, unless
-    routers agree, and these hear any replica at all.
+    routers agree. Routers that hear no replica at all are weak witnesses: they may be cut off together with it.
     """
     silent = [record for record in up if now - record.last_health > record.silence_limit]
     words = {record.replica_id: witnesses.hears(record.name, now) for record in silent}
@@ -49,6 +50,8 @@ def judge_silence(up: Sequence[Record], witnesses: Witnesses, now: float) -> dic
     def judge(heard: bool | None) -> Silence:
         if heard:
             return Silence.HEARD
-        return Silence.LOST if not many or (heard is False and hears_any) else Silence.UNKNOWN
+        if not many or (heard is False and hears_any):
+            return Silence.LOST
+        return Silence.UNKNOWN if heard is None else Silence.NOBODY
 
     return {replica_id: judge(heard) for replica_id, heard in words.items()}

@@ -38,6 +38,7 @@ from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
 NOTE_SECONDS = 2.0  # without a place, until the reason is shown
 PLACE_POLL_SECONDS = 0.1
+LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
 _CALLS = 8  # of a rank at a time: start, wait, and short ones
 
 
@@ -85,7 +86,7 @@ class RayDriver:
                     await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
                     raise PlacementError(f"{name.replica_id}: {reason}")
                 on_wait(reason)
-            await asyncio.sleep(PLACE_POLL_SECONDS)
+            await asyncio.sleep(PLACE_POLL_SECONDS if waited < NOTE_SECONDS else LATE_POLL_SECONDS)
         on_wait("")
         threads = model.cpu_threads or self._threads_per_rank(place)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
