@@ -317,13 +317,13 @@ def completion_logprobs(router: Router) -> None:
 
 
 def echo(router: Router) -> None:
-    """choices, body_bytes: a prompt of 60,000 characters in every choice."""
-    _post(router, "completions", _completion(prompt="word " * 12_000, echo=True, n=LIMITS.choices, max_tokens=1))
+    """choices, body_bytes: a prompt of 10,000 characters in every choice."""
+    _post(router, "completions", _completion(prompt="word " * 2_000, echo=True, n=LIMITS.choices, max_tokens=1))
 
 
 def streamed_echo(router: Router) -> None:
     """choices, body_bytes: the same, streamed to a slow reader."""
-    body = _completion(prompt="word " * 12_000, echo=True, n=LIMITS.choices, max_tokens=1, stream=True)
+    body = _completion(prompt="word " * 2_000, echo=True, n=LIMITS.choices, max_tokens=1, stream=True)
     _post(router, "completions", body, 0.05)
 
 

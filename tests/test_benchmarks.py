@@ -1,6 +1,7 @@
 """Benchmarks that need a dedicated machine must still start: each runs here with a tiny input."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,3 +71,17 @@ def test_the_loop_detector() -> None:
     assert loops([1, 2, 3] * 4) and loops([9, 8, *[1, 2, 3] * 4, 7]) and loops([5] * 8)
     assert not loops([1, 2, 3] * 3) and not loops([1, 2, 3, *[4, 5, 6] * 3]) and not loops([5] * 7)
     assert not loops([1, 2] * 3 + [1, 3] * 3) and not loops(list(range(100))) and not loops([])
+
+
+def test_the_limits_benchmark_runs_and_memory_is_bounded() -> None:
+    """RELIABILITY R18: at most 16 MiB, and 4 times the accepted bytes."""
+    bounds = {"trailers": 16, "grpc empty messages": 32, "text of commas": 32, "small objects": 20}
+    command = [sys.executable, str(FOLDER / "limits.py"), "--rounds", "1", "--cases", ",".join(bounds)]
+    environ = {**os.environ, "PYTHONPATH": str(FOLDER.parent / "tests")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    found = {line[: line.index("{")].strip(): json.loads(line[line.index("{") :]) for line in lines}
+    assert found.keys() == bounds.keys()
+    for name, row in found.items():
+        assert row["MiB"] <= bounds[name] and row["lag"] > 0 and row["cpu"] > 0, (name, row)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from headrace_proto.inference_pb2 import (
     GenerateRequest,
     TokenIds,
 )
+from headrace_router.access.auth import Tenant
 from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.grpc.request_reader import OPEN_STREAMS
 from headrace_router.api.grpc.wire_size import WireError, check_values
@@ -30,6 +32,9 @@ from headrace_router.api.http import strict_json
 from headrace_router.api.work_slices import BLOCK_BYTES, WorkSlices
 from headrace_router.core.errors import OverloadedError
 from headrace_router.core.limits import Limits
+from headrace_router.dispatch import running_request
+from headrace_router.validation.bodies import CompletionBody
+from headrace_router.validation.body_errors import parse_body
 
 GENERATE = "/headrace.v1.Inference/Generate"
 EMPTY_MESSAGES = GenerateRequest(model="tiny", chat=ChatMessages()).SerializeToString()
@@ -363,3 +368,30 @@ def test_an_echo_is_made_choice_by_choice(shared: Any, monkeypatch: pytest.Monke
     with shared.client() as client:
         text = client.post("/v1/completions", json=body).text
     assert text.count('"text":"word') == 128 and max(sizes) < 1000
+
+
+def test_choices_begin_in_slices_and_a_cancel_reaches_them(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_request, "SLICE_SECONDS", 0)
+    began: list[int] = []
+    cancelled: list[int] = []
+
+    async def main() -> None:
+        services = shared.router.services
+        body = parse_body(CompletionBody, {"model": "tiny", "prompt": "x", "n": 16}, Limits())
+        request = await services.preparer.prepare(body, Tenant("name", b""), "label")
+        running = running_request.RunningRequest(request, services.fleet, services.metrics, services.config)
+        runs = [
+            SimpleNamespace(begin=lambda i=i: began.append(i), cancel=lambda i=i: cancelled.append(i))
+            for i in range(16)
+        ]
+        monkeypatch.setattr(running, "_runs", runs)
+        task = asyncio.create_task(running.__aenter__())
+        while len(began) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert len(began) == 5, "others run between the choices"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    shared.call(main())
+    assert began == list(range(5)) and cancelled == list(range(16))

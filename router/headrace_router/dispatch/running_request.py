@@ -22,6 +22,8 @@ from headrace_router.dispatch.request import GenerationRequest, is_first
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.text.model_card import ModelCard
 
+SLICE_SECONDS = 0.002  # of the event loop, to begin choices
+
 log = structlog.get_logger("headrace.router.generation")
 
 
@@ -72,13 +74,28 @@ class RunningRequest:
 
     async def __aenter__(self) -> "RunningRequest":
         self._running = len(self._runs)
-        for run in self._runs:
-            run.begin()
+        try:
+            await self._begin()
+        except BaseException:
+            self._cancel()
+            raise
         return self
+
+    async def _begin(self) -> None:
+        """Begins all choices: each copies the prompt, so it is done in slices."""
+        end = time.perf_counter() + SLICE_SECONDS
+        for run in self._runs:
+            if time.perf_counter() >= end:
+                await asyncio.sleep(0)
+                end = time.perf_counter() + SLICE_SECONDS
+            run.begin()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
         for run in self._runs:
             run.cancel()
 

@@ -1,6 +1,7 @@
 """A replica without an engine that implements the contract with routers."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,12 @@ TEMPLATE = (
 
 
 REPLY = "Hello wörld, this is 日本語 and 🙂 done. END of the story, with more words to come."
+
+
+@functools.lru_cache(maxsize=4)
+def _encode(tokenizer: Tokenizer, reply: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(reply, add_special_tokens=False).ids
+    return ids
 
 
 @dataclass
@@ -168,7 +175,7 @@ class FakeReplica(ReplicaServicer):
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
             return
         await asyncio.sleep(self.first_seconds + self.stagger_seconds * self.submits.index(submit))
-        token_ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False).ids, EOS]
+        token_ids = [*_encode(self.tokenizer, self.reply), EOS]
         finish = FINISH_STOP
         if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH
