@@ -187,7 +187,8 @@ def test_a_call_whose_client_does_not_read_ends(harness: Any, make_replica: Any,
     request = GenerateRequest(model="tiny", prompt="x", options=GenerateOptions(n=64))
 
     async def call() -> None:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
+        narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}", narrow) as channel:
             call = _method(channel.unary_stream, GENERATE)(request.SerializeToString())
             await call.read()
             for _ in range(100):
@@ -197,6 +198,8 @@ def test_a_call_whose_client_does_not_read_ends(harness: Any, make_replica: Any,
             pytest.fail("the call is still running")
 
     harness.call(call())
+    with harness.client() as client:
+        eventually(lambda: "headrace_requests_cancelled_total 1.0" in client.get("/metrics").text)
 
 
 # HTTP bodies
