@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from headrace_proto.errors import HeadraceError
 
 SALT_BYTES = 16
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
 
 
 class KeysFileError(HeadraceError):
@@ -168,6 +170,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def needs_local_host(host: str, auth: AuthConfig) -> bool:
+    """Whether a server that listens on `host` answers requests for names of this machine only.
+
+    Without keys, a page of any site could otherwise call it from this machine's browser, through a name of the site
+    that resolves to this machine (DNS rebinding).
+    """
+    return is_loopback(host) and not (auth.has_keys or auth.allow_no_auth)
+
+
+def is_local_authority(value: bytes) -> bool:
+    """Whether a Host header's value, with or without a port, is a loopback address or localhost."""
+    match = _AUTHORITY.fullmatch(value.decode("latin-1").lower())
+    return match is not None and is_loopback(match[1].removesuffix("."))
 
 
 def _bearer(authorization: bytes | None) -> bytes:

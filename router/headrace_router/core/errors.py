@@ -66,6 +66,10 @@ class AuthenticationError(InvalidRequestError, status=401, code="invalid_api_key
     """No API key, or an unknown one."""
 
 
+class HostError(InvalidRequestError, status=421, code="host_not_allowed"):
+    """The Host header names no address of this machine, and no key is asked for."""
+
+
 class NotFoundError(InvalidRequestError, status=404, code="not_found", grpc_code="NOT_FOUND"):
     """No such route."""
 

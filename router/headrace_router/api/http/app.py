@@ -5,6 +5,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from headrace_router.access.auth import needs_local_host
 from headrace_router.api.http.endpoints import ENDPOINTS, MONITORING
 from headrace_router.api.http.endpoints.version import headrace_version
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
@@ -25,7 +26,7 @@ def build_app(services: Services) -> ASGIApp:
     )
     for add in ENDPOINTS:
         add(app, services)
-    return _wrapped(app, services)
+    return _wrapped(app, services, local_only=needs_local_host(services.config.host, services.config.auth))
 
 
 def build_monitoring_app(services: Services) -> ASGIApp:
@@ -36,7 +37,7 @@ def build_monitoring_app(services: Services) -> ASGIApp:
     return _wrapped(app, services, metrics_need_key=not services.config.metrics_no_auth)
 
 
-def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True) -> ASGIApp:
+def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True, local_only: bool = False) -> ASGIApp:
     async def api_error(_request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
@@ -58,7 +59,9 @@ def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True)
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, routing_error)
     app.add_exception_handler(ClientDisconnect, disconnected)
-    return RequestMiddleware(app, services.auth, services.metrics, metrics_need_key=metrics_need_key)
+    return RequestMiddleware(
+        app, services.auth, services.metrics, metrics_need_key=metrics_need_key, local_only=local_only
+    )
 
 
 def _as_api_error(error: HTTPException) -> ApiError:

@@ -8,9 +8,9 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_router.access.auth import Authenticator, Tenant
+from headrace_router.access.auth import Authenticator, Tenant, is_local_authority
 from headrace_router.api.http.formats import dumps
-from headrace_router.core.errors import ApiError, AuthenticationError, InternalError
+from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 # /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
@@ -25,12 +25,20 @@ class RequestMiddleware:
     """Wraps the application. The raw path decides whether a key is needed, before it is decoded or routed (R3)."""
 
     def __init__(
-        self, app: ASGIApp, auth: Authenticator, metrics: RouterMetrics, *, metrics_need_key: bool = True
+        self,
+        app: ASGIApp,
+        auth: Authenticator,
+        metrics: RouterMetrics,
+        *,
+        metrics_need_key: bool = True,
+        local_only: bool = False,
     ) -> None:
+        """`local_only`: requests whose Host header names another machine are refused."""
         self._app = app
         self._auth = auth
         self._metrics = metrics
         self._metrics_need_key = metrics_need_key
+        self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,6 +63,7 @@ class RequestMiddleware:
         state["label"] = label.decode()
         body_is_unread = state["body_is_unread"]  # from the connection (`protocol.py`)
         try:
+            self._check_host(headers.get(b"host"))
             state["tenant"] = self._tenant(scope, headers)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
@@ -64,6 +73,13 @@ class RequestMiddleware:
             log.exception("request failed", request=state["label"])
             if not started:
                 await send_error(_internal(), send_with_id, self._metrics)
+
+    def _check_host(self, host: bytes | None) -> None:
+        if self._local_only and host is not None and not is_local_authority(host):
+            raise HostError(
+                "This server has no API keys and answers requests for localhost only: use http://127.0.0.1, or start "
+                "it with --api-keys-file, or with --allow-no-auth if the network itself restricts access."
+            )
 
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> Tenant | None:
         """The tenant of the call; None for public paths and metrics. Raises AuthenticationError."""
