@@ -156,9 +156,10 @@ class Scenario:
         *,
         preferred: object = None,
         alone: bool = False,
+        urgent: bool = False,
     ) -> FakeReplica | None:
         self.alone.append(alone)
-        if self.refuses:
+        if self.refuses and not urgent:
             self.refuses -= 1
             raise MustWaitError
         if isinstance(preferred, FakeReplica) and preferred.connected:
@@ -430,6 +431,18 @@ def test_a_stream_waits_while_its_replicas_continue_others() -> None:
     assert not scenario["b"].submits
     scenario.clock.run(1.0)
     assert scenario["b"].submits
+
+
+def test_a_stream_is_urgent_before_its_patience_ends() -> None:
+    """Replicas that continue others for long must not end it."""
+    scenario = Scenario("a", "b")
+    scenario["a"].answer(0, 2)
+    scenario.refuses = 1000
+    scenario["a"].begun[-1].end(Outcome.LOST)
+    scenario.clock.run(2.4)
+    assert not scenario["b"].submits
+    scenario.clock.run(2.4)
+    assert scenario["b"].submits and not scenario.results
 
 
 class Siblings:

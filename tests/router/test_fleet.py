@@ -195,6 +195,7 @@ def test_few_streams_at_a_time_continue_on_one_replica() -> None:
     with pytest.raises(MustWaitError):
         cluster.place(3)
     assert cluster.place(0), "new requests are not affected"
+    assert cluster.place(3, urgent=True)
     state = cluster.links[1].state
     state.arriving.pop()  # it has tokens
     assert cluster.place(3) == "r1"

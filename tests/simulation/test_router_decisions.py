@@ -103,6 +103,7 @@ def test_moves_after_a_loss_are_paced_and_goodput_recovers(seed: int) -> None:
     moved = [request for request in load.requests if len(request.placements) > 1 and request.tokens]
     present = [request for request in moved if request.placements[0][1] == "r3"]
     assert present and all(request.placements[0][0] < lost_at for request in present)
+    assert {request.outcome for request in present} == {"FINISH_LENGTH"}, "the wait for a turn ends none"
     late = [at for request in present for at, _ in request.placements[1:] if at > lost_at + 10.0]
     assert not late, "no second wave"
     assert most[0] <= 4, "streams that a replica continues at a time"

@@ -157,7 +157,12 @@ class ChoiceRun(Generic[C]):
             if begun and retry.round_over:
                 raise MustWaitError
             replica = self._placement.place(
-                self._request, self._output_tokens, retry.excluded, preferred=preferred, alone=retry.alone
+                self._request,
+                self._output_tokens,
+                retry.excluded,
+                preferred=preferred,
+                alone=retry.alone,
+                urgent=retry.urgent(self._timers.now()),
             )
             if replica is None:
                 self._wait(retry.not_placed(begun, self._timers.now()))

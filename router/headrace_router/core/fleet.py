@@ -193,6 +193,7 @@ class Fleet(Generic[C]):
         *,
         preferred: object = None,
         alone: bool = False,
+        urgent: bool = False,
     ) -> ReplicaState[C] | None:
         """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError."""
         serving = self._serving(request.model, request.revision)
@@ -202,7 +203,7 @@ class Fleet(Generic[C]):
         if alone:
             return self._place_alone(candidates, request, output_tokens)
         free = [replica for replica in candidates if not replica.isolated]
-        if output_tokens:
+        if output_tokens and not urgent:
             free = [replica for replica in free if len(replica.arriving) < ARRIVALS]
         if not free:
             raise MustWaitError

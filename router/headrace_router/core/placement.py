@@ -27,10 +27,12 @@ class Placement(Protocol[C]):
         *,
         preferred: object = None,
         alone: bool = False,
+        urgent: bool = False,
     ) -> ReplicaState[C] | None:
         """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError.
 
-        preferred: the replica to choose if it is ready and has room. alone: only one that runs nothing.
+        preferred: the replica to choose if it is ready and has room. alone: only one that runs nothing. urgent: a
+        stream does not wait while replicas continue others.
         """
 
     def prefill_source(

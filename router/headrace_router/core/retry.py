@@ -58,6 +58,10 @@ class RetryState(Generic[Replica]):
         """Whether enough replicas have refused a stream: it pauses before the next one is tried."""
         return self._refused_in_round >= self.max_attempts
 
+    def urgent(self, now: float) -> bool:
+        """Whether half of the patience is over."""
+        return self._waiting_since is not None and now - self._waiting_since >= self.patience / 2
+
     def progressed(self) -> None:
         """The running attempt has produced tokens."""
         self._end_wait()

@@ -228,12 +228,15 @@ class SimPlacement:
         *,
         preferred: object = None,
         alone: bool = False,
+        urgent: bool = False,
     ) -> State | None:
         if self.pinned and not alone:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return state
-        return self.router.fleet.place(request, output_tokens, excluded, preferred=preferred, alone=alone)
+        return self.router.fleet.place(
+            request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent
+        )
 
     def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
         """Any other replica, reachable or not; rarely the target itself."""
