@@ -1,4 +1,4 @@
-"""The cluster's secret on internal gRPC calls (RELIABILITY R2)."""
+"""The cluster's secret on internal gRPC calls (docs/reliability.md R2)."""
 
 import hmac
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Keys: who may call the API, which tenant a call belongs to, and who may read metrics (RELIABILITY R3, R11)."""
+"""Keys: who may call the API, which tenant a call belongs to, who may read metrics (docs/reliability.md R3, R11)."""
 
 import hashlib
 import hmac

@@ -4,7 +4,7 @@ from typing import Any, TypedDict, Unpack
 
 from headrace_proto.errors import HeadraceError
 
-MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes (RELIABILITY R15)
+MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes (docs/reliability.md R15)
 
 
 class ErrorRow(TypedDict, total=False):

@@ -173,7 +173,7 @@ class ReplicaState(Generic[C]):
     # Attempts
 
     def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
-        """Starts an attempt under a new id (RELIABILITY R12). The submit is sent with the next frame."""
+        """Starts an attempt under a new id (docs/reliability.md R12). The submit is sent with the next frame."""
 
         def ended(attempt: Attempt) -> None:
             self.attempts.pop(attempt.id, None)

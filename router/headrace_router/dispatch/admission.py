@@ -1,4 +1,4 @@
-"""Bounds the requests that run and that wait, and refuses the others (RELIABILITY I5, I7)."""
+"""Bounds the requests that run and that wait, and refuses the others (docs/reliability.md I5, I7)."""
 
 import asyncio
 from collections import Counter, deque

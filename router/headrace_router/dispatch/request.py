@@ -1,4 +1,4 @@
-"""A validated request, the same for HTTP and gRPC (RELIABILITY R5)."""
+"""A validated request, the same for HTTP and gRPC (docs/reliability.md R5)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""This router's own metrics, under the field's usual names (DESIGN section 7): one statement each."""
+"""This router's own metrics, under the usual names of the field: one statement each."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 

@@ -61,7 +61,7 @@ class ReplicaLink:
         self.state: ReplicaState[ModelCard] = ReplicaState(
             member,
             clock=time.monotonic,
-            new_id=lambda: secrets.token_bytes(16),  # attempt ids are random (RELIABILITY R12)
+            new_id=lambda: secrets.token_bytes(16),  # attempt ids are random (docs/reliability.md R12)
             on_send=self._wake.set,
         )
         self.task = asyncio.create_task(self._run(), name=f"replica {member.address}")

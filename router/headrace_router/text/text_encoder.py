@@ -1,4 +1,4 @@
-"""Text to token ids: exactly as transformers does, except that users cannot write control tokens (RELIABILITY R8)."""
+"""Text to token ids as transformers does, except that users cannot write control tokens (docs/reliability.md R8)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Threads for rendering and tokenizing: bounded in number, queue and time (RELIABILITY R7)."""
+"""Threads for rendering and tokenizing: bounded in number, queue and time (docs/reliability.md R7)."""
 
 import asyncio
 from collections.abc import Callable

@@ -140,7 +140,7 @@ class Scheduler:
         return outputs
 
     def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
-        """A step raised. A single request in it is the cause; several are each retried alone (RELIABILITY R9).
+        """A step raised. A single request in it is the cause; several are each retried alone (docs/reliability.md R9).
 
         Steps launched after it used its KV and tokens: their results for its requests are discarded.
         """
