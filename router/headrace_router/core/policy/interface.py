@@ -40,4 +40,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], request: ChoiceRequest, output_tokens: int) -> int:
-        """The index of the best of at least one candidate. output_tokens: of earlier attempts, to be computed again."""
+        """The index of the best of at least one candidate. output_tokens: of earlier attempts, to be computed again.
+
+        Equal candidates should take turns: otherwise the first one gets all requests while the others are idle.
+        """
