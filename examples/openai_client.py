@@ -7,7 +7,7 @@ from openai import OpenAI
 
 question = " ".join(sys.argv[1:]) or "What is the capital of France?"
 url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-client = OpenAI(base_url=url, api_key="none")  # with keys: one of --api-keys-file
+client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))  # a server without keys takes any
 stream = client.chat.completions.create(
     model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": question}],

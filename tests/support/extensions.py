@@ -22,8 +22,8 @@ class Extension:
 
     @property
     def places(self) -> set[str]:
-        """The files that it changes, tests aside; those of the contract are one."""
-        files = re.findall(r"^diff --git a/(\S+)", self.diff, re.MULTILINE)
+        """The files that it changes, apart from tests and generated ones; those of the contract are one."""
+        files = set(re.findall(r"^diff --git a/(\S+)", self.diff, re.MULTILINE)).difference(GENERATED)
         return {"proto" if path.startswith("proto/") else path for path in files if not path.startswith("tests/")}
 
 
