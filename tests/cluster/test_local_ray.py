@@ -1,4 +1,4 @@
-"""Joining a Ray: what can be said before Ray is asked."""
+"""Starting and joining a Ray: the errors, without a Ray."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace_cluster.errors import RayStartError
-from headrace_cluster.ray.local_ray import await_gcs
+from headrace_cluster.ray.local_ray import await_gcs, start_error
 
 
 def test_an_address_at_which_nothing_listens() -> None:
@@ -42,3 +42,19 @@ def test_a_ray_that_starts_meanwhile() -> None:
         thread.join()
         for server in servers:
             server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            Exception("The current node timed out during startup. This could happen"),
+            "overloaded: run it again, or see ray/",
+        ),
+        (TimeoutError("30 seconds passed."), "overloaded: run it again, or see ray/"),
+        (ValueError("no space left on the device\nat /tmp"), "no space left on the device; see ray/"),
+    ],
+)
+def test_a_failed_start_of_ray_ends_with_what_to_do(error: Exception, remedy: str) -> None:
+    sentence = str(start_error(error))
+    assert sentence.startswith("Ray did not start: ") and sentence.endswith(f"{remedy} in the log folder")

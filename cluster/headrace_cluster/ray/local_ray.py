@@ -78,8 +78,15 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
             _temp_dir=str(temp_dir),
         )
     except Exception as error:  # Ray passes on any exception of its parts
-        raise RayStartError(f"Ray did not start: {_first_line(error)}") from error
+        raise start_error(error) from error
     return _link(context, owned=True)
+
+
+def start_error(error: Exception) -> RayStartError:
+    """The error of our own Ray's start; `serve` names the log folder with it."""
+    timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+    overloaded = "the machine may be overloaded: run it again, or " if timed_out else ""
+    return RayStartError(f"Ray did not start: {_first_line(error)}; {overloaded}see ray/ in the log folder")
 
 
 def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
