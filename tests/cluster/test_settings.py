@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec import settings
-from headrace_cluster.spec.flag import Setting
+from headrace_cluster.spec.flag import Setting, settings_of
 from headrace_cluster.spec.settings import OTHER_VARIABLES, SETTINGS, build_spec, from_environment, unknown_variables
+from headrace_proto.flag import flag
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
@@ -184,3 +186,17 @@ def test_an_invalid_yaml_file_is_reported_with_line_and_reason(tmp_path: Path) -
         str(raised.value)
         == f"the config file {path} is not YAML: line 2, column 7: mapping values are not allowed here"
     )
+
+
+def test_help_shows_each_default_that_is_a_value_zero_included() -> None:
+    class Numbers(BaseModel):
+        nice: int = Field(default=0, json_schema_extra=flag("--nice", help="of the ranks"))
+        verbose: bool = Field(default=False, json_schema_extra=flag("--verbose", help="more lines"))
+        folder: str = Field(default="", json_schema_extra=flag("--folder", help="of profiles"))
+
+    assert [setting.help for setting in settings_of(Numbers)] == [
+        "of the ranks [default: 0]",
+        "more lines",
+        "of profiles",
+    ]
+    assert next(setting for setting in SETTINGS if setting.flag == "--control-port").help.endswith("[default: 0]")

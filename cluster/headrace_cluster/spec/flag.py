@@ -64,7 +64,8 @@ def _setting(field: FieldInfo, extra: dict[str, str], path: tuple[str, ...]) -> 
     pool = path[-2] if len(path) > 1 else ""
     text = (extra.get("help") or field.description or "").replace(POOL, pool)
     default = "on" if field.default is True and values else field.default
-    has_default = default not in (None, False, "") and isinstance(default, int | float | str)
+    # 0 is a default like any other; False and "" are those of flags that are not given.
+    has_default = isinstance(default, int | float | str) and default is not False and default != ""
     if has_default and POOL not in extra["flag"]:
         text += f" [default: {default}]"
     return Setting(
