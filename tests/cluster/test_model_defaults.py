@@ -54,9 +54,9 @@ def test_the_flag_has_precedence_over_the_variable_and_the_file(tmp_path: Path) 
     ("defaults", "words"),
     [
         ({"max_token": 5}, "unknown key 'models[0].defaults.max_token'"),
-        ({"max_tokens": 0}, "models[0].defaults.max_tokens: input should be greater than or equal to 1, not 0"),
+        ({"max_tokens": 0}, "models[0].defaults.max_tokens: it must be at least 1, not 0"),
         ({"max_tokens": 2.5}, "models[0].defaults.max_tokens"),
-        ({"temperature": 2.5}, "models[0].defaults.temperature: input should be less than or equal to 2, not 2.5"),
+        ({"temperature": 2.5}, "models[0].defaults.temperature: it must be at most 2, not 2.5"),
         ({"temperature": float("nan")}, "models[0].defaults.temperature"),
         ({"top_p": 0}, "models[0].defaults.top_p"),
         ({"top_k": -2}, "models[0].defaults.top_k"),

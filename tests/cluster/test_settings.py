@@ -164,10 +164,11 @@ def test_the_file_may_be_set_by_the_environment(tmp_path: Path) -> None:
     ("flags", "environ", "sentence"),
     [
         ({"kv_cache_memory": "5XB"}, {}, "--kv-cache-memory: write an amount of memory like 2GiB, 512MiB or "),
-        ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: input should be greater than or equal to 1, not 0"),
-        ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: input should be"),
-        ({"port": 70000}, {}, "--port: input should be"),
-        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: input should be"),
+        ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: it must be at least 1, not 0"),
+        ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: it must be at least 1"),
+        ({"port": 70000}, {}, "--port: it must be at most 65535"),
+        ({}, {"HEADRACE_TP": "x"}, "HEADRACE_TP: it must be a whole number, not 'x'"),
+        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: it must be above 0"),
     ],
 )
 def test_an_error_has_the_flag_or_variable_that_was_used(flags: Any, environ: dict[str, str], sentence: str) -> None:

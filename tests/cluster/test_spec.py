@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import format_bytes
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import ModelSpec, default_name
+from headrace_cluster.spec.plain_words import EXAMPLES
 from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import parse_bytes
 from headrace_proto.role import Role
@@ -99,6 +101,42 @@ def test_a_wrong_spec_is_rejected_with_its_field(data: dict[str, object], words:
         parse_spec(data)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (
+            {"models": [{"prefill": {}, "decode": 2}]},
+            "models[0].decode: it must hold keys and values, not 2; write it like decode: {replicas: 2}",
+        ),
+        ({"models": []}, "models: it must have an entry; write it like models: [{source: smollm2}]"),
+        ({"models": "x"}, "models: it must be a list, not 'x'; write it like models: [{source: smollm2}]"),
+        ({"auth": {"keys": "x"}}, "auth.keys: it must be a list; write it like keys: [a-long-secret]"),
+        ({"routers": 3}, "routers: it must hold keys and values, not 3; write it like routers: {port: 8000}"),
+        ({"models": [3]}, "models[0]: it must hold keys and values, not 3"),
+        ({"models": [{"tp": 1.5}]}, "models[0].tp: it must be a whole number, not 1.5"),
+        ({"models": [{"ep": "maybe"}]}, "models[0].ep: it must be true or false, not 'maybe'"),
+        ({"limits": {"body_seconds": 0}}, "limits.body_seconds: it must be above 0, not 0"),
+        ({"models": [{"source": ""}]}, "models[0].source: it must not be empty, not ''"),
+        ({"cluster": "A b"}, "cluster: its length or one of its characters is not allowed, not 'A b'"),
+    ],
+)
+def test_a_wrong_value_is_described_in_plain_words(data: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(data)
+    assert str(raised.value) == sentence
+
+
+def test_every_example_is_a_part_of_a_spec() -> None:
+    inner = {"prefill": "models", "decode": "models", "defaults": "models", "aliases": "models", "keys": "auth"}
+    examples = {key: yaml.safe_load(text) for key, text in EXAMPLES.items()}
+    for key, outer in inner.items():
+        other = {"decode": "prefill", "prefill": "decode"}.get(key)
+        value = {key: examples.pop(key)} | ({other: {}} if other else {})
+        parse_spec({outer: [value] if outer == "models" else value})
+    parse_spec(examples)
+    assert examples.keys() == ClusterSpec.model_fields.keys() - {"cluster"}
 
 
 def test_a_wrong_key_is_not_repeated_in_the_message() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from headrace_cluster.program import program_name
+from headrace_cluster.spec.plain_words import plain
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # not exported; typer raises it for any wrong usage
 
@@ -44,8 +45,7 @@ def usage_sentence(error: Any) -> str:
         return f"{sentence} ({help_line} explains it)"
     if kind == "BadParameter":
         prefix = "" if error.param is None else f"{'/'.join(error.param.opts)}: "
-        message = str(error.message).replace("Input should be", "it must be", 1)
-        return prefix + message.partition(", unable to parse")[0]
+        return prefix + plain(str(error.message))
     commands = getattr(error.ctx.command, "commands", None)
     if commands is not None and error.message.startswith("No such command"):
         name = error.message.split("'")[1]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.plain_words import EXAMPLES, plain
 from headrace_cluster.spec.process_specs import AdminSpec, ControlSpec, HealthSpec, LogsSpec, RaySpec, RoutersSpec
 from headrace_cluster.spec.section import Section
 from headrace_proto.flag import flag
@@ -97,8 +98,7 @@ def _sentence(entry: Any, origins: Mapping[tuple[str | int, ...], str]) -> str:
         close = get_close_matches(str(loc[-1]), _keys_beside(loc), n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         return f"unknown key '{_place(loc)}' ({meant}see `{program_name()} config schema`)"
-    message = str(entry["msg"]).removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+    message = plain(str(entry["msg"]))
     if not loc:
         return message
     length = next((length for length in range(len(loc), 0, -1) if loc[:length] in origins), 0)
@@ -106,7 +106,9 @@ def _sentence(entry: Any, origins: Mapping[tuple[str | int, ...], str]) -> str:
     parts += [_place(loc[length:])] if length < len(loc) else []
     # Keys and secrets must not appear in an error message.
     shown = "" if "auth" in loc or isinstance(entry["input"], dict | list) else f", not {entry['input']!r}"
-    return f"{': '.join(parts)}: {message}{shown}"
+    is_written = not length and not isinstance(loc[-1], int) and entry["type"] != "value_error"
+    example = f"; write it like {loc[-1]}: {EXAMPLES[loc[-1]]}" if is_written and loc[-1] in EXAMPLES else ""
+    return f"{': '.join(parts)}: {message}{shown}{example}"
 
 
 def _place(loc: Sequence[str | int]) -> str:
