@@ -54,7 +54,9 @@ class RouterSettings(BaseModel):
             "--unknown-fields", help="fields of requests that no table has; ignored ones are listed in a header"
         ),
     )
-    keep_alive_seconds: float = Field(default=15, gt=0, description="a stream is idle before a comment is sent")
+    keep_alive_seconds: float = Field(
+        default=15, gt=0, description="seconds without a token after which a comment is sent on a stream"
+    )
     shutdown_seconds: float = Field(
         default=5,
         ge=0,

@@ -86,7 +86,7 @@ def test_the_banner_shows_defaults_once_per_model() -> None:
     defaults: dict[str, int | float] = {"max_tokens": 2147483647, "temperature": 0.0, "top_p": 0.9}
     some, a, b = (_started(model, defaults) for model in ("tiny", "x/m", "y/m"))
     none = _started("c", {})
-    words = "max_tokens 2147483647, temperature 0, top_p 0.9  (a request's own values win)"
+    words = "max_tokens 2147483647, temperature 0, top_p 0.9  (a request's own values override them)"
     assert defaults_rows({"tiny-0": some, "tiny-1": some}) == [("defaults", words)]
     rows = [("defaults", f"x/m: {words}"), ("", f"y/m: {words}")]
     assert defaults_rows({"m-0": a, "m-1": b, "c-0": none}) == rows

@@ -21,7 +21,9 @@ def test_the_banner_lists_every_address(server: Serve) -> None:
         r"Ray +http://\S+ +\(token: cat \S+\)",
     ):
         assert re.search(pattern, stderr_text), pattern
-    assert re.search(r"defaults +max_tokens 512, temperature 0, .*\(a request's own values win\)", stderr_text)
+    assert re.search(
+        r"defaults +max_tokens 512, temperature 0, .*\(a request's own values override them\)", stderr_text
+    )
     assert re.search(r"smollm2-0 +cpu, float32, \d+ threads?, KV cache [\d,]+ tokens, context 2,048\n", stderr_text)
     assert stderr_text.count("smollm2-0 ") == 1, "internals are shown with --verbose"
     logs = re.search(r"logs +(\S+)  \(\./headrace logs\)", stderr_text)

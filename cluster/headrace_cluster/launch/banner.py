@@ -106,7 +106,7 @@ def defaults_rows(started: dict[str, ReplicaStarted]) -> list[tuple[str, str]]:
         if defaults:
             text = ", ".join(f"{name} {value:.12g}" for name, value in defaults.items())
             owner = f"{model}: " if len(models) > 1 else ""
-            rows.append(("defaults" if not rows else "", f"{owner}{text}  (a request's own values win)"))
+            rows.append(("defaults" if not rows else "", f"{owner}{text}  (a request's own values override them)"))
     return rows
 
 

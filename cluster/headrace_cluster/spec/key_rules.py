@@ -26,7 +26,7 @@ class KeyRules:
             metrics = "no key" if is_loopback(spec.metrics_host) else "no key: open to all who can reach it"
         return cls(
             api=api,
-            docs="asks for an API key" if api else "",
+            docs="has a field for an API key" if api else "",
             health="no key" if api else "",
             metrics=metrics,
         )

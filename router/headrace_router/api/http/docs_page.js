@@ -50,7 +50,7 @@ const render = api => {
     make("h2", "Models", page);
     const grid = make("table", "", page);
     const head = make("tr", "", grid);
-    ["model", "context", "defaults, where a request's own values win"].forEach(title => make("th", title, head));
+    ["model", "context", "defaults, which a request's own values override"].forEach(title => make("th", title, head));
     for (const model of api["x-models"]) {
       const row = make("tr", "", grid);
       make("code", model.id, make("td", "", row));
