@@ -184,12 +184,12 @@ def _generate(router: Router, request: GenerateRequest | bytes) -> None:
 
 def _head(*lines: bytes) -> bytes:
     return b"\r\n".join(
-        (b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *lines, b"", b"")
+        (b"POST /v1/completions HTTP/1.1", b"host: localhost", b"content-type: application/json", *lines, b"", b"")
     )
 
 
 CHUNKED = _head(b"transfer-encoding: chunked")
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def idle(router: Router) -> None:

@@ -28,7 +28,7 @@ NEVER = {
 PURE = {"worker": "core", "router": "core", "cluster": "core"}  # a folder whose files are all pure
 PURE_MAY_IMPORT = {  # modules whose functions return the same for the same arguments, and declarations of data
     *("abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"),
-    *("math", "operator", "re", "typing", "blake3", "msgspec", "pydantic"),
+    *("math", "operator", "re", "statistics", "typing", "blake3", "msgspec", "pydantic"),
     "structlog",  # it takes events and returns nothing that a decision could depend on
 }
 PURE_ENDS = "headrace_cluster.spec."  # data; its settings are declared beside the programs that read them

@@ -78,7 +78,7 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("role", "m-0", "both"), 1, "./headrace serve"),
         (("role", "m-0"), 2, "missing argument prefill|decode|both"),
         (("drain", "m-0"), 1, "./headrace serve"),
-        (("drain", "m-0", "--seconds", "-1"), 2, "greater than or equal to 0"),
+        (("drain", "m-0", "--seconds", "-1"), 2, "it must be at least 0"),
         (("undrain", "m-0"), 1, "./headrace serve"),
         (("serve", "--prefill", "1"), 2, "without decode"),
         (("serve", "--prefill", "1", "--decode", "1", "--replicas", "2"), 2, "beside prefill and decode"),

@@ -101,7 +101,7 @@ def test_a_split_that_the_model_does_not_allow(
     ("flags", "words"),
     [
         (("--ep",), ("ep", "tp is 1")),
-        (("--tp", "0"), ("tp", "greater than or equal to 1")),
+        (("--tp", "0"), ("tp", "at least 1")),
     ],
 )
 def test_flags_of_a_split(start: Callable[..., Serve], flags: tuple[str, ...], words: tuple[str, ...]) -> None:

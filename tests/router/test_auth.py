@@ -88,7 +88,7 @@ def test_only_the_exact_raw_path_needs_no_key(keyed: Any, path: str) -> None:
     import socket
 
     with socket.create_connection(("127.0.0.1", keyed.router.http_port), 5) as sock:
-        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         assert sock.recv(100).startswith(b"HTTP/1.1 401")
 
 
@@ -141,7 +141,7 @@ def test_no_spelling_of_the_metrics_path_accepts_an_api_key(metered: Any, path: 
     import socket
 
     with socket.create_connection(("127.0.0.1", metered.router.http_port), 5) as sock:
-        head = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n\r\n"
+        head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n\r\n"
         sock.sendall(head.encode())
         status = sock.recv(12)
     assert status in (b"HTTP/1.1 401", b"HTTP/1.1 404")

@@ -162,7 +162,8 @@ def test_clients_that_neither_read_nor_send_do_not_delay_the_stop(
 ) -> None:
     harness.start([make_replica()], shutdown_seconds=0.2)
     address = ("127.0.0.1", harness.router.http_port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: 99\r\n\r\n{"
     with socket.create_connection(address) as slow:
         slow.sendall(head)
         time.sleep(0.2)

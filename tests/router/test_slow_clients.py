@@ -14,7 +14,7 @@ from headrace_router.event_loop import EVENTS_PER_TURN, BoundedSelector
 
 KEY = "a-key-of-a-tenant"
 BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def connect(harness: Any) -> Iterator[Any]:
 
 
 def _head(*headers: bytes, path: bytes = b"/v1/completions") -> bytes:
-    lines = (b"POST " + path + b" HTTP/1.1", b"host: x", b"content-type: application/json", *headers, b"", b"")
+    lines = (b"POST " + path + b" HTTP/1.1", b"host: localhost", b"content-type: application/json", *headers, b"", b"")
     return b"\r\n".join(lines)
 
 
@@ -139,7 +139,7 @@ def test_a_client_that_does_not_read_is_disconnected(
     sock.settimeout(0.5)
     with pytest.raises((ConnectionError, TimeoutError)):  # its requests are not read either
         for _ in range(100_000):
-            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
             time.sleep(0.001)
     eventually(lambda: _connections(harness) == 0)
 
