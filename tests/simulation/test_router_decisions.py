@@ -37,7 +37,7 @@ def simulate(seed: int, count: int, plan: Callable[[SteadyLoad], None], scale: i
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_stream_that_all_replicas_refuse_ends(count: int) -> None:
-    """Bounded in time (patience is 5 s) and in attempts (RELIABILITY R24)."""
+    """Bounded in time (patience is 5 s) and in attempts (docs/reliability.md R24)."""
 
     def refuse(request: Request) -> Output:
         return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="full")
@@ -60,7 +60,7 @@ def test_a_stream_that_all_replicas_refuse_ends(count: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -> None:
-    """Two deaths among others, one alone; then it fails, and so does the same prompt (RELIABILITY I25)."""
+    """Two deaths among others, one alone; then it fails, and so does the same prompt (docs/reliability.md I25)."""
 
     def plan(load: SteadyLoad) -> None:
         load.send(rate=10.0, seconds=20.0)
@@ -80,7 +80,7 @@ def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_moves_after_a_loss_are_paced_and_goodput_recovers(seed: int) -> None:
-    """One of four replicas is lost at 90 % load (RELIABILITY I24)."""
+    """One of four replicas is lost at 90 % load (docs/reliability.md I24)."""
     lost_at, end = 10.0, 40.0
     rate = 0.9 * 4 * CAPACITY / ANSWER_TOKENS
     most = [0]
@@ -142,7 +142,7 @@ def p99_elsewhere(load: SteadyLoad, start: float, end: float) -> float:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("load_share", [0.4, 0.7])
 def test_a_slow_replica_is_taken_out_and_comes_back(seed: int, load_share: float) -> None:
-    """Its steps take five times as long (RELIABILITY I21)."""
+    """Its steps take five times as long (docs/reliability.md I21)."""
     slow = slow_from_10_to_30(seed, load_share, 5.0)
     assert shares(slow, 0.0, 10.0) > 0.2
     assert shares(slow, 20.0, 30.0) <= 0.05

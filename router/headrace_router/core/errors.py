@@ -123,7 +123,7 @@ class PoisonousRequestError(
     grpc_code="FAILED_PRECONDITION",
     retry_after=None,
 ):
-    """Replicas were lost while this request ran; sending it again is refused for a while (RELIABILITY I25)."""
+    """Replicas were lost while this request ran; sending it again is refused for a while (docs/reliability.md I25)."""
 
 
 class DeadlineError(ApiError, status=504, code="deadline_exceeded", grpc_code="DEADLINE_EXCEEDED"):

@@ -17,7 +17,7 @@ from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
 
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
-ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (RELIABILITY I24)
+ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (docs/reliability.md I24)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests that are not run for a while, since each replica that ran them was lost (RELIABILITY I25): pure, bounded."""
+"""Requests that are not run for a while, since each replica that ran them was lost (I25): pure, bounded."""
 
 from array import array
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
 after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
-                         token it ends after `patience` seconds or MAX_REFUSALS refusals (RELIABILITY R24)
-present at two losses:   it runs alone once; the next loss ends it (RELIABILITY I25)
+                         token it ends after `patience` seconds or MAX_REFUSALS refusals (docs/reliability.md R24)
+present at two losses:   it runs alone once; the next loss ends it (docs/reliability.md I25)
 """
 
 from collections.abc import Callable
