@@ -32,8 +32,10 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "integration/",
     "kernels/test_compiles.py",
     "kernels/test_splits.py",
+    "simulation/test_router_decisions.py",
     "test_benchmarks.py",
     "test_extending.py",
+    "worker/model/test_hostile_files.py",
     *(f"worker/parallel/test_{name}.py" for name in PROCESSES if name != "process_oracle"),
 )
 ALONE = (  # files and folders of tests that run Ray, whole servers, or a model in several processes
