@@ -149,6 +149,17 @@ def test_a_replica_without_a_place_is_pending_and_starts_when_one_comes() -> Non
     assert reconciler.ready
 
 
+def test_a_replica_that_gets_its_place_at_once_keeps_the_cause_of_its_failure() -> None:
+    """`serve` reads it a moment later."""
+    reconciler = _reconciler()
+    (first,) = reconciler.actions(0.0)
+    reconciler.health_received(first.name, State.READY, 0.01, 1.0)
+    reconciler.died(first.name, "it was killed", 2.0)
+    (second,) = reconciler.actions(2.0)
+    reconciler.waits_for_place(second.name, "", 2.0)
+    assert reconciler.records["smollm2-0"].cause == "it was killed"
+
+
 def test_a_replica_without_a_place_can_be_drained_and_removed() -> None:
     for remove in (False, True):
         reconciler = _reconciler()

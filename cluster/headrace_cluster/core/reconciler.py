@@ -160,8 +160,9 @@ class Reconciler:
         record = self._current(name)
         if record is None or record.state not in (State.PENDING, State.STARTING) or self.surges.is_next(record):
             return
+        if reason or record.state is State.PENDING:  # else the cause remains: why it is started again
+            record.cause = reason
         record.enter(State.PENDING if reason else State.STARTING, now)
-        record.cause = reason
 
     def start_failed(
         self, name: ReplicaName, sentence: str, now: float, *, final: bool, lacks_resources: bool = False

@@ -26,8 +26,8 @@ from headrace_worker.core.config import Rendezvous, ReplicaStarted
 CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it
 ROLE_SECONDS = 5.0
 WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repeated
-UNAVAILABLE_SECONDS = 1.0  # until a rank that could not be reached is asked again
-DEATH_SECONDS = 0.5  # after one rank ended, for Ray to report that another was killed
+UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
+DEATH_SECONDS = 2.0  # after one rank ended, for Ray to report that another was killed
 
 # Other errors of Ray do not show that a rank has ended.
 _KILLED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ActorPlacementGroupRemoved)
