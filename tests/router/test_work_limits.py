@@ -247,7 +247,7 @@ def test_bodies_count_until_they_are_tokenized(harness: Any, make_replica: Any, 
     harness.start([make_replica()], limits={"total_body_bytes": 5000, "tokenize_threads": 1})
     router = harness.router
     go_on = threading.Event()
-    blocked = asyncio.run_coroutine_threadsafe(router.services.pool.run(go_on.wait), harness.loop)
+    blocked = asyncio.run_coroutine_threadsafe(router.services.pool.run(go_on.wait, "other", 1), harness.loop)
     body = {"model": "tiny", "prompt": "x", "user": "", "max_tokens": 1, "stop": ["y" * 1000] * 3}
     with harness.client() as client, ThreadPoolExecutor(1) as threads:
         try:

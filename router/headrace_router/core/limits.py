@@ -79,7 +79,9 @@ class Limits(BaseModel):
     top_logprobs: int = Field(default=20, ge=0)
     metadata_entries: int = Field(default=16, ge=0)
     label_bytes: int = Field(default=512, ge=1, description="of user, safety_identifier and metadata strings")
-    max_concurrent_requests: int = Field(default=1024, ge=1, description="that run at a time; more wait in the queue")
+    max_concurrent_requests: int = Field(
+        default=1024, ge=1, description="choices that run at a time; more wait in the queue"
+    )
     max_queued_requests: int = Field(default=1024, ge=0, description="that wait; more are refused with 503")
     max_concurrent_per_key: int | None = Field(
         default=None, ge=1, description="of one API key; more are refused with 429"

@@ -1,13 +1,15 @@
-"""Bounds the requests that run and that wait, and refuses the others (docs/reliability.md I5, I7)."""
+"""Bounds the choices that run and the requests that wait, fairly per tenant; refuses the others (I5, I7, I23)."""
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from headrace_proto.quantities import counted
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import ApiError, OverloadedError, QuotaError
+from headrace_router.core.fair_queue import FairQueue
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
@@ -19,15 +21,22 @@ class ShuttingDownError(OverloadedError, code="shutting_down", grpc_code="UNAVAI
         super().__init__("The server is shutting down; send the request again.")
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    granted: "asyncio.Future[None]"
+    choices: int
+
+
 class Admission:
-    """A bounded number of requests runs; a bounded number waits in a FIFO queue; the rest is refused."""
+    """A bounded number of choices runs; a bounded number of requests waits in a fair queue; the rest is refused."""
 
     def __init__(self, limits: Limits, metrics: RouterMetrics) -> None:
         self._limits = limits
         self._metrics = metrics
         self._running = 0
         self._per_tenant: Counter[str] = Counter()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._choices = 0  # of the requests that run
+        self._waiting: FairQueue[_Waiter] = FairQueue(limits.max_queued_requests)
         self._fail_running: set[Callable[[ApiError], None]] = set()  # of the requests that run
         self._admitted = 0  # run or wait
         self._ended = False
@@ -52,9 +61,8 @@ class Admission:
         """Refuses new requests, and ends the requests in flight with ShuttingDownError."""
         self.closed = self._ended = True
         self._drained.set()
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_exception(ShuttingDownError())
+        while (waiter := self._waiting.take()) is not None:
+            _refuse(waiter, ShuttingDownError())
         for fail in list(self._fail_running):
             fail(ShuttingDownError())
 
@@ -70,8 +78,12 @@ class Admission:
             self._fail_running.discard(fail)
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Holds a slot while the request runs. Raises QuotaError or OverloadedError, within `queue_seconds`."""
+    async def admit(self, tenant: Tenant, choices: int) -> AsyncIterator[None]:
+        """Holds the places of a request's choices while it runs. Their number may not be checked yet.
+
+        Raises QuotaError or OverloadedError, within `queue_seconds`.
+        """
+        choices = min(choices, self._limits.choices, self._limits.max_concurrent_requests)
         if self.closed:
             raise ShuttingDownError
         limit = self._limits.max_concurrent_per_key
@@ -80,12 +92,12 @@ class Admission:
         self._per_tenant[tenant.name] += 1
         self._admitted += 1
         try:
-            await self._acquire_slot()
+            await self._acquire(tenant, choices)
             self._metrics.in_flight.set(self._running)
             try:
                 yield
             finally:
-                self._release_slot()
+                self._release(choices)
                 self._metrics.in_flight.set(self._running)
         finally:
             self._admitted -= 1
@@ -95,33 +107,51 @@ class Admission:
             if not self._per_tenant[tenant.name]:
                 del self._per_tenant[tenant.name]
 
-    async def _acquire_slot(self) -> None:
-        if self._running < self._limits.max_concurrent_requests:
-            self._running += 1
+    async def _acquire(self, tenant: Tenant, choices: int) -> None:
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), choices)
+        if not len(self._waiting) and self._fits(choices):
+            self._take(choices)
             return
-        if len(self._waiting) >= self._limits.max_queued_requests:
-            raise OverloadedError("Too many requests are running and waiting; try again in a moment.")
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        refused = self._waiting.add(tenant.name, choices, waiter)
+        if refused is not None:
+            _refuse(refused, OverloadedError("Too many requests are running and waiting; try again in a moment."))
         self._metrics.waiting.set(len(self._waiting))
         try:
             async with asyncio.timeout(self._limits.queue_seconds):
-                await waiter
+                await waiter.granted
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release_slot()  # the slot was granted at the same moment
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
+            granted = waiter.granted
+            if not self._waiting.remove(tenant.name, waiter):
+                if granted.done() and not granted.cancelled() and granted.exception() is None:
+                    self._release(choices)  # they were granted at the same moment
+            else:
+                self._grant()  # it may have been the first one, too large for the free places
             if isinstance(error, TimeoutError):
                 raise OverloadedError("The request waited too long in the queue; try again in a moment.") from None
             raise
         finally:
             self._metrics.waiting.set(len(self._waiting))
 
-    def _release_slot(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)  # it gets this slot: the number of running requests stays the same
-                return
+    def _fits(self, choices: int) -> bool:
+        return self._choices + choices <= self._limits.max_concurrent_requests
+
+    def _take(self, choices: int) -> None:
+        self._running += 1
+        self._choices += choices
+
+    def _release(self, choices: int) -> None:
         self._running -= 1
+        self._choices -= choices
+        self._grant()
+
+    def _grant(self) -> None:
+        while (waiter := self._waiting.peek()) is not None and self._fits(waiter.choices):
+            self._waiting.take()
+            if not waiter.granted.done():
+                self._take(waiter.choices)
+                waiter.granted.set_result(None)
+
+
+def _refuse(waiter: _Waiter, error: ApiError) -> None:
+    if not waiter.granted.done():
+        waiter.granted.set_exception(error)

@@ -41,9 +41,8 @@ class Preparer:
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
         limits = self._limits
         messages = [_as_template_sees(message.model_dump(exclude_none=True)) for message in body.messages]
-        self._check_chars(
-            sum(len(message["content"]) + len(message.get("name", "")) for message in messages), "messages"
-        )
+        chars = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        self._check_chars(chars, "messages")
         for message in messages:
             _check_text(message["content"], "messages")
             _check_text(message.get("name", ""), "messages")
@@ -60,7 +59,7 @@ class Preparer:
         self._check_stream(body)
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
-        token_ids = await self._pool.run(lambda: card.encode_chat(messages))
+        token_ids = await self._pool.run(lambda: card.encode_chat(messages), tenant.name, chars)
         asked = body.max_completion_tokens or body.max_tokens
         return self._request(body, card, [token_ids], sampling, asked, None, tenant, label)
 
@@ -71,7 +70,8 @@ class Preparer:
             raise UnsupportedError("'echo' together with 'logprobs' is not supported by this server.", param="echo")
         texts, ids = _prompts(body.prompt)
         _at_most(len(texts) + len(ids), self._limits.prompts, "prompt", "prompts")
-        self._check_chars(sum(map(len, texts)), "prompt")
+        chars = sum(map(len, texts))
+        self._check_chars(chars, "prompt")
         for text in texts:
             _check_text(text, "prompt")
         self._check_labels({"user": body.user})
@@ -79,11 +79,13 @@ class Preparer:
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, body.logprobs)
         if texts:
-            ids = await self._pool.run(lambda: [card.encoder.encode_prompt(text) for text in texts])
+            encode = card.encoder.encode_prompt
+            ids = await self._pool.run(lambda: [encode(text) for text in texts], tenant.name, chars)
         else:
             _check_ids([token_id for one in ids for token_id in one], card, "prompt")
             if body.echo:
-                texts = [await self._pool.run(functools.partial(card.decode, one)) for one in ids]
+                decode = card.decode
+                texts = [await self._pool.run(functools.partial(decode, one), tenant.name, len(one)) for one in ids]
         request = self._request(body, card, ids, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
         if body.echo:
             return replace(request, echoes=tuple(text for text in texts for _ in range(body.n or 1)))
@@ -262,6 +264,14 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[lis
     if isinstance(first, str):
         return cast(list[str], prompt), []
     return [], cast(list[list[int]], prompt) if isinstance(first, list) else [cast(list[int], prompt)]
+
+
+def count_choices(body: ChatBody | CompletionBody) -> int:
+    """How many answers a request asks for; its limits are not checked yet."""
+    if isinstance(body, ChatBody):
+        return body.n or 1
+    texts, ids = _prompts(body.prompt)
+    return (body.n or 1) * (len(texts) + len(ids))
 
 
 def _as_template_sees(message: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from headrace_router.api.services import Services
 from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.choice import ChoiceUpdate
+from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
@@ -86,7 +87,7 @@ class InferenceService:
             tenant = self._tenant(context)
             data = await read_request(requests, self._services.config.limits.body_seconds)
             share.add(len(data))
-            async for event in self._generate(await self._parse(data), tenant, share):
+            async for event in self._generate(await self._parse(data, tenant), tenant, share):
                 watch.sending = True
                 yield event
                 watch.sending = False
@@ -118,15 +119,15 @@ class InferenceService:
         ]
         return ListModelsResponse(models=infos)
 
-    async def _parse(self, data: bytes) -> ChatBody | CompletionBody:
+    async def _parse(self, data: bytes, tenant: Tenant) -> ChatBody | CompletionBody:
         parse = functools.partial(_body, data, self._services.config.limits)
-        return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse)
+        return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse, tenant.name, len(data))
 
     async def _generate(
         self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare
     ) -> AsyncIterator[GenerateEvent]:
         services = self._services
-        async with services.admission.admit(tenant):
+        async with services.admission.admit(tenant, count_choices(body)):
             request = await services.preparer.prepare(body, tenant, secrets.token_hex(16))
             share.release()
             async with services.run_request(request) as running:

@@ -37,7 +37,9 @@ class BodyReader:
         def parse() -> T:
             return check(strict_json.parse(body, limits.json_depth, limits.body_values))
 
-        return parse() if len(body) <= SMALL_BYTES else await self._pool.run(parse)
+        return (
+            parse() if len(body) <= SMALL_BYTES else await self._pool.run(parse, request.state.tenant.name, len(body))
+        )
 
     async def _read(self, request: Request, share: BodyShare) -> bytes:
         body = bytearray()

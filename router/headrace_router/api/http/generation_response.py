@@ -19,6 +19,7 @@ from headrace_router.api.services import Services
 from headrace_router.api.work_slices import take
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
+from headrace_router.dispatch.prepare import count_choices
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import Body, parse_body
@@ -106,7 +107,7 @@ class GenerationResponse(Response):
 
     async def _respond(self, send: Send) -> None:
         services = self._services
-        async with services.admission.admit(self._tenant):
+        async with services.admission.admit(self._tenant, count_choices(self._body)):
             request = await services.preparer.prepare(self._body, self._tenant, self._label)
             self._share.release()
             async with services.run_request(request) as running:

@@ -1,0 +1,84 @@
+"""A bounded queue that serves tenants fairly: pure.
+
+Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): an item starts, in virtual time, when the tenant's item
+before it ends, and not before now; the item that starts first is next. A tenant with much work delays its own only.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[T]):
+    start: float
+    item: T
+
+
+class FairQueue(Generic[T]):
+    """Items wait in the order in which their tenants get their equal shares; those of one tenant in order."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._waiting: dict[str, deque[_Entry[T]]] = {}  # by tenant; none is empty
+        self._ends: dict[str, float] = {}  # virtual, of the last item of tenants; those in the past are dropped
+        self._now = 0.0  # virtual
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, tenant: str, cost: float, item: T) -> T | None:
+        """Adds an item. Returns the one that has to be refused for it, which may be the item itself.
+
+        cost: its share of what the queue waits for, in any unit. When the queue is full, the tenant with most items
+        loses its last one.
+        """
+        refused: T | None = None
+        if self._count >= self._capacity:
+            longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
+            if len(self._waiting.get(tenant, ())) + 1 >= len(self._waiting.get(longest, ())):
+                return item
+            refused = self._waiting[longest][-1].item
+            self.remove(longest, refused)
+        start = max(self._now, self._ends.get(tenant, 0.0))
+        self._ends[tenant] = start + cost
+        self._waiting.setdefault(tenant, deque()).append(_Entry(start, item))
+        self._count += 1
+        return refused
+
+    def peek(self) -> T | None:
+        """The next item; None when there is none."""
+        return self._waiting[self._next()][0].item if self._waiting else None
+
+    def take(self) -> T | None:
+        """Removes the next item; None when there is none."""
+        if not self._waiting:
+            return None
+        tenant = self._next()
+        entry = self._waiting[tenant].popleft()
+        self._forget(tenant)
+        self._now = max(self._now, entry.start)
+        if not self._count:
+            self._ends.clear()  # nobody waits: nobody is behind
+        return entry.item
+
+    def remove(self, tenant: str, item: T) -> bool:
+        """Removes an item that no longer waits. Returns whether it did."""
+        for entry in reversed(self._waiting.get(tenant, ())):
+            if entry.item is item:
+                self._waiting[tenant].remove(entry)
+                self._forget(tenant)
+                return True
+        return False
+
+    def _next(self) -> str:
+        return min(self._waiting, key=lambda name: self._waiting[name][0].start)
+
+    def _forget(self, tenant: str) -> None:
+        """After an item was removed."""
+        self._count -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]

@@ -1,0 +1,227 @@
+"""A tenant with much work delays its own, in the queue and at the tokenizer threads (I23)."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_router.access.auth import Tenant
+from headrace_router.core.errors import InvalidRequestError, OverloadedError
+from headrace_router.core.fair_queue import FairQueue
+from headrace_router.core.limits import Limits
+from headrace_router.dispatch.admission import Admission
+from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
+
+
+def test_items_of_one_tenant_stay_in_order() -> None:
+    queue: FairQueue[int] = FairQueue(10)
+    for number in range(5):
+        assert queue.add("a", 5 - number, number) is None
+    assert [queue.take() for _ in range(6)] == [0, 1, 2, 3, 4, None]
+
+
+def test_a_tenant_that_comes_later_waits_for_no_queue_of_another() -> None:
+    queue: FairQueue[str] = FairQueue(1000)
+    for number in range(500):
+        queue.add("flood", 1, f"f{number}")
+    assert queue.take() == "f0"
+    queue.add("other", 1, "o0")
+    queue.add("other", 1, "o1")
+    taken = [queue.take() for _ in range(5)]
+    assert taken.index("o0") <= 1 and taken.index("o1") <= 3
+
+
+def test_shares_are_of_cost_and_not_of_items() -> None:
+    queue: FairQueue[str] = FairQueue(1000)
+    for _ in range(100):
+        queue.add("large", 10, "l")
+        queue.add("small", 1, "s")
+    taken = [queue.take() for _ in range(110)]
+    assert taken.count("s") >= 95
+
+
+def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
+    queue: FairQueue[str] = FairQueue(3)
+    assert [queue.add("flood", 1, f"f{number}") for number in range(4)] == [None, None, None, "f3"]
+    assert queue.add("other", 1, "o0") == "f2"
+    assert queue.add("flood", 1, "f4") == "f4"
+    assert [queue.take() for _ in range(4)] == ["f0", "o0", "f1", None]
+
+
+def test_without_capacity_everything_is_refused() -> None:
+    assert FairQueue[str](0).add("a", 1, "x") == "x"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.sampled_from(["add", "take", "remove"]))))
+def test_every_item_leaves_once(steps: list[tuple[str, int, str]]) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue(5)
+    waiting: list[tuple[str, int]] = []
+    for number, (tenant, cost, action) in enumerate(steps):
+        if action == "add":
+            item = (tenant, number)
+            waiting.append(item)
+            refused = queue.add(tenant, cost, item)
+            if refused is not None:
+                waiting.remove(refused)
+        elif action == "take":
+            taken = queue.take()
+            assert (taken is None) is (not waiting)
+            if taken is not None:
+                waiting.remove(taken)
+        else:
+            found = next((item for item in waiting if item[0] == tenant), None)
+            if found is not None:
+                assert queue.remove(tenant, found)
+                waiting.remove(found)
+        assert len(queue) == len(waiting) <= 5
+
+
+def test_a_flood_of_choices_delays_another_tenant_by_one_request() -> None:
+    """One tenant has filled all places with requests of many choices, and has more of them in the queue."""
+
+    async def run() -> list[str]:
+        limits = Limits(max_concurrent_requests=8, choices=4)
+        admission = Admission(limits, RouterMetrics())
+        order: list[str] = []
+
+        async def request(name: str, choices: int) -> None:
+            async with admission.admit(Tenant(name, b""), choices):
+                order.append(name)
+                await asyncio.sleep(0.01)
+
+        flood = [asyncio.create_task(request("flood", 4)) for _ in range(20)]
+        await asyncio.sleep(0.005)
+        assert order == ["flood"] * 2
+        await asyncio.gather(*flood, *(request("other", 1) for _ in range(3)))
+        assert not admission.running
+        return order
+
+    order = asyncio.run(run())
+    assert "other" in order[2:5] and order.index("other", order.index("other") + 2) <= 8
+
+
+def test_more_choices_than_may_run_are_no_obstacle() -> None:
+    """A body with n = 10 ** 9 is refused after its admission: until then it must not wait for so many places."""
+
+    async def run() -> None:
+        admission = Admission(Limits(max_concurrent_requests=8), RouterMetrics())
+        async with (
+            asyncio.timeout(2),
+            admission.admit(Tenant("a", b""), 1),
+            admission.admit(Tenant("a", b""), 7),
+        ):
+            waiting = asyncio.create_task(admission.admit(Tenant("b", b""), 10**9).__aenter__())
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 2)
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def blocked() -> Any:
+    """Work that ends when the event is set."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def _limits(**values: Any) -> Limits:
+    return Limits(**{"tokenize_threads": 2, "queue_seconds": 5.0} | values)
+
+
+def _in_pool(limits: Limits, scenario: Callable[[TokenizerPool], Any]) -> Any:
+    async def run() -> Any:
+        pool = TokenizerPool(limits)
+        try:
+            return await scenario(pool)
+        finally:
+            pool.close()
+
+    return asyncio.run(run())
+
+
+def test_large_work_leaves_a_thread_to_small_work(blocked: threading.Event) -> None:
+    async def scenario(pool: TokenizerPool) -> None:
+        large = [asyncio.create_task(pool.run(blocked.wait, "flood", LARGE)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(pool.run(lambda: 7, "flood", 10), 2) == 7
+        assert await asyncio.wait_for(pool.run(lambda: 8, "other", 10), 2) == 8
+        blocked.set()
+        await asyncio.gather(*large)
+
+    _in_pool(_limits(), scenario)
+
+
+def test_one_thread_runs_large_and_small_work_in_turn() -> None:
+    async def scenario(pool: TokenizerPool) -> list[str]:
+        order: list[str] = []
+        works = [("large", LARGE)] * 3 + [("small", 1)] * 3
+        runs = [pool.run(functools.partial(order.append, name), "a", size) for name, size in works]
+        await asyncio.gather(*runs)
+        return order
+
+    order = _in_pool(_limits(tokenize_threads=1), scenario)
+    assert sorted(order[:4]) == ["large", "large", "small", "small"]
+
+
+def test_time_in_the_queue_is_overload_and_no_error_of_the_request(blocked: threading.Event) -> None:
+    async def scenario(pool: TokenizerPool) -> None:
+        first = asyncio.create_task(pool.run(blocked.wait, "a", 1))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OverloadedError, match="waited too long"):
+            await pool.run(lambda: None, "a", 1)
+        blocked.set()
+        await first
+        assert await pool.run(lambda: 1, "a", 1) == 1
+
+    _in_pool(_limits(tokenize_threads=1, queue_seconds=0.1), scenario)
+
+
+def test_work_that_takes_too_long_is_refused_and_keeps_its_thread(blocked: threading.Event) -> None:
+    async def scenario(pool: TokenizerPool) -> None:
+        with pytest.raises(InvalidRequestError, match="takes too long"):
+            await pool.run(blocked.wait, "a", 1)
+        waiting = asyncio.create_task(pool.run(lambda: 2, "a", 1))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        blocked.set()
+        assert await asyncio.wait_for(waiting, 2) == 2
+
+    _in_pool(_limits(tokenize_threads=1, tokenize_seconds=0.1), scenario)
+
+
+def test_a_cancelled_request_leaves_the_queue(blocked: threading.Event) -> None:
+    async def scenario(pool: TokenizerPool) -> None:
+        first = asyncio.create_task(pool.run(blocked.wait, "a", 1))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(pool.run(lambda: 1, "a", 1))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        blocked.set()
+        await first
+        assert await asyncio.wait_for(pool.run(lambda: 3, "a", 1), 2) == 3
+
+    _in_pool(_limits(tokenize_threads=1), scenario)
+
+
+def test_a_full_queue_is_overload(blocked: threading.Event) -> None:
+    async def scenario(pool: TokenizerPool) -> None:
+        tasks = [asyncio.create_task(pool.run(blocked.wait, "flood", 1)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(pool.run(lambda: 1, "other", 1))
+        await asyncio.sleep(0.05)
+        blocked.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(outcome, OverloadedError) for outcome in outcomes) == 2
+        assert await other == 1
+
+    _in_pool(_limits(tokenize_threads=1, tokenize_queue=2), scenario)
