@@ -48,8 +48,7 @@ def chosen_tests(rest: list[str], *, ci: bool, slow: bool) -> list[list[Step]]:
 def full_check(*, ci: bool) -> list[list[Step]]:
     """Groups of steps, one after the other; the steps of a group run side by side.
 
-    Tests that measure time, or need the machine for themselves, are marked `alone` and come after the others. CI
-    measures the coverage of the others only, since measuring costs time, and prints it last.
+    Tests that measure time, or need the machine for themselves, are marked `alone` and come last.
     """
     python = [sys.executable, "-m"]
     static = [
@@ -58,13 +57,9 @@ def full_check(*, ci: bool) -> list[list[Step]]:
         Step("mypy", [*python, "mypy"], quiet=True),
     ]
     marks = "not slow" if ci else FAST
-    beside = [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"]
+    beside = Step("pytest, side by side", [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"])
     alone = Step("pytest, one by one", [*PYTEST, "-m", f"alone and {marks}"])
-    if not ci:
-        return [[*static, Step("pytest, side by side", beside)], [alone]]
-    measured = Step("pytest, side by side", [*beside, "--cov", "--cov-report="])
-    coverage = Step("coverage", [*python, "headrace_cluster.cli.coverage_table"])
-    return [[*static, measured], [alone], [coverage]]
+    return [[*static, beside], [alone]]
 
 
 def _run(steps: list[Step]) -> list[tuple[Step, int, float]]:
