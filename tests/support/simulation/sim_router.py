@@ -14,6 +14,7 @@ from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
+from headrace_router.core.policy.disaggregate import LEAST_TOKENS
 from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
@@ -328,8 +329,8 @@ class SimRouter:
             0,
             clock=self.world.clock,
             jitter=self.jitter,
-            disaggregation="always" if self.world.seed % 2 else "auto",
-            least_disaggregated=2 * BLOCK,  # the prompts of the simulation are short
+            disaggregation="always" if source_share and self.world.seed % 2 else "auto",
+            least_disaggregated=2 * BLOCK if source_share else LEAST_TOKENS,  # the prompts of schedules are short
         )
         self._maintaining = False
 
