@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from headrace_cluster.core.health_judge import NOBODY_FACTOR
+from headrace_cluster.core.health_judge import ALL_SILENT_FACTOR
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Action, Launch, State, Stop
-from headrace_cluster.core.witnesses import FRESH_SECONDS, Witnesses
+from headrace_cluster.core.router_reports import FRESH_SECONDS, RouterReports
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 
@@ -21,9 +21,9 @@ class Bench:
 
     def __init__(self, replicas: int) -> None:
         self.now = 0.0
-        self.witnesses = Witnesses()
+        self.router_reports = RouterReports()
         spec = parse_spec({"models": [{"replicas": replicas}]})
-        self.reconciler = Reconciler(desired_replicas(spec), HEALTH, self.witnesses)
+        self.reconciler = Reconciler(desired_replicas(spec), HEALTH, self.router_reports)
         self.names = [action.name for action in self.reconciler.actions(0.0)]
         self.hear(self.names)
 
@@ -45,7 +45,7 @@ class Bench:
             self.now += 0.5
             self.hear(heard)
             for number, words in enumerate(routers):
-                self.witnesses.report(f"router-{number}", words, self.now)
+                self.router_reports.report(f"router-{number}", words, self.now)
             done += self.reconciler.actions(self.now)
         return done
 
@@ -107,7 +107,7 @@ def test_routers_that_hear_nothing_at_all_are_weak_witnesses() -> None:
     """They may be on the machine of the controller, which is cut off; or every replica hangs, and nothing is served."""
     bench = Bench(10)
     words = [dict.fromkeys(bench.names, False)]
-    assert bench.run(HEALTH.silence_seconds + NOBODY_FACTOR * HEALTH.replace_seconds, routers=words) == []
+    assert bench.run(HEALTH.silence_seconds + ALL_SILENT_FACTOR * HEALTH.replace_seconds, routers=words) == []
     assert "neither the controller nor any router hears any" in bench.reconciler.records["smollm2-0"].cause
     stops = [action for action in bench.run(MINUTE - 1, routers=words) if isinstance(action, Stop)]
     assert len(stops) == HEALTH.stops_per_minute
@@ -136,11 +136,11 @@ def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:
 
 
 def test_an_old_report_does_not_count() -> None:
-    witnesses, name = Witnesses(), ReplicaName("m-0", 1)
-    witnesses.report("router", {name: True}, 10.0)
-    assert witnesses.hears(name, 10.0 + FRESH_SECONDS) is True
-    assert witnesses.hears(name, 10.1 + FRESH_SECONDS) is None
-    assert witnesses.hears(ReplicaName("m-0", 2), 10.0) is None, "another build"
+    router_reports, name = RouterReports(), ReplicaName("m-0", 1)
+    router_reports.report("router", {name: True}, 10.0)
+    assert router_reports.hears(name, 10.0 + FRESH_SECONDS) is True
+    assert router_reports.hears(name, 10.1 + FRESH_SECONDS) is None
+    assert router_reports.hears(ReplicaName("m-0", 2), 10.0) is None, "another build"
 
 
 def test_a_replica_is_ready_again_when_a_router_hears_it() -> None:

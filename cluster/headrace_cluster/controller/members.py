@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
-from headrace_cluster.core.witnesses import Witnesses
+from headrace_cluster.core.router_reports import RouterReports
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 
@@ -31,12 +31,12 @@ class Membership:
         self._changed = asyncio.Condition()
         self._clock = clock
         self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
-        self.witnesses = Witnesses()
+        self.router_reports = RouterReports()
 
     def report(self, report: pb.RouterReport) -> None:
         """A router says which replicas it hears."""
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
-        self.witnesses.report(report.router_id, heard, self._clock())
+        self.router_reports.report(report.router_id, heard, self._clock())
 
     async def publish(self, members: Iterable[pb.Member], models: Iterable[pb.ModelEntry]) -> None:
         """Sets the list; a new version is sent only if something changed."""

@@ -67,7 +67,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self.reconciler = Reconciler(desired_replicas(spec), spec.health, membership.witnesses)
+        self.reconciler = Reconciler(desired_replicas(spec), spec.health, membership.router_reports)
         self.profiles = Profiles(self.reconciler, driver, self._builds)
         self._publisher = Publisher(spec, self.reconciler, self._builds, membership, int(time.time()))
         self.roles = Roles(self.reconciler, driver, self._publisher.publish)

@@ -3,30 +3,30 @@
 from collections.abc import Iterable
 
 from headrace_cluster.core.record import Record, State
-from headrace_cluster.core.witnesses import Silence, Witnesses, judge_silence
+from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 
 BUDGET_SECONDS = 60.0  # in which health.stops_per_minute counts
-NOBODY_FACTOR = 4  # longer until a replica is replaced while no router hears any: they may be cut off, too
+ALL_SILENT_FACTOR = 4  # longer until a replica is replaced while no router hears any: they may be cut off, too
 _WAITS = "; other replicas were replaced in the last minute, so it waits"
 
 
 class HealthJudge:
     """Judges silence against all replicas, and bounds how many are replaced in a minute. Call `look` in each pass."""
 
-    def __init__(self, health: HealthSpec, witnesses: Witnesses) -> None:
+    def __init__(self, health: HealthSpec, router_reports: RouterReports) -> None:
         self._health = health
-        self._witnesses = witnesses
+        self._router_reports = router_reports
         self._silence: dict[str, Silence] = {}
         self._replaced: list[float] = []  # when, within the last minute
 
     def look(self, records: Iterable[Record], now: float) -> None:
         """Compares all replicas."""
         up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
-        self._silence = judge_silence(up, self._witnesses, now)
+        self._silence = judge_silence(up, self._router_reports, now)
 
     @property
-    def is_deaf(self) -> bool:
+    def may_be_cut_off(self) -> bool:
         """Whether replicas are silent that have not failed: then the controller judges no next build by its silence."""
         return any(silence is not Silence.LOST for silence in self._silence.values())
 
@@ -37,13 +37,13 @@ class HealthJudge:
             # Without the seconds so far: `serve` prints each sentence once.
             silent = f"{record.replica_id} has sent no health message for more than {record.silence_limit:g} s"
             record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
-        if silence in (Silence.LOST, Silence.NOBODY):
+        if silence in (Silence.LOST, Silence.ALL_SILENT):
             record.enter(State.UNHEALTHY, now)
         elif silence is Silence.HEARD:
             record.enter(State.READY, now)
         elif silence is Silence.UNKNOWN:
             record.since = now  # its time as unhealthy begins when that is certain
-        limit = self._health.replace_seconds * (NOBODY_FACTOR if silence is Silence.NOBODY else 1)
+        limit = self._health.replace_seconds * (ALL_SILENT_FACTOR if silence is Silence.ALL_SILENT else 1)
         if record.state is not State.UNHEALTHY or now - record.since <= limit:
             return ""
         self._replaced = [when for when in self._replaced if now - when < BUDGET_SECONDS]

@@ -13,8 +13,8 @@ from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName, replica_id
 from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
 from headrace_cluster.core.rolling import next_outdated
+from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.surges import Surges
-from headrace_cluster.core.witnesses import Witnesses
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
@@ -43,11 +43,11 @@ class Reconciler:
     """Decides which replicas to build and which to end. Single-threaded; the caller passes the time."""
 
     def __init__(
-        self, desired: Iterable[DesiredReplica], health: HealthSpec, witnesses: Witnesses | None = None
+        self, desired: Iterable[DesiredReplica], health: HealthSpec, router_reports: RouterReports | None = None
     ) -> None:
-        """witnesses: what routers say of replicas; none: nobody but this controller hears them."""
+        """router_reports: which replicas routers receive from; none: only this controller judges them."""
         self._health = health
-        self._health_judge = HealthJudge(health, witnesses or Witnesses())
+        self._health_judge = HealthJudge(health, router_reports or RouterReports())
         self.records: dict[str, Record] = {}
         self.surges = Surges(health)
         self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
@@ -227,7 +227,7 @@ class Reconciler:
             return []
         if record.held or record.state is State.DEAD or record.replica_id not in self._desired:
             return self.surges.cancel(record)
-        if self._health_judge.is_deaf and following.state is not State.STARTING:
+        if self._health_judge.may_be_cut_off and following.state is not State.STARTING:
             return []
         if problem := self.surges.problem(following, now):
             stop = Stop(following.name, drain=False)

@@ -62,7 +62,7 @@ class FairQueue(Generic[T]):
         self._forget(tenant)
         self._now = max(self._now, entry.start)
         if not self._count:
-            self._ends.clear()  # nobody waits: nobody is behind
+            self._ends.clear()  # no tenant waits, so none has used more than its share
         return entry.item
 
     def remove(self, tenant: str, item: T) -> bool:

@@ -1,6 +1,6 @@
 """Keys and values that all ranks of a rendezvous share: every rank has a copy, and rank 0 forwards what it receives.
 
-Only the ranks' links carry them: no port serves them, and nobody else can read or change them.
+Only the ranks' links carry them: no port serves them, and no other process can read or change them.
 """
 
 import struct

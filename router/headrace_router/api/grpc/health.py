@@ -10,7 +10,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """One status for the server and its services. A watcher that does not read blocks nobody else."""
+    """One status for the server and its services. A watcher that does not read blocks no other caller."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._names = {"", *services}

@@ -1,4 +1,4 @@
-"""What routers say of replicas, and what silence towards the controller means. Pure."""
+"""Which replicas routers receive from, and what silence towards the controller means. Pure."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -14,18 +14,18 @@ class Silence(Enum):
 
     LOST = "the replica is silent"
     HEARD = "routers hear it: the path to the controller is broken"
-    NOBODY = "neither the controller nor any router hears any replica"
-    UNKNOWN = "many are silent at once, and no router says that they are: the controller may be cut off"
+    ALL_SILENT = "neither the controller nor any router hears any replica"
+    UNKNOWN = "many are silent at once, and no router reports it: the controller may be cut off"
 
 
-class Witnesses:
+class RouterReports:
     """The newest report of each router. Times are seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, Mapping[ReplicaName, bool]]] = {}
 
     def report(self, router_id: str, heard: Mapping[ReplicaName, bool], now: float) -> None:
-        """Replaces what this router said. heard: every replica that it is connected to, or should be."""
+        """Replaces the last report of this router. heard: every replica that it is connected to, or should be."""
         self._reports = {key: entry for key, entry in self._reports.items() if now - entry[0] <= FRESH_SECONDS}
         self._reports[router_id] = now, heard
 
@@ -36,14 +36,14 @@ class Witnesses:
         return any(words) if words else None
 
 
-def judge_silence(up: Sequence[Record], witnesses: Witnesses, now: float) -> dict[str, Silence]:
+def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[str, Silence]:
     """By replica id, of those in `up` that have been silent for too long.
 
     One that alone is silent has failed. When many are silent at once it is the controller that does not hear, unless
-    routers agree. Routers that hear no replica at all are weak witnesses: they may be cut off together with it.
+    routers agree. Routers that hear no replica at all prove little: they may be cut off together with it.
     """
     silent = [record for record in up if now - record.last_health > record.silence_limit]
-    words = {record.replica_id: witnesses.hears(record.name, now) for record in silent}
+    words = {record.replica_id: router_reports.hears(record.name, now) for record in silent}
     many = len(silent) > 1 and 2 * len(silent) >= len(up)
     hears_any = len(silent) < len(up) or any(words.values())
 
@@ -52,6 +52,6 @@ def judge_silence(up: Sequence[Record], witnesses: Witnesses, now: float) -> dic
             return Silence.HEARD
         if not many or (heard is False and hears_any):
             return Silence.LOST
-        return Silence.UNKNOWN if heard is None else Silence.NOBODY
+        return Silence.UNKNOWN if heard is None else Silence.ALL_SILENT
 
     return {replica_id: judge(heard) for replica_id, heard in words.items()}
