@@ -162,7 +162,7 @@ class Bench:
         report = self.report
         assert report is not None
         self.outbox.put(report.outputs)
-        self.outbox.set_heartbeat(report.step, to_load(report.load, report.step, report.draining))
+        self.outbox.set_heartbeat(report.step, to_load(report.load, report.step, report.draining), submits=0)
         frame = self.events.run_until_complete(self.outbox.take())
         assert frame is not None and len(frame.deltas) == len(report.outputs)
         frame.SerializeToString()

@@ -28,6 +28,7 @@ from typing import Any
 import grpc
 import httpx
 import machine
+from pydantic import SecretBytes
 
 from headrace_proto.inference_pb2 import (
     ChatMessage,
@@ -89,7 +90,7 @@ async def run_router(replica: str) -> None:
     configure_logs(LogConfig("router", stderr_level="error"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     members = (StaticMember(address=replica, replica_id="r0"),)
-    router = RouterServer(RouterConfig(port=0, grpc_port=0, secret=SECRET, members=members))
+    router = RouterServer(RouterConfig(port=0, grpc_port=0, secret=SecretBytes(SECRET), members=members))
     await router.start()
     while not router.services.ready:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
@@ -178,7 +179,8 @@ def _generate(router: Router, request: GenerateRequest | bytes) -> None:
     data = request if isinstance(request, bytes) else request.SerializeToString()
     options = [("grpc.max_send_message_length", 1 << 30), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(f"127.0.0.1:{router.grpc}", options) as channel, contextlib.suppress(grpc.RpcError):
-        for _ in channel.unary_stream("/headrace.v1.Inference/Generate")(data):
+        generate: Any = channel.unary_stream("/headrace.v1.Inference/Generate")
+        for _ in generate(data):
             pass
 
 
@@ -351,7 +353,7 @@ def grpc_calls_without_requests(router: Router) -> None:
 
     async def call() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc}") as channel:
-            calls = [
+            calls: list[Any] = [
                 channel.stream_stream("/headrace.v1.Inference/Generate")() for _ in range(LIMITS.streams_per_connection)
             ]
             await asyncio.sleep(1)

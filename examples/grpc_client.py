@@ -36,6 +36,7 @@ with grpc.insecure_channel(os.environ.get("GRPC_ADDRESS", "127.0.0.1:8001")) as 
         response_deserializer=event_type.FromString,
     )
     request = request_type(model="smollm2", chat={"messages": [{"role": "user", "content": question}]})
+    event: Any  # its class comes from reflection
     for event in generate(request, timeout=60):
         print(event.text, end="", flush=True)
 print()

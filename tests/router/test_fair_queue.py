@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from headrace_proto.rust_panic import RustPanicError
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import InvalidRequestError, OverloadedError
 from headrace_router.core.fair_queue import FairQueue
@@ -195,6 +199,23 @@ def test_work_that_takes_too_long_is_refused_and_keeps_its_thread(blocked: threa
         assert await asyncio.wait_for(waiting, 2) == 2
 
     _in_pool(_limits(tokenize_threads=1, tokenize_seconds=0.1), scenario)
+
+
+def test_a_panic_of_the_tokenizer_is_the_request_s_own_error() -> None:
+    broken = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    content = json.loads(broken.to_str())
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}], "pair": [],
+        "special_tokens": {},
+    }  # fmt: skip
+    broken = Tokenizer.from_str(json.dumps(content))
+
+    async def scenario(pool: TokenizerPool) -> None:
+        with pytest.raises(RustPanicError):
+            await pool.run(lambda: broken.encode("a"), "a", 1)
+        assert await pool.run(lambda: 1, "a", 1) == 1
+
+    _in_pool(_limits(tokenize_threads=1), scenario)
 
 
 def test_a_cancelled_request_leaves_the_queue(blocked: threading.Event) -> None:

@@ -98,6 +98,17 @@ def test_any_bytes_as_tokenizer(content: bytes) -> None:
         use(content)
 
 
+def test_a_tokenizer_whose_post_processor_panics_is_refused() -> None:
+    content = json.loads(SPECS[3])
+    piece = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [piece, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {},
+    }  # fmt: skip
+    with pytest.raises(ModelFactsError, match="does not encode text"):
+        use(json.dumps(content).encode())
+
+
 def test_a_tokenizer_that_encodes_nothing_is_refused() -> None:
     content = json.loads(SPECS[3])
     content["model"]["vocab"] = {"zzz": 0}

@@ -11,6 +11,7 @@ import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from headrace_proto.rust_panic import panics_as_errors
 from headrace_router.text.line_json import line_json
 
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept
@@ -106,7 +107,8 @@ class _General:
         self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        pieces = (self._stream.step(self._tokenizer, token_id) for token_id in token_ids)
+        with panics_as_errors():
+            pieces = [self._stream.step(self._tokenizer, token_id) for token_id in token_ids]
         return "".join(piece for piece in pieces if piece)
 
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
+from headrace_proto.rust_panic import panics_as_errors
 from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.detokenize import TokenTable
@@ -24,7 +25,8 @@ class LoadedTokenizer:
     def __init__(self, tokenizer_json: bytes) -> None:
         try:
             spec = json.loads(tokenizer_json)
-            self.tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+            with panics_as_errors():
+                self.tokenizer = Tokenizer.from_str(tokenizer_json.decode())
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelFactsError("the replica's tokenizer.json is not valid") from error
         self.tokenizer.no_truncation()
@@ -48,12 +50,13 @@ class ModelCard:
         self._tokenizer = loaded.tokenizer
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
         try:
-            self.encoder = TextEncoder(
-                loaded.tokenizer,
-                facts.chat_template,
-                facts.bos_token_id if facts.HasField("bos_token_id") else None,
-                facts.add_bos,
-            )
+            with panics_as_errors():
+                self.encoder = TextEncoder(
+                    loaded.tokenizer,
+                    facts.chat_template,
+                    facts.bos_token_id if facts.HasField("bos_token_id") else None,
+                    facts.add_bos,
+                )
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 

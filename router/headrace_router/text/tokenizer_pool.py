@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from headrace_proto.rust_panic import panics_as_errors
 from headrace_router.core.errors import InvalidRequestError, OverloadedError
 from headrace_router.core.fair_queue import FairQueue
 from headrace_router.core.limits import Limits
@@ -44,7 +45,7 @@ class TokenizerPool:
         """
         turn = _Turn(asyncio.get_running_loop().create_future(), size >= LARGE)
         await self._wait(turn, tenant, size)
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, _run, work)
         future.add_done_callback(lambda done: self._release(turn, done))
         try:
             async with asyncio.timeout(self._limits.tokenize_seconds):
@@ -101,6 +102,11 @@ class TokenizerPool:
         self._free += 1
         self._large_free += turn.large
         self._grant()
+
+
+def _run(work: Callable[[], T]) -> T:
+    with panics_as_errors():
+        return work()
 
 
 def _is_granted(turn: _Turn) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
+from headrace_proto.rust_panic import panics_as_errors
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_metadata import flag, optional_number, text, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
@@ -132,10 +133,11 @@ def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> tuple[Any, 
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-        return tokenizer, list(tokenizer.encode("a"))
+        with panics_as_errors():
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            return tokenizer, list(tokenizer.encode("a"))
     except Exception as error:  # tokenizer files are read by code of many kinds; tokenizers raises bare Exception
         raise ModelLoadError(
             f"The tokenizer of {source.name!r} cannot be read ({type(error).__name__}): check its tokenizer files."

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_proto.rust_panic import panics_as_errors
 from headrace_worker.model.gguf_metadata import Metadata, numbers, text, texts
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
@@ -67,7 +68,8 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
     }
     merges = [merge.partition(" ")[::2] for merge in texts(metadata, _MERGES)]
     try:
-        model = BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
+        with panics_as_errors():
+            model = BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
     except Exception as error:  # the tokenizers library raises bare Exception, as for a merge of unknown tokens
         raise ModelLoadError(f"The GGUF file's tokenizer is damaged ({str(error)[:200]}).") from error
     tokenizer = Tokenizer(model)
