@@ -48,7 +48,8 @@ def chosen_tests(rest: list[str], *, ci: bool, slow: bool) -> list[list[Step]]:
 def full_check(*, ci: bool) -> list[list[Step]]:
     """Groups of steps, one after the other; the steps of a group run side by side.
 
-    Tests that measure time, or need the machine for themselves, are marked `alone` and come last.
+    Tests that measure time, or need the machine for themselves, are marked `alone` and come after the others. CI
+    measures the coverage of the others only, since measuring costs time, and prints it last.
     """
     python = [sys.executable, "-m"]
     static = [
@@ -57,9 +58,13 @@ def full_check(*, ci: bool) -> list[list[Step]]:
         Step("mypy", [*python, "mypy"], quiet=True),
     ]
     marks = "not slow" if ci else FAST
-    beside = Step("pytest, side by side", [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"])
+    beside = [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"]
     alone = Step("pytest, one by one", [*PYTEST, "-m", f"alone and {marks}"])
-    return [[*static, beside], [alone]]
+    if not ci:
+        return [[*static, Step("pytest, side by side", beside)], [alone]]
+    measured = Step("pytest, side by side", [*beside, "--cov", "--cov-report="])
+    coverage = Step("coverage", [*python, "headrace_cluster.cli.coverage_table"])
+    return [[*static, measured], [alone], [coverage]]
 
 
 def _run(steps: list[Step]) -> list[tuple[Step, int, float]]:
