@@ -7,8 +7,8 @@ from headrace_cluster.cli.test import Step, chosen_tests, full_check
 
 
 def measured(lines: int, of_lines: int, branches: int, of_branches: int) -> dict[str, Any]:
-    counts = {"covered_lines": lines, "num_statements": of_lines}
-    return {"summary": counts | {"covered_branches": branches, "num_branches": of_branches, "percent_covered": 1.0}}
+    counts = {"covered_lines": lines, "missing_lines": of_lines - lines, "percent_covered": 0.5}
+    return {"summary": counts | {"covered_branches": branches, "missing_branches": of_branches - branches}}
 
 
 def test_lines_and_branches_are_added_per_package_and_in_total() -> None:
@@ -38,10 +38,10 @@ def steps(groups: list[list[Step]]) -> list[Step]:
 
 def test_ci_measures_the_tests_that_run_side_by_side() -> None:
     groups = full_check(ci=True)
-    assert [step.name for step in steps(groups) if "--cov" in step.command] == ["pytest, side by side"]
+    assert [step.name for step in steps(groups) if "slipcover" in step.command] == ["pytest, side by side"]
     assert [step.name for step in groups[-1]] == ["coverage"]
 
 
 def test_nothing_is_measured_elsewhere() -> None:
     for groups in (full_check(ci=False), chosen_tests(["tests"], ci=True, slow=False)):
-        assert not [step for step in steps(groups) if "--cov" in step.command or step.name == "coverage"]
+        assert not [step for step in steps(groups) if "slipcover" in step.command or step.name == "coverage"]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from headrace_cluster.errors import SpecError
 
-PYTEST = [sys.executable, "-m", "pytest", "--durations=20"]
+PYTHON = [sys.executable, "-m"]
+PYTEST = ["pytest", "--durations=20"]
+COVERAGE = ".coverage.json"  # in the checkout
 FAST = "not slow and not ci"
 
 
@@ -42,28 +44,27 @@ class Step:
 def chosen_tests(rest: list[str], *, ci: bool, slow: bool) -> list[list[Step]]:
     """The tests that pytest's arguments select."""
     marks = "slow" if slow else "not slow" if ci or rest else FAST
-    return [[Step("pytest", [*PYTEST, *([] if "-m" in rest else ["-m", marks]), *rest])]]
+    return [[Step("pytest", [*PYTHON, *PYTEST, *([] if "-m" in rest else ["-m", marks]), *rest])]]
 
 
 def full_check(*, ci: bool) -> list[list[Step]]:
     """Groups of steps, one after the other; the steps of a group run side by side.
 
     Tests that measure time, or need the machine for themselves, are marked `alone` and come after the others. CI
-    measures the coverage of the others only, since measuring costs time, and prints it last.
+    measures the coverage of the others only, since measuring changes times, and prints it last.
     """
-    python = [sys.executable, "-m"]
     static = [
-        Step("ruff check", [*python, "ruff", "check", "--no-cache", "."], quiet=True),
-        Step("ruff format", [*python, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
-        Step("mypy", [*python, "mypy"], quiet=True),
+        Step("ruff check", [*PYTHON, "ruff", "check", "--no-cache", "."], quiet=True),
+        Step("ruff format", [*PYTHON, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
+        Step("mypy", [*PYTHON, "mypy"], quiet=True),
     ]
     marks = "not slow" if ci else FAST
     beside = [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"]
-    alone = Step("pytest, one by one", [*PYTEST, "-m", f"alone and {marks}"])
+    alone = Step("pytest, one by one", [*PYTHON, *PYTEST, "-m", f"alone and {marks}"])
     if not ci:
-        return [[*static, Step("pytest, side by side", beside)], [alone]]
-    measured = Step("pytest, side by side", [*beside, "--cov", "--cov-report="])
-    coverage = Step("coverage", [*python, "headrace_cluster.cli.coverage_table"])
+        return [[*static, Step("pytest, side by side", [*PYTHON, *beside])], [alone]]
+    measured = Step("pytest, side by side", [*PYTHON, "slipcover", "--json", "--out", COVERAGE, "-m", *beside])
+    coverage = Step("coverage", [*PYTHON, "headrace_cluster.cli.coverage_table", COVERAGE])
     return [[*static, measured], [alone], [coverage]]
 
 
