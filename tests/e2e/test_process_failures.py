@@ -123,6 +123,29 @@ def test_a_killed_router_is_restarted(pair: tuple[Serve, Serve], eventually: Cal
     assert len(_answer(second)) == 8
 
 
+def test_a_killed_gcs_is_started_again(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
+    """Requests in flight do not notice it, and what is lost meanwhile is built again afterwards (I19)."""
+    second = pair[1]
+    expected = _answer(second)
+    (replica,) = _status(second)["replicas"]
+    second.record_processes()
+    (gcs,) = [entry for entry in second.processes.values() if entry.is_running() and entry.name() == "gcs_server"]
+    outcomes: list[Outcome] = []
+    running = threading.Thread(target=lambda: outcomes.extend(run_streams(second.url, [BODY | {"max_tokens": 200}])))
+    running.start()
+    eventually(lambda: "headrace_requests_in_flight 1.0" in httpx.get(f"{second.url}/metrics").text, 20)
+    gcs.kill()
+    eventually(lambda: "another one was started" in second.stderr_text, 5, "a message")
+    running.join(60)
+    assert outcomes and outcomes[0].complete and len(outcomes[0].token_ids) == 200
+    (same,) = _status(second)["replicas"]
+    assert (same["generation"], same["state"]) == (replica["generation"], "ready")
+    os.kill(replica["ranks"][0]["pid"], signal.SIGKILL)
+    eventually(lambda: httpx.get(f"{second.url}/health/ready").status_code == 503, 3, "that it is not ready")
+    eventually(lambda: httpx.get(f"{second.url}/health/ready").status_code == 200, 30, "that it is ready again")
+    assert _answer(second) == expected
+
+
 def test_kill_9_leaves_nothing(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
     second = pair[1]
     ports = [socket.port for socket in second.listening()]
@@ -154,14 +177,13 @@ def test_ctrl_c_during_a_start(start: Callable[..., Serve], eventually: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_a_lost_ray_ends_the_server_with_a_sentence(
-    start: Callable[..., Serve], eventually: Callable[..., None], process: str
+def test_a_lost_raylet_ends_the_server_with_a_sentence(
+    start: Callable[..., Serve], eventually: Callable[..., None]
 ) -> None:
     """Every replica ends with it, and a call of Ray would wait for a minute."""
     serve = start(*LEAN).await_ready()
-    (found,) = [entry for entry in serve.processes.values() if entry.name() == process]
+    (found,) = [entry for entry in serve.processes.values() if entry.name() == "raylet"]
     found.kill()
     assert serve.process.wait(15) == 1
-    assert f"Ray's {process} ended" in serve.stderr_text and "logs: " in serve.stderr_text
+    assert "Ray's raylet ended" in serve.stderr_text and "logs: " in serve.stderr_text
     eventually(lambda: not serve.remaining(), 10, "that no process remains")

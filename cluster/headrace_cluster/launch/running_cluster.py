@@ -42,7 +42,8 @@ class RunningCluster:
         while not stop_requested.wait(WATCH_SECONDS):
             for event in self._routers.watch(may_restart=True) if self._routers is not None else ():
                 show_message(event, "warning")
-            self._ray.check()
+            for event in self._ray.check():
+                show_message(event, "warning")
             view = self._monitor.poll()
             if view is None:
                 continue
@@ -79,7 +80,8 @@ def await_ready(
     Raises ReplicaFailedError when the cluster cannot start, and in a Ray of our own when any replica cannot.
     """
     while True:
-        ray.check()
+        for event in ray.check():
+            show_message(event, "warning")
         view = monitor.poll()
         if view is None:
             time.sleep(POLL_SECONDS)

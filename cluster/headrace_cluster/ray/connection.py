@@ -12,7 +12,8 @@ from headrace_cluster.errors import RayLostError
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RAY_FOLDER, link_ray_logs
-from headrace_cluster.ray import local_ray
+from headrace_cluster.ray import gcs_restart, local_ray
+from headrace_cluster.ray.gcs_restart import GcsRestart, GcsWatch
 from headrace_cluster.ray.local_ray import RayLink
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 
@@ -40,8 +41,9 @@ class RayConnection:
         if self.ends_in_order(error):
             local_ray.disconnect()
 
-    def check(self) -> None:
-        """Raises RayLostError when a process of our own Ray has ended: a call of it would wait for a minute."""
+    def check(self) -> list[str]:
+        """What happened to our own Ray since the last call. Raises RayLostError when its raylet has ended."""
+        return []
 
     @property
     def destroys(self) -> bool:
@@ -100,18 +102,24 @@ class OwnRay(RayConnection):
         super().__init__(spec, local_ray.start_own(spec, token_file, cleanup.ray_folder))
         link_ray_logs(logs, cleanup.ray_folder)
         self.token_file = str(token_file)
+        self._gcs = GcsWatch(GcsRestart(gcs_restart.is_dead, gcs_restart.start))
 
-    def check(self) -> None:
-        if dead := local_ray.dead_processes():
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gcs.stop()
+        super().__exit__(kind, error, trace)
+
+    def check(self) -> list[str]:
+        if "raylet" in local_ray.dead_processes():
             raise RayLostError(
-                f"Ray's {' and '.join(dead)} ended, and with it every replica; start again, or join a Ray that is "
-                "supervised (--ray-address)"
+                "Ray's raylet ended, and with it every replica; start again, or join a Ray that is supervised "
+                "(--ray-address)"
             )
+        return self._gcs.messages()
 
-    @property
-    def destroys(self) -> bool:
-        """Whether the end of this process ends the cluster; otherwise what serves goes on without it."""
-        return self.link.owned or self.stop_requested or not self.serves
+    def force_end(self) -> None:
+        self._gcs.stop()
 
     def ends_in_order(self, error: BaseException | None) -> bool:
         # After an interrupt of the start it may be partly up: a call of it may then wait for a minute.

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_cluster.core import naming
 from headrace_cluster.errors import RayStartError
+from headrace_cluster.ray.gcs_restart import keep_state_in
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of, split_address
 
@@ -59,6 +60,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
     # By default each of its log files grows to half a gigabyte.
     os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(16 << 20))
     os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
+    keep_state_in(temp_dir / "gcs")
     _set_ray_environment()
     import ray
 
