@@ -32,8 +32,9 @@ from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
 FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
-# For a router on shared ports to be ready. After that it listens in any case, and reports why it is not ready.
-JOIN_SECONDS = 3.0
+# For a router on shared ports to be ready: until then others get its share of the connections. After that it listens in
+# any case, and reports why it is not ready.
+JOIN_SECONDS = 30.0
 
 log = structlog.get_logger("headrace.router")
 
@@ -88,14 +89,16 @@ class RouterServer:
     async def start(self) -> None:
         """Listens on all ports and connects to replicas. Raises ListenError.
 
-        Ports that are shared with other routers come last: the others answer while this one has no replica yet.
+        Ports that are shared with other routers come last: the others answer while this one has no replica yet. Its own
+        address for metrics and health is served meanwhile.
         """
         config = self.config
-        with contextlib.ExitStack() as failed:
-            own = None
+        async with contextlib.AsyncExitStack() as failed:
             if config.metrics_port is not None:
                 own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
-                self.metrics_port = int(own.getsockname()[1])
+                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config)
+                self.metrics_port = self._monitoring.port
+                failed.push_async_callback(self._monitoring.stop, 0.0)
             if config.share_port:
                 self.http_port, self.grpc_port = config.port, config.grpc_port or 0
                 self._connect_to_replicas()
@@ -106,8 +109,6 @@ class RouterServer:
             failed.pop_all()
         self._http = HttpServer(build_app(self.services), public, config)
         self.http_port = self._http.port
-        if own is not None:
-            self._monitoring = HttpServer(build_monitoring_app(self.services), own, config)
         if not config.share_port:
             self._connect_to_replicas()
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)

@@ -1,5 +1,6 @@
 """Several routers on one HTTP and one gRPC port, each with a separate address for metrics and health."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,26 @@ def test_a_router_accepts_connections_when_it_can_answer(
     assert opened == [True, False] and time.monotonic() - before >= 0.3
     answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)
     assert answer.status_code == 503
+
+
+def test_the_own_address_is_served_before_the_shared_ports(
+    harness: Any, reserved: tuple[PortReservation, PortReservation]
+) -> None:
+    shared: dict[str, Any] = {"port": reserved[0].port, "grpc_port": reserved[1].port, "share_port": True}
+
+    async def started() -> tuple[RouterServer, asyncio.Task[None]]:
+        router = RouterServer(RouterConfig(**shared, metrics_port=0, secret=SecretBytes(SECRET)))
+        task = asyncio.create_task(router.start())
+        await asyncio.sleep(0.2)
+        return router, task
+
+    router, task = harness.call(started())
+    assert httpx.get(f"http://{router.info().metrics}/health/ready", trust_env=False).status_code == 503
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", reserved[0].port), 1)
+    router.begin_stop()
+    harness.call(asyncio.wait_for(task, 5))
+    harness.call(router.stop())
 
 
 def test_shared_ports_need_numbers() -> None:
