@@ -12,6 +12,7 @@ from headrace_cluster.spec import settings
 from headrace_cluster.spec.flag import Setting, settings_of
 from headrace_cluster.spec.settings import OTHER_VARIABLES, SETTINGS, build_spec, from_environment, unknown_variables
 from headrace_proto.flag import flag
+from headrace_proto.private_file import PrivateFileError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
@@ -153,6 +154,17 @@ def test_wrong_files(tmp_path: Path, text: str, words: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nowhere\.yaml cannot be read"):
         build_spec({}, tmp_path / "nowhere.yaml", {})
+
+
+@pytest.mark.parametrize("auth", ["{keys: [a-key-of-a-tenant]}", "{metrics_key: a-key-for-metrics}"])
+def test_a_file_with_keys_must_be_private(tmp_path: Path, auth: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"auth: {auth}")
+    file.chmod(0o644)
+    with pytest.raises(PrivateFileError, match=f"chmod 600 {file}"):
+        build_spec({}, file, {})
+    file.chmod(0o600)
+    assert build_spec({}, file, {}).auth.keys or build_spec({}, file, {}).auth.metrics_key
 
 
 def test_the_file_may_be_set_by_the_environment(tmp_path: Path) -> None:

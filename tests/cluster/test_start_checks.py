@@ -30,6 +30,7 @@ from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto.address import port_of
 from headrace_proto.errors import HeadraceError
+from headrace_proto.private_file import PrivateFileError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.footprint import Footprint
@@ -189,14 +190,14 @@ def test_more_threads_than_cores_are_reported(folder: Path) -> None:
     ]
 
 
-def test_keys_that_every_user_can_read_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["keys_file", "metrics_key_file"])
+def test_keys_that_other_users_can_read_are_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "keys"
     file.write_text("a-key-of-some-length\n")
-    cluster_spec = spec({}, auth={"keys_file": str(file)})
-    file.chmod(0o644)
-    assert run(cluster_spec) == [
-        f"every user of this machine can read the keys in {file}; restrict it: chmod 600 {file}"
-    ]
+    cluster_spec = spec({}, auth={name: str(file)})
+    file.chmod(0o640)
+    with pytest.raises(PrivateFileError, match=f"can read it: chmod 600 {file}"):
+        run(cluster_spec)
     file.chmod(0o600)
     assert run(cluster_spec) == []
 

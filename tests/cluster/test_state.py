@@ -16,8 +16,10 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import StateError
 from headrace_cluster.local import ports, state
 from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.secret_file import read_or_generate
 from headrace_cluster.local.state import ServeState
 from headrace_proto.errors import ListenError
+from headrace_proto.private_file import PrivateFileError
 
 
 def _state(process: ProcessId, admin_port: int = 8002, **given: Any) -> ServeState:
@@ -39,6 +41,30 @@ def test_a_state_file_is_private_and_can_be_read_back(private_home: Path) -> Non
     assert stat.S_IMODE(private_home.stat().st_mode) == 0o700
     assert state.running() == [saved]
     assert list(private_home.iterdir()) == [path]  # no temporary file stays
+
+
+def test_state_that_others_could_change_is_refused(private_home: Path) -> None:
+    path = state.save(_state(_me()))
+    path.chmod(0o644)
+    with pytest.raises(PrivateFileError, match=f"chmod 600 {path}"):
+        state.running()
+    path.chmod(0o600)
+    path.rename(private_home / "elsewhere")
+    path.symlink_to(private_home / "elsewhere")
+    assert state.running() == [], "a link in the folder is not ours"
+    private_home.chmod(0o777)
+    with pytest.raises(StateError, match=f"chmod 700 {private_home}"):
+        state.home()
+
+
+def test_the_secret_is_read_from_a_private_file_only(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s" * 32)
+    path.chmod(0o640)
+    with pytest.raises(PrivateFileError, match="chmod 600"):
+        read_or_generate(path)
+    path.chmod(0o400)
+    assert read_or_generate(path) == b"s" * 32
 
 
 def test_a_reused_pid_does_not_match() -> None:

@@ -227,6 +227,7 @@ def test_loopback_is_open(host: str) -> None:
 
 def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
+    path.touch(mode=0o600)
     path.write_text("# ours\nteam-a:sk-aaaaaaaa\n\nsk-bbbbbbbb\n")
     keys = AuthConfig(keys_file=path).load()
     assert [(entry.name, entry.key.get_secret_value()) for entry in keys] == [
@@ -244,6 +245,7 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
 
 def test_metrics_keys_come_from_a_file_and_are_no_api_keys(tmp_path: Path) -> None:
     path = tmp_path / "metrics-keys"
+    path.touch(mode=0o600)
     path.write_text("prometheus:mk-aaaaaaaa\nnext:mk-bbbbbbbb\n")
     found = AuthConfig.model_validate({"metrics_key": "mk-cccccccc", "metrics_key_file": path}).load_metrics()
     assert [entry.key.get_secret_value() for entry in found] == ["mk-cccccccc", "mk-aaaaaaaa", "mk-bbbbbbbb"]

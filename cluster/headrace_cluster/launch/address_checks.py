@@ -1,7 +1,6 @@
 """Checks that a server may and can listen on its addresses; suggests free ports for those in use."""
 
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,21 +27,11 @@ class Address:
 
 
 def check_keys(spec: ClusterSpec) -> None:
-    """Whether routers may listen on their interface, and can read their keys. Raises ExposureError, KeysFileError."""
+    """Whether routers may listen on their interface, and can read their keys. Raises a HeadraceError."""
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
     spec.auth.load()
     spec.auth.load_metrics()
-
-
-def readable_key_files(spec: ClusterSpec) -> list[str]:
-    """A sentence per key file that every user of this machine can read."""
-    files = (spec.auth.keys_file, spec.auth.metrics_key_file)
-    return [
-        f"every user of this machine can read the keys in {path}; restrict it: chmod 600 {path}"
-        for path in files
-        if path is not None and path.stat().st_mode & stat.S_IROTH
-    ]
 
 
 def check_ports(spec: ClusterSpec, *, with_router: bool) -> None:

@@ -20,7 +20,7 @@ from headrace_cluster.core.placement import (
 )
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.errors import ReplicaFailedError
-from headrace_cluster.launch.address_checks import check_keys, check_ports, readable_key_files
+from headrace_cluster.launch.address_checks import check_keys, check_ports
 from headrace_cluster.launch.preflight import Preflight
 from headrace_cluster.local.machine import Machine, this_machine
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -56,8 +56,6 @@ def check_start(
     report("checking its files")
     if with_router:
         check_keys(spec)
-        for sentence in readable_key_files(spec):
-            warn(sentence)
     machine = this_machine() if spec.ray.address is None else None
     if machine is not None:
         check_cpus(models, machine.cores)

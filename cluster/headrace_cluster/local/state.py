@@ -16,6 +16,7 @@ from typing import Any
 from headrace_cluster.errors import StateError
 from headrace_cluster.local.processes import ProcessId
 from headrace_proto.address import port_of
+from headrace_proto.private_file import folder_problem, read_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,17 @@ def home() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write")
+        problem = folder_problem(path.stat(), os.geteuid())
     except OSError as error:
         raise StateError(
             f"the folder {path} for keys and process ids cannot be used ({error.strerror}); "
             "set HEADRACE_HOME to another"
         ) from error
+    if problem:
+        raise StateError(
+            f"the folder {path} for keys and process ids is not used: {problem.format(path=path)}; "
+            "or set HEADRACE_HOME to another"
+        )
     return path
 
 
@@ -143,7 +150,7 @@ def _states(kind: str) -> Iterator[tuple[Path, ServeState]]:
 
 def _read(path: Path) -> ServeState | None:
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(read_private(path, "the state file", follow_link=False))
         known = {name: data[name] for name in ServeState.__slots__ if name in data}
         lists = {name: tuple(known.get(name, ())) for name in ("models", "metrics")}
         return ServeState(**(known | lists))

@@ -10,6 +10,7 @@ from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.flag import PREFIX, Setting, settings_of
+from headrace_proto.private_file import read_private
 
 SETTINGS = tuple(settings_of(ClusterSpec))
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
@@ -88,7 +89,7 @@ def build_spec(
     environ: Mapping[str, str] | None = None,
     warn: Callable[[str], None] = lambda sentence: None,
 ) -> ClusterSpec:
-    """The spec from all sources. Raises SpecError.
+    """The spec from all sources. Raises SpecError, and PrivateFileError if others can read a file with keys.
 
     flags: by setting name; None = not given. warn: gets a sentence per source that sets nothing: most likely a mistake.
     """
@@ -98,6 +99,8 @@ def build_spec(
     data = read_file(config) if config is not None else {}
     if config is not None and not data:
         warn(f"the config file {config} is empty: it sets nothing")
+    if config is not None and _holds_keys(data):
+        read_private(config, "the config file with keys")
     for sentence in unknown_variables(environ):
         warn(sentence)
     given: dict[str, Any] = dict(from_environment(environ))
@@ -115,6 +118,11 @@ def build_spec(
             place = ("models", 0, *path[1:]) if path[0] == "models" else path
             origins[place] = setting.flag if flags.get(setting.name) is not None else setting.variable
     return parse_spec(data, origins)
+
+
+def _holds_keys(data: Mapping[str, Any]) -> bool:
+    auth = data.get("auth")
+    return isinstance(auth, dict) and bool(auth.get("keys") or auth.get("metrics_key"))
 
 
 def _yaml_problem(error: Exception) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from headrace_proto.errors import HeadraceError
+from headrace_proto.private_file import read_private
 
 SALT_BYTES = 16
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
@@ -79,11 +80,11 @@ class AuthConfig(BaseModel):
         return self.metrics_key is not None or self.metrics_key_file is not None
 
     def load(self) -> tuple[ApiKey, ...]:
-        """All API keys, including the file's. Raises KeysFileError."""
+        """All API keys, including the file's. Raises KeysFileError, PrivateFileError."""
         return self.keys if self.keys_file is None else self.keys + _read_keys(self.keys_file, "API keys")
 
     def load_metrics(self) -> tuple[ApiKey, ...]:
-        """All metrics keys, including the file's. Raises KeysFileError."""
+        """All metrics keys, including the file's. Raises KeysFileError, PrivateFileError."""
         keys: tuple[ApiKey, ...] = () if self.metrics_key is None else (self.metrics_key,)
         if self.metrics_key_file is not None:
             keys += _read_keys(self.metrics_key_file, "metrics keys")
@@ -199,7 +200,7 @@ def _digest(raw: bytes) -> bytes:
 
 def _read_keys(path: Path, what: str) -> tuple[ApiKey, ...]:
     try:
-        lines = path.read_text().splitlines()
+        lines = read_private(path, f"the file of {what}").decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeysFileError(f"the file of {what} {path} cannot be read: {reason}") from error
