@@ -29,6 +29,7 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "e2e/test_rollout.py",
     "e2e/test_routers.py",
     "e2e/test_stop.py",
+    "e2e/test_tls.py",
     "integration/",
     "kernels/test_compiles.py",
     "kernels/test_splits.py",

@@ -39,12 +39,24 @@ class AdoptionError(HeadraceError):
     """What runs in Ray cannot be taken over now; nothing of it was ended."""
 
 
+class CertificateError(HeadraceError):
+    """A client command does not accept the certificate of a server, or the server that of the client."""
+
+
 class RouterFailedError(HeadraceError):
     """The router process ended."""
 
 
 class NotRunningError(HeadraceError):
     """No server answers at the address of a client command."""
+
+
+class ServerError(HeadraceError):
+    """The server answered with an error; the message is from the server."""
+
+
+class AnswerCutError(ServerError):
+    """The stream of an answer ended before the answer was complete."""
 
 
 class ServerChoiceError(HeadraceError):

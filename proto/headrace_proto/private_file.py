@@ -19,16 +19,17 @@ class PrivateFileError(HeadraceError):
     """A file with a key or a secret can be read or changed by others; the sentence has the command that repairs it."""
 
 
-def read_private(path: Path, what: str, *, follow_link: bool = True) -> bytes:
+def read_private(path: Path, what: str, *, follow_link: bool = True, secret: bool = True) -> bytes:
     """The bytes of a file with a key or a secret; `what` names it in errors: 'the file of API keys'.
 
-    What is checked is what is read: a file that is replaced in between is not. Raises OSError, PrivateFileError.
+    secret: False for a file that all may read and that only its owner may change, such as a certificate authority's.
+    What is checked is what is read, also if the file is replaced meanwhile. Raises OSError, PrivateFileError.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block
     descriptor = os.open(path, flags if follow_link else flags | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
-        read_only = bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
-        if problem := file_problem(os.fstat(descriptor), os.geteuid(), read_only=read_only):
+        read_only = os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
+        if problem := file_problem(os.fstat(descriptor), os.geteuid(), hidden=secret and not read_only):
             raise PrivateFileError(f"{what} {path} is not used: {problem.format(path=path)}")
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -36,10 +37,10 @@ def read_private(path: Path, what: str, *, follow_link: bool = True) -> bytes:
     return content
 
 
-def file_problem(status: os.stat_result, user: int, *, read_only: bool) -> str:
-    """Why `user` must not use a file as a secret, with the remedy, in which {path} stands for it; empty: it may.
+def file_problem(status: os.stat_result, user: int, *, hidden: bool) -> str:
+    """Why `user` must not use a file, with the remedy, in which {path} stands for it; empty: it may.
 
-    read_only: of the file system as it is mounted.
+    hidden: others must not read it either.
     """
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
@@ -47,8 +48,8 @@ def file_problem(status: os.stat_result, user: int, *, read_only: bool) -> str:
     if status.st_uid not in (_ROOT, user):
         return "it belongs to another user, who can change it: copy it, or `chown` it to the user of this process"
     if mode & 0o022:
-        return "other users can change it: chmod 600 {path}"
-    if read_only:
+        return f"other users can change it: chmod {'600' if hidden else 'go-w'} {{path}}"
+    if not hidden:
         return ""
     if status.st_uid == _ROOT != user:
         return "every user of this machine can read it: chmod 640 {path}" if mode & 0o004 else ""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
 from headrace_proto.flag import flag
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
+from headrace_router.access.tls_config import TlsConfig
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy import PolicyName
 from headrace_router.core.policy.disaggregate import Mode
@@ -90,6 +91,7 @@ class RouterConfig(RouterSettings):
     router_id: str = Field(default_factory=new_router_id)
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
+    tls: TlsConfig = TlsConfig()
     limits: Limits = Limits()
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
     migration_patience_seconds: float = Field(

@@ -11,6 +11,7 @@ import structlog
 from headrace_proto.address import host_port
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
+from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.grpc.server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
@@ -43,7 +44,7 @@ class RouterServer:
     """`start`, then `stop`; in between `http_port` and `grpc_port` are the ports that it listens on."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ExposureError or KeysFileError before anything is opened."""
+        """Raises a HeadraceError, of keys, exposure or TLS files, before anything is opened."""
         check_exposure(config.host, config.auth)
         self._metrics_host = config.metrics_host or config.host
         if config.metrics_port is not None:
@@ -80,7 +81,12 @@ class RouterServer:
             body_budget=BodyBudget(config.limits),
             slices=WorkSlices(),
         )
-        self._grpc = GrpcServer(self.services)
+        self._tls: TlsFiles | None = None
+        self._monitoring_tls: TlsFiles | None = None  # health and metrics need no client certificate
+        if config.tls.enabled:
+            self._tls = TlsFiles(config.tls)
+            self._monitoring_tls = TlsFiles(config.tls.without_clients())
+        self._grpc = GrpcServer(self.services, self._tls)
         self._http: HttpServer | None = None
         self._monitoring: HttpServer | None = None
         self._was_ready = asyncio.Event()
@@ -96,7 +102,7 @@ class RouterServer:
         async with contextlib.AsyncExitStack() as failed:
             if config.metrics_port is not None:
                 own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
-                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config)
+                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config, self._monitoring_tls)
                 self.metrics_port = self._monitoring.port
                 failed.push_async_callback(self._monitoring.stop, 0.0)
             if config.share_port:
@@ -107,18 +113,22 @@ class RouterServer:
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
             failed.pop_all()
-        self._http = HttpServer(build_app(self.services), public, config)
+        self._http = HttpServer(build_app(self.services), public, config, self._tls)
         self.http_port = self._http.port
         if not config.share_port:
             self._connect_to_replicas()
+        for files in (self._tls, self._monitoring_tls):
+            if files is not None:
+                self._tasks.append(asyncio.create_task(files.watch()))
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)
 
     def info(self) -> RouterInfo:
         """What the controller publishes about this router."""
         host = self.config.host
-        http = host_port(host, self.http_port)
+        scheme = "https://" if self.config.tls.enabled else ""
+        http = scheme + host_port(host, self.http_port)
         grpc = host_port(host, self.grpc_port) if self.grpc_port else ""
-        metrics = host_port(self._metrics_host, self.metrics_port) if self.metrics_port else http
+        metrics = scheme + host_port(self._metrics_host, self.metrics_port) if self.metrics_port else http
         return RouterInfo(
             id=self.config.router_id, pid=os.getpid(), node=self.config.node, http=http, grpc=grpc, metrics=metrics
         )

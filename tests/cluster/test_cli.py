@@ -12,8 +12,8 @@ from threading import Thread
 import pytest
 import yaml
 
-from headrace_cluster.cli.client import ApiClient, ServerError
-from headrace_cluster.errors import NotRunningError
+from headrace_cluster.cli.client import ApiClient
+from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 

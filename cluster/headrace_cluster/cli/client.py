@@ -4,17 +4,21 @@ import contextlib
 import http.client
 import json
 import os
+import ssl
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, running_servers
-from headrace_cluster.errors import NotRunningError, SpecError
+from headrace_cluster.errors import AnswerCutError, CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.state import ServeState, describe
+from headrace_cluster.local.tls_client import open_connection, present, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
 from headrace_proto.errors import HeadraceError
@@ -31,14 +35,6 @@ _WRONG_KEY = "the API key is not valid; pass another with --api-key KEY or HEADR
 _NOT_THE_API = "the answer is not one of the OpenAI API; is this the right port?"
 
 
-class ServerError(HeadraceError):
-    """The server answered with an error; the message is from the server."""
-
-
-class AnswerCutError(ServerError):
-    """The stream of an answer ended before the answer was complete."""
-
-
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
     """One event of a streamed answer. usage: token counts, in the last event, if requested."""
@@ -49,9 +45,14 @@ class ChatDelta:
 
 
 class ApiClient:
-    """The public API. Raises NotRunningError when nothing answers, ServerError when the answer is an error."""
+    """The public API. Raises NotRunningError when nothing answers, ServerError when the answer is an error.
 
-    def __init__(self, host: str, port: int, api_key: str | None) -> None:
+    With TLS also CertificateError.
+    """
+
+    def __init__(self, host: str, port: int, api_key: str | None, tls: ssl.SSLContext | None = None) -> None:
+        """tls: None = plain HTTP."""
+        self._tls = tls
         self._host = reachable(host).strip("[]")
         self._port = port
         if api_key and not (api_key.isascii() and api_key.isprintable()):
@@ -91,12 +92,13 @@ class ApiClient:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        connection = open_connection(self._host, self._port, timeout, self._tls)
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json"
         with contextlib.closing(connection):
             try:
+                connection.connect()
                 # A server may reject a body that is too large, and close, before all of it is sent.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, path, json.dumps(body) if body is not None else None, headers)
@@ -105,6 +107,8 @@ class ApiClient:
                 address = host_port(self._host, self._port)
                 raise NotRunningError(f"the server at {address} sent nothing for {timeout:g} s") from error
             except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:
+                if self._tls is not None and (failed := tls_failure(host_port(self._host, self._port), error)):
+                    raise failed from error
                 raise NotRunningError(
                     f"no server answers at {host_port(self._host, self._port)}; start one with: {_serve(self._port)}"
                     + running_servers(state.running())
@@ -125,9 +129,11 @@ class AdminClient:
         self.state = find_server(choice)
         key = os.environ.get("HEADRACE_ADMIN_KEY", "")
         if self.state is not None:
-            self._address = _AdminAddress(*split_address(self.state.admin_url), key or self.state.admin_key)
+            self._address = _admin_address(self.state, key)
         elif key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
-            self._address = _AdminAddress("127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT, key)
+            ca = os.environ.get("HEADRACE_CA", "")
+            tls = partial(trusted, Path(ca)) if ca else lambda: None
+            self._address = _AdminAddress("127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT, key, tls)
         else:
             raise no_match_error(choice, state.running())
 
@@ -156,7 +162,7 @@ class AdminClient:
         while True:
             try:
                 return self.call("GET", "/status")
-            except NotRunningError as error:
+            except (NotRunningError, CertificateError) as error:  # a new certificate is served a second later
                 # The process of a server of another user, or behind a tunnel, is unknown.
                 if self.state is not None and (self.state.starting or not self.state.process.alive):
                     raise
@@ -178,9 +184,10 @@ class _AdminAddress:
     host: str
     port: int
     key: str
+    tls: Callable[[], ssl.SSLContext | None]  # per call: a long command may outlast a certificate
 
     def call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = open_connection(self.host, self.port, timeout, self.tls())
         try:
             sent = json.dumps(body) if body is not None else None
             connection.request(method, path, sent, {"Authorization": f"Bearer {self.key}"})
@@ -189,6 +196,8 @@ class _AdminAddress:
                 raise ServerError(_sentence(response))
             document: dict[str, Any] = json.load(response)
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if failed := tls_failure(host_port(self.host, self.port), error):
+                raise failed from error
             raise NotRunningError(
                 f"no server answers on admin port {self.port}; start one with: {program_name()} serve"
             ) from error
@@ -197,27 +206,45 @@ class _AdminAddress:
         return document
 
 
+def _admin_address(server: ServeState, key: str = "") -> _AdminAddress:
+    return _AdminAddress(*split_address(server.admin_url), key or server.admin_key, partial(tls_of, server))
+
+
 def find_server(choice: ServerChoice) -> ServeState | None:
     """The server of this user that matches; None when none does. Raises ServerChoiceError when several do."""
     still_up = [server for server in state.ended() if _still_answers(server)]
     return choose(choice, state.running()) or choose(choice, still_up)
 
 
-def api_client(choice: ServerChoice, host: str | None, api_key: str | None) -> ApiClient:
+def api_client(
+    choice: ServerChoice,
+    host: str | None,
+    api_key: str | None,
+    *,
+    ca: Path | None = None,
+    client_cert: Path | None = None,
+) -> ApiClient:
     """The public API of the server that matches, or of the server at `host` and the given port.
 
-    Raises ServerChoiceError when several servers match, NotRunningError when none does and no address was given.
+    ca: authorities for the certificate of a server elsewhere, which then uses TLS; so does a host as https://HOST.
+    Raises ServerChoiceError when several servers match, NotRunningError when none does and no address was given,
+    CertificateError.
     """
     server = find_server(choice) if host is None else None
     if server is not None and server.starting:
         raise _starting(server)
     if server is not None and server.http_url:
-        return ApiClient(*split_address(server.http_url), api_key)
+        tls = tls_of(server)
+        return ApiClient(*split_address(server.http_url), api_key, tls and present(tls, client_cert))
     if server is not None:
         raise NotRunningError(f"{describe(server)} runs without a router: `{program_name()} router` starts one")
     if host is None and choice.given and (choice.port is None or choice.names or choice.admin_port is not None):
         raise no_match_error(choice, state.running())
-    return ApiClient(host or "127.0.0.1", choice.port or DEFAULT_PORT, api_key)
+    scheme, _, name = (host or "127.0.0.1").rpartition("://")
+    if scheme not in ("", "http", "https"):
+        raise SpecError(f"--host is HOST, http://HOST or https://HOST, not '{host}'")
+    tls = trusted(ca, client_cert) if scheme == "https" or (ca is not None and not scheme) else None
+    return ApiClient(name.rstrip("/"), choice.port or DEFAULT_PORT, api_key, tls)
 
 
 def _starting(server: ServeState) -> NotRunningError:
@@ -227,7 +254,7 @@ def _starting(server: ServeState) -> NotRunningError:
 def _still_answers(server: ServeState) -> bool:
     """Whether the cluster of a killed serve still answers."""
     try:
-        _AdminAddress(*split_address(server.admin_url), server.admin_key).call("GET", "/status", None, PROBE_SECONDS)
+        _admin_address(server).call("GET", "/status", None, PROBE_SECONDS)
     except HeadraceError:
         return False
     return True

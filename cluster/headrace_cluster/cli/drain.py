@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace_cluster.cli.client import AdminClient, ServerError
+from headrace_cluster.cli.client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
+from headrace_cluster.errors import ServerError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
 

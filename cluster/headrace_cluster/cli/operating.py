@@ -17,17 +17,22 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show speed and tokens of each answer, on stderr.")] = False,
-    host: Annotated[str | None, typer.Option("--host", help="Of a server elsewhere, with --port.")] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Of a server elsewhere, with --port; https://HOST with TLS.")
+    ] = None,
     port: o.ServerPort = None,
     admin_port: o.ServerAdminPort = None,
     cluster: o.ServerName = None,
     api_key: o.ApiKey = None,
+    ca: o.Ca = None,
+    client_cert: o.ClientCert = None,
 ) -> None:
     """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
     from headrace_cluster.cli.chat.start import start_chat
     from headrace_cluster.cli.client import api_client
 
-    client = api_client(o.choice(port, admin_port, cluster), o.client_host(host), api_key)
+    chosen = o.choice(port, admin_port, cluster)
+    client = api_client(chosen, o.client_host(host), api_key, ca=ca, client_cert=client_cert)
     fields = {"max_tokens": max_tokens, "temperature": temperature}
     start_chat(client, once=once, model=model, system=system, fields=fields, stats=stats)
 

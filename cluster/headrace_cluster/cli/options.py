@@ -26,6 +26,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the document for pro
 ApiKey = Annotated[
     str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Key of the API, if it needs one.")
 ]
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", envvar="HEADRACE_CA", help="Authorities that --host's certificate must be of (PEM); uses TLS."
+    ),
+]
+ClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--client-cert", envvar="HEADRACE_CLIENT_CERT", help="Certificate and key, if the server requires one (PEM)."
+    ),
+]
 
 
 def takes_settings(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace_cluster.cli.client import AdminClient, ServerError
+from headrace_cluster.cli.client import AdminClient
 from headrace_cluster.cli.drain import (
     POLL_SECONDS,
     START_SECONDS,
@@ -13,7 +13,7 @@ from headrace_cluster.cli.drain import (
     watch_replica,
 )
 from headrace_cluster.cli.servers import ServerChoice
-from headrace_cluster.errors import NotRunningError
+from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
 

@@ -3,9 +3,9 @@
 import signal
 import time
 
-from headrace_cluster.cli.client import AdminClient, ServerError
+from headrace_cluster.cli.client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
-from headrace_cluster.errors import NotRunningError
+from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.launch.signals import SAME_SECONDS, STOP_ALL
 from headrace_cluster.local.state import ServeState, remove

@@ -1,5 +1,6 @@
 """The admin HTTP API: status, stop, operations on replicas. Own port and key, on loopback (docs/reliability.md R4)."""
 
+import asyncio
 import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,9 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace_cluster.controller.operations import Operation
 from headrace_proto.errors import HeadraceError, ListenError
+from headrace_router.access.tls_files import TlsFiles
+from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.tls_protocol import tls_protocol
+from headrace_router.core.limits import Limits
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -102,10 +108,20 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def admin_server(app: ASGIApp) -> uvicorn.Server:
-    """A server for one small API: no access log, no lifespan, short keep-alive."""
+def admin_server(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Server:
+    """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
+    protocol: type[asyncio.Protocol] = AutoHTTPProtocol
+    if tls is not None:
+        limits = Limits()
+        protocol = tls_protocol(protocol, tls, limits, ConnectionCounter(limits))
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1
+        app,
+        http=protocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
 

@@ -10,6 +10,7 @@ from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import ListenError
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
+from headrace_router.access.tls_files import load_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class Address:
     @property
     def ports(self) -> range:
         return range(self.port, self.port + self.count) if self.port else range(0)
+
+
+def check_tls(spec: ClusterSpec) -> None:
+    """Whether the files of TLS can be used. Raises TlsFileError, PrivateFileError."""
+    if spec.tls.enabled:
+        load_identity(spec.tls)
 
 
 def check_keys(spec: ClusterSpec) -> None:

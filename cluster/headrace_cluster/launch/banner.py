@@ -65,16 +65,17 @@ def banner(
     headline = f"{_listed(state.models)} {'is' if len(state.models) == 1 else 'are'} ready after {seconds:.1f} s"
     rows: list[tuple[str, str]] = []
     if state.http_url:
-        url = state.http_url
+        url, scheme = state.http_url, state.http_url.partition("://")[0]
+        grpc = "; ".join(filter(None, ("TLS" if scheme == "https" else "", keys.api)))
         rows += [
             ("API", f"{url}/v1{_note(keys.api)}"),
             ("docs", f"{url}/docs{_note(keys.docs)}"),
             ("health", f"{url}/health{_note(keys.health)}"),
             *(
-                ("metrics" if not index else "", f"http://{own}/metrics{_note(keys.metrics)}")
+                ("metrics" if not index else "", f"{scheme}://{own}/metrics{_note(keys.metrics)}")
                 for index, own in enumerate(state.metrics)
             ),
-            ("gRPC", f"{state.grpc_address}{_note(keys.api)}"),
+            ("gRPC", f"{state.grpc_address}{_note(grpc)}"),
         ]
     rows.append(("admin", f"{state.admin_url}  (its key is kept for you)"))
     if not state.http_url:

@@ -1,6 +1,7 @@
 """The routers of one `serve`: a single one, or several that share their ports, each supervised separately."""
 
 import http.client
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.launch.router_process import RouterProcess, router_config
 from headrace_cluster.local.ports import reachable
+from headrace_cluster.local.tls_client import open_connection, pinned
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port, split_address
 from headrace_router.api.port_reservation import PortReservation
@@ -25,6 +27,7 @@ class RouterGroup:
         """Reserves the ports if routers share them. Raises ListenError."""
         routers = spec.routers
         self._host = routers.host
+        self._tls_cert = spec.tls.cert
         self._shutdown_seconds = routers.shutdown_seconds
         self._reservations: list[PortReservation] = []
         if routers.count == 1:
@@ -57,7 +60,8 @@ class RouterGroup:
 
     def ready(self, places: Sequence[RouterPlace]) -> bool:
         """Whether every router reports ready on its own address."""
-        return bool(places) and all(_is_ready(place.metrics) for place in places)
+        context = pinned(self._tls_cert) if self._tls_cert is not None else None
+        return bool(places) and all(_is_ready(place.metrics, context) for place in places)
 
     def watch(self, *, may_restart: bool) -> list[str]:
         """Restarts routers that ended; a sentence for each newly detected end. Raises RouterFailedError."""
@@ -107,8 +111,8 @@ def _split(address: str) -> tuple[str, int]:
         raise RouterFailedError(f"the router reports the address '{address}', which is not valid") from None
 
 
-def _is_ready(address: str) -> bool:
-    connection = http.client.HTTPConnection(*split_address(reachable_address(address)), timeout=2)
+def _is_ready(address: str, context: ssl.SSLContext | None) -> bool:
+    connection = open_connection(*split_address(reachable_address(address)), 2, context)
     try:
         connection.request("GET", "/health/ready")
         return connection.getresponse().status == 200

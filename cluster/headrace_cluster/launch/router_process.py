@@ -38,6 +38,7 @@ def router_config(
         "controller": controller,
         "secret": SecretBytes(secret),
         "auth": spec.auth,
+        "tls": spec.tls,
         "limits": spec.limits,
         "logs": LogConfig(part, path=path, format=spec.logs.format, stderr_level=routers.log_level),
     }

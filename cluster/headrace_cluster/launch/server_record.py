@@ -37,14 +37,15 @@ class ServerRecord:
             pid=process.pid,
             started=process.started,
             cluster=spec.cluster,
-            admin_url=f"http://{host_port(spec.admin.host, spec.admin.port)}",
+            admin_url=f"{spec.tls.scheme}://{host_port(spec.admin.host, spec.admin.port)}",
             admin_key=state.new_key(),
             admin_port=spec.admin.port,
-            http_url=f"http://{host_port(self._host, routers.port)}" if with_router else "",
+            http_url=f"{spec.tls.scheme}://{host_port(self._host, routers.port)}" if with_router else "",
             grpc_address=host_port(self._host, routers.grpc_port) if with_router else "",
             models=tuple(model.name for model in spec.models),
             since=int(time.time()),
             starting=True,
+            tls_cert=str(spec.tls.cert or ""),
         )
 
     def save(self, cleanup: Cleanup) -> None:
@@ -60,7 +61,7 @@ class ServerRecord:
         """The controller listens: from now on the file is named after the admin port."""
         starting = state.path_of(self.state)
         path = self._update(
-            admin_url=f"http://{host_port(self._spec.admin.host, opened.admin_port)}",
+            admin_url=f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, opened.admin_port)}",
             admin_port=opened.admin_port,
             control_address=host_port(opened.control_host, opened.control_port),
             secret_file=str(self._secret_file(opened.admin_port, secret, cleanup)),
@@ -77,7 +78,7 @@ class ServerRecord:
         """The first router's address, since routers share their ports, and the metrics address of each."""
         first = places[0]
         self._update(
-            http_url=f"http://{host_port(self._host, port_of(first.http))}",
+            http_url=f"{self._spec.tls.scheme}://{host_port(self._host, port_of(first.http))}",
             grpc_address=host_port(self._host, port_of(first.grpc)) if first.grpc else "",
             metrics=tuple(reachable_address(place.metrics) for place in places),
         )

@@ -20,7 +20,7 @@ from headrace_cluster.core.placement import (
 )
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.errors import ReplicaFailedError
-from headrace_cluster.launch.address_checks import check_keys, check_ports
+from headrace_cluster.launch.address_checks import check_keys, check_ports, check_tls
 from headrace_cluster.launch.preflight import Preflight
 from headrace_cluster.local.machine import Machine, this_machine
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -54,6 +54,7 @@ def check_start(
     """Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start."""
     models = spec.models
     report("checking its files")
+    check_tls(spec)
     if with_router:
         check_keys(spec)
     machine = this_machine() if spec.ray.address is None else None

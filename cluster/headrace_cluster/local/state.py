@@ -41,6 +41,7 @@ class ServeState:
     since: int = 0  # unix seconds of its start
     starting: bool = False  # its controller does not listen yet; ports are those of the spec, 0 = unknown
     shutdown_seconds: float = 5.0  # for requests in flight
+    tls_cert: str = ""  # file of the certificate of its HTTP, gRPC and admin API; empty = they use no TLS
     detaches: bool = False  # a signal other than STOP_ALL ends this process only, not the cluster
 
     @property

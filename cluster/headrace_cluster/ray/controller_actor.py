@@ -27,6 +27,7 @@ from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, configure_logs
+from headrace_router.access.tls_files import TlsFiles
 
 RECORD_SECONDS = 0.25  # between two looks at what the record must hold
 UNWATCHED_SECONDS = 5.0  # after a stop request, without a poll from `serve`, the controller stops the cluster itself
@@ -81,7 +82,10 @@ class ControllerActor:
         self._supervisor.start()
         self._keeping = asyncio.create_task(self._keep_record())
         operations = replica_operations(self._supervisor)
-        server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations))
+        tls = TlsFiles(self._spec.tls.without_clients()) if self._spec.tls.enabled else None
+        server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations), tls)
+        if tls is not None:
+            self._tasks.append(asyncio.create_task(tls.watch()))
         self._servers.callback(setattr, server, "should_exit", True)
         self._tasks.append(asyncio.create_task(server.serve(sockets=[admin])))
         admin_port = int(admin.getsockname()[1])

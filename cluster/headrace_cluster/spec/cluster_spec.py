@@ -14,6 +14,7 @@ from headrace_cluster.spec.process_specs import AdminSpec, ControlSpec, HealthSp
 from headrace_cluster.spec.section import Section
 from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
+from headrace_router.access.tls_config import TlsConfig
 from headrace_router.core.limits import Limits
 
 
@@ -29,6 +30,7 @@ class ClusterSpec(Section):
     models: tuple[ModelSpec, ...] = Field(default=(ModelSpec(),), min_length=1)
     routers: RoutersSpec = RoutersSpec()
     auth: AuthConfig = AuthConfig()
+    tls: TlsConfig = TlsConfig()
     limits: Limits = Limits()
     admin: AdminSpec = AdminSpec()
     control: ControlSpec = ControlSpec()
@@ -46,6 +48,7 @@ class ClusterSpec(Section):
         """Port of each router's own address, 0 = any free one; empty when they have none."""
         routers = self.routers
         configured = routers.metrics_no_auth or routers.metrics_host is not None or routers.metrics_port is not None
+        configured |= self.tls.client_ca is not None  # probes of health have no client certificate
         if routers.count == 1 and not configured:
             return ()
         first = self._first_metrics_port() if routers.metrics_port is None else routers.metrics_port

@@ -1,4 +1,4 @@
-"""Which addresses of a server need a key: one table for the banner."""
+"""Which addresses of a server need a key or a client certificate: one table for the banner."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +9,7 @@ from headrace_router.access.auth import is_loopback
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """Per address, the key that a client must send; empty if no key is configured."""
+    """Per address, what a client must send; empty if it is nothing."""
 
     api: str = ""
     docs: str = ""
@@ -20,13 +20,18 @@ class KeyRules:
     def of(cls, spec: ClusterSpec) -> Self:
         """As the routers of this spec decide it (headrace_router/api/http/middleware.py)."""
         auth, no_auth = spec.auth, spec.routers.metrics_no_auth
-        api = "needs an API key" if auth.has_keys else ""
-        metrics = "needs a metrics key" if auth.has_metrics_keys else api
+        key = "needs an API key" if auth.has_keys else ""
+        certificate = "needs a client certificate" if spec.tls.client_ca is not None else ""
+        metrics = "needs a metrics key" if auth.has_metrics_keys else key
         if no_auth:
             metrics = "no key" if is_loopback(spec.metrics_host) else "no key: open to all who can reach it"
         return cls(
-            api=api,
-            docs="has a field for an API key" if api else "",
-            health="no key" if api else "",
+            api=_both(certificate, key),
+            docs=_both(certificate, "has a field for an API key" if key else ""),
+            health=_both(certificate, "no key" if key else ""),
             metrics=metrics,
         )
+
+
+def _both(certificate: str, key: str) -> str:
+    return "; ".join(filter(None, (certificate, key)))

@@ -40,8 +40,8 @@ class RoutersSpec(Section, RouterSettings):
     metrics_port: Port | None = Field(
         default=None,
         description="an address of its own for each router's /metrics and /health: this port for the first, the next "
-        "one for the next, 0 = any free ones; none = of several routers, or with metrics_no_auth, from the first above "
-        "the admin port, else only `port`",
+        "one for the next, 0 = any free ones; none = of several routers, with metrics_no_auth or with tls.client_ca, "
+        "from the first above the admin port, else only `port`",
         json_schema_extra=flag(
             "--metrics-port", help="address of its own for /metrics and /health; of several routers the first's"
         ),

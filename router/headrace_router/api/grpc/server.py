@@ -8,6 +8,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from headrace_proto.address import host_port
+from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.grpc.health import Health
 from headrace_router.api.grpc.inference_servicer import SERVICE, InferenceService, KeyInterceptor
 from headrace_router.api.grpc.request_reader import OPEN_STREAMS, SmallRequestInterceptor
@@ -21,8 +22,10 @@ SHORT_CALLS = 64  # at a time: health and lists of models
 class GrpcServer:
     """Binds in `start`, so that a port in use raises an error instead of a log line of gRPC."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, tls: TlsFiles | None = None) -> None:
+        """tls: None = plain HTTP/2."""
         self._services = services
+        self._tls = tls
         self._health = Health((SERVICE,))
         self._server: Any = None
 
@@ -40,7 +43,7 @@ class GrpcServer:
         names = (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         try:
-            bound = int(self._server.add_insecure_port(host_port(host, port)))
+            bound = self._listen(host_port(host, port))
         except RuntimeError as error:
             raise listen_error("gRPC", "--grpc-port", host, port) from error
         if bound == 0:
@@ -48,6 +51,11 @@ class GrpcServer:
         self.update_health()
         await self._server.start()
         return bound
+
+    def _listen(self, address: str) -> int:
+        if self._tls is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, self._tls.grpc_credentials()))
 
     def update_health(self) -> None:
         """Sets the gRPC health status from the router's readiness."""

@@ -141,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._closing = True
         self._stop_timers()
         self._unset_keepalive_if_required()
-        if (refused or not self._in_head) and self.transport.can_write_eof():
+        if refused or not self._in_head:
             self._linger()
         else:
             self.transport.close()
@@ -149,7 +149,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         try:
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS cannot close one direction: the client reads to the end by length
+                self.transport.write_eof()
         except OSError:  # the client has disconnected
             self.transport.abort()
             return

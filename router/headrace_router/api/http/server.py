@@ -8,7 +8,9 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
+from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.protocol import bounded_protocol
+from headrace_router.api.http.tls_protocol import tls_protocol
 from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
@@ -19,11 +21,15 @@ ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
 class HttpServer:
     """Serves one application. Of one event loop."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, config: RouterConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, listening: socket.socket, config: RouterConfig, tls: TlsFiles | None = None
+    ) -> None:
+        """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
+        protocol = bounded_protocol(config.limits)
         options = uvicorn.Config(
             app,
-            http=bounded_protocol(config.limits),
+            http=protocol if tls is None else tls_protocol(protocol, tls, config.limits, protocol.counter),
             loop="asyncio",
             ws="none",
             lifespan="off",

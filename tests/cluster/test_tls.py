@@ -1,0 +1,145 @@
+"""TLS of the admin API, and of client commands: a server's certificate is verified, whatever it is."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_cluster.cli.client import AdminClient, ApiClient, api_client
+from headrace_cluster.cli.servers import ServerChoice
+from headrace_cluster.controller.admin import admin_app, admin_server, listen
+from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
+from headrace_cluster.launch.address_checks import check_tls
+from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.local import state
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.tls_client import trusted
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_cluster.spec.key_rules import KeyRules
+from headrace_router.access.tls_config import TlsConfig
+from headrace_router.access.tls_files import TlsFileError, TlsFiles
+from support.certificates import Authority
+
+KEY = "the-key"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def files(authority: Authority) -> dict[str, Path]:
+    cert, key = authority.issue("server")
+    return {"cert": cert, "key": key}
+
+
+@pytest.fixture
+def port(files: dict[str, Path]) -> Iterator[int]:
+    """Of an admin API with TLS."""
+
+    async def nothing() -> None:
+        pass
+
+    bound = listen("127.0.0.1", 0)
+    server = admin_server(admin_app(KEY, lambda: {"replicas": []}, nothing, []), TlsFiles(TlsConfig(**files)))
+    running = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
+    running.start()
+    yield bound.getsockname()[1]
+    server.should_exit = True
+    running.join(5)
+
+
+def _save(port: int, cert: Path) -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    url = f"https://127.0.0.1:{port}"
+    state.save(state.ServeState(me.pid, me.started, "headrace", url, KEY, port, url, tls_cert=str(cert)))
+
+
+def test_commands_of_this_machine_accept_the_certificate_in_the_servers_file_alone(
+    port: int, files: dict[str, Path], authority: Authority
+) -> None:
+    _save(port, files["cert"])
+    assert AdminClient(ServerChoice()).call("GET", "/status") == {"replicas": []}
+    with pytest.raises(ServerError):  # it is not the public API, but the connection is accepted
+        api_client(ServerChoice(), None, KEY).models()
+    chain = files["cert"].read_bytes() + authority.file.read_bytes()
+    other, _ = authority.issue("other")
+    other.write_bytes(other.read_bytes() + chain)
+    _save(port, other)
+    with pytest.raises(CertificateError, match="is not accepted"):  # although the same authority signed both
+        AdminClient(ServerChoice()).call("GET", "/status")
+    other.write_bytes(b"nothing")
+    with pytest.raises(CertificateError, match="no certificate in PEM"):
+        AdminClient(ServerChoice()).call("GET", "/status")
+
+
+def test_a_server_elsewhere_is_verified_by_name_and_authority(
+    port: int, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ServerChoice(port=port, given="--port")
+
+    def models(host: str, **options: Any) -> Any:
+        return api_client(given, host, KEY, **options).models()
+
+    for host in ("localhost", "https://localhost/", "127.0.0.1"):
+        with pytest.raises(ServerError):
+            models(host, ca=authority.file)
+    with pytest.raises(CertificateError, match="--ca FILE"):
+        models("https://localhost")
+    with pytest.raises(CertificateError, match="--ca FILE"):
+        models("localhost", ca=Authority(tmp_path, "another").file)
+    with pytest.raises(CertificateError, match=r"missing \(--ca\)"):
+        models("localhost", ca=tmp_path / "missing")
+    with pytest.raises(CertificateError, match="the certificate and its key"):
+        models("localhost", ca=authority.file, client_cert=authority.file)
+    with pytest.raises(SpecError, match="--host"):
+        models("ftp://localhost")
+    with pytest.raises(NotRunningError):  # plain HTTP
+        models("localhost")
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
+    monkeypatch.setenv("HEADRACE_CA", str(authority.file))
+    assert AdminClient(ServerChoice(admin_port=port, given="--admin-port")).call("GET", "/status") == {"replicas": []}
+
+
+def test_a_closed_connection_names_the_client_certificate() -> None:
+    with listen("127.0.0.1", 0) as bound:
+        bound.listen()
+
+        def close() -> None:
+            stranger, _ = bound.accept()
+            stranger.close()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        with pytest.raises(CertificateError, match="--client-cert FILE"):
+            ApiClient("127.0.0.1", bound.getsockname()[1], None, trusted(None)).models()
+        closing.join()
+
+
+def _spec(files: dict[str, Path], **more: Any) -> ClusterSpec:
+    return parse_spec({"tls": {name: str(path) for name, path in files.items()}} | more)
+
+
+def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], authority: Authority) -> None:
+    check_tls(_spec(files))
+    with pytest.raises(TlsFileError, match="is not that of"):
+        check_tls(_spec(files | {"key": authority.issue("other")[1]}))
+    with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
+        _spec({"cert": files["cert"]})
+
+
+def test_what_is_shown_has_the_scheme(files: dict[str, Path], authority: Authority) -> None:
+    spec = _spec(files | {"client_ca": authority.file}, auth={"keys": ["a-key-of-a-tenant"]})
+    record = ServerRecord(spec, with_router=True).state
+    assert (record.http_url, record.admin_url) == ("https://127.0.0.1:8000", "https://127.0.0.1:8002")
+    rules = KeyRules.of(spec)
+    assert rules.api == "needs a client certificate; needs an API key"
+    assert rules.health == "needs a client certificate; no key" and rules.metrics == "needs an API key"
+    assert spec.metrics_ports == (8003,), "probes have no client certificate"
+    assert _spec(files).metrics_ports == ()

@@ -1,0 +1,262 @@
+"""The public addresses with TLS: official clients, client certificates, reloads, handshakes that never end."""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from pydantic import ValidationError
+
+from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
+from headrace_proto.inference_pb2_grpc import InferenceStub
+from headrace_proto.private_file import PrivateFileError
+from headrace_router.access import tls_files
+from headrace_router.access.tls_config import TlsConfig
+from headrace_router.access.tls_files import TlsFileError, TlsFiles
+from support.certificates import Authority, common_name, passphrase_key
+
+CHAT = ChatMessages(messages=[ChatMessage(role="user", content="hi")])
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+KEY = "a-key-of-a-tenant"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def files(authority: Authority) -> dict[str, Path]:
+    cert, key = authority.issue("server")
+    return {"cert": cert, "key": key}
+
+
+@pytest.fixture
+def start(harness: Any, make_replica: Any, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(tls_files, "RELOAD_SECONDS", 0.05)
+
+    def begin(replica: dict[str, Any] | None = None, client_ca: Path | None = None, **config: Any) -> Any:
+        given = files if client_ca is None else files | {"client_ca": client_ca}
+        return harness.start([make_replica(**(replica or {}))], tls=given, **config)
+
+    return begin
+
+
+def _context(authority: Authority, client: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.file))
+    if client is not None:
+        context.load_cert_chain(*client)
+    return context
+
+
+def _openai(router: Any, context: ssl.SSLContext) -> Any:
+    client: Any = httpx.Client(verify=context, trust_env=False, timeout=20)
+    url = f"https://127.0.0.1:{router.http_port}/v1"
+    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, http_client=client)
+
+
+def _generate(harness: Any, authority: Authority, client: tuple[Path, Path] | None = None) -> str:
+    pair = (None, None) if client is None else (client[1].read_bytes(), client[0].read_bytes())
+    credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *pair)
+
+    async def call() -> str:
+        async with grpc.aio.secure_channel(f"localhost:{harness.router.grpc_port}", credentials) as channel:
+            events = InferenceStub(channel).Generate(GenerateRequest(model="tiny", chat=CHAT), timeout=10)
+            return "".join([event.text async for event in events])
+
+    return str(harness.call(call()))
+
+
+@contextlib.contextmanager
+def _connected(port: int, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    with (
+        socket.create_connection(("127.0.0.1", port), 5) as raw,
+        context.wrap_socket(raw, server_hostname="localhost") as s,
+    ):
+        yield s
+
+
+def _served_name(port: int, authority: Authority) -> str:
+    context = _context(authority)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with _connected(port, context) as connection:
+        certificate = connection.getpeercert(binary_form=True)
+    assert certificate is not None
+    return common_name(certificate)
+
+
+def test_official_clients(start: Any, harness: Any, authority: Authority, expected_reply: str) -> None:
+    router = start(auth={"keys": [KEY]}, metrics_port=0)
+    with _openai(router, _context(authority)) as client:
+        whole = client.chat.completions.create(**BODY)
+        stream = client.chat.completions.create(**BODY, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert whole.choices[0].message.content == text == expected_reply
+    with pytest.raises(openai.APIConnectionError), _openai(router, ssl.create_default_context()) as client:
+        client.models.list()
+    assert router.info().http.startswith("https://127.0.0.1:") and router.info().metrics.startswith("https://")
+    with httpx.Client(verify=_context(authority), trust_env=False) as client:
+        assert client.get(router.info().metrics + "/health/ready").status_code == 200
+        assert client.get(router.info().metrics + "/metrics").status_code == 401
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        _generate(harness, authority)
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_grpc(start: Any, harness: Any, authority: Authority, expected_reply: str, tmp_path: Path) -> None:
+    start()
+    assert _generate(harness, authority) == expected_reply
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        _generate(harness, Authority(tmp_path, "another"))
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_client_certificate_is_required(
+    start: Any, harness: Any, authority: Authority, tmp_path: Path, expected_reply: str
+) -> None:
+    clients = Authority(tmp_path, "clients")
+    router = start(client_ca=clients.file, metrics_port=0)
+    member, stranger = clients.issue("member"), authority.issue("stranger")
+    with _openai(router, _context(authority, member)) as client:
+        assert client.chat.completions.create(**BODY).choices[0].message.content == expected_reply
+    assert _generate(harness, authority, member) == expected_reply
+    for pair in (None, stranger):
+        with pytest.raises(openai.APIConnectionError), _openai(router, _context(authority, pair)) as client:
+            client.models.list()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            _generate(harness, authority, pair)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    with httpx.Client(verify=_context(authority), trust_env=False) as client:  # a probe has no certificate
+        assert client.get(router.info().metrics + "/health/ready").status_code == 200
+
+
+def test_new_files_are_used_while_a_stream_runs(
+    start: Any, harness: Any, authority: Authority, files: dict[str, Path], eventually: Any, expected_reply: str
+) -> None:
+    router = start(replica={"token_seconds": 0.05})
+    ports = (router.http_port, router.grpc_port)
+    with _openai(router, _context(authority)) as client:
+        stream = client.chat.completions.create(**BODY, stream=True)
+        text = next(iter(stream)).choices[0].delta.content or ""
+        assert [_served_name(port, authority) for port in ports] == ["server", "server"]
+        authority.issue("successor", **files)
+        eventually(lambda: [_served_name(port, authority) for port in ports] == ["successor", "successor"])
+        files["key"].write_bytes(b"-----BEGIN PRIVATE KEY-----\nbroken\n-----END PRIVATE KEY-----\n")
+        time.sleep(0.3)
+        assert [_served_name(port, authority) for port in ports] == ["successor", "successor"], "the old pair stays"
+        text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == expected_reply
+    authority.issue("third", **files)
+    eventually(lambda: [_served_name(port, authority) for port in ports] == ["third", "third"])
+
+
+def test_what_is_no_tls_is_closed_without_harm(start: Any, authority: Authority) -> None:
+    router = start()
+    for sent in (
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"\x16\x03\x01\xff\xff" + b"\xff" * 70_000,
+        b"\x00" * 9,
+    ):
+        for port in (router.http_port, router.grpc_port):
+            with socket.create_connection(("127.0.0.1", port), 5) as stranger, contextlib.suppress(ConnectionError):
+                stranger.sendall(sent)
+                received = b""
+                while piece := stranger.recv(4096):
+                    received += piece
+                assert b"HTTP/1.1 200" not in received and b"Traceback" not in received
+    with _openai(router, _context(authority)) as client:
+        assert client.models.list().data
+
+
+def test_old_versions_of_tls_are_refused(start: Any, authority: Authority) -> None:
+    router = start()
+    for port in (router.http_port, router.grpc_port):
+        context = _context(authority)
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with _connected(port, context) as connection:
+            assert connection.version() == "TLSv1.2"
+        with socket.create_connection(("127.0.0.1", port), 5) as raw:
+            hello = b"\x01\x00\x00\x2d\x03\x02" + b"r" * 32 + b"\x00\x00\x04\xc0\x13\xc0\x14\x01\x00\x00\x00"
+            hello = b"\x01" + struct.pack(">I", len(hello) - 4)[1:] + hello[4:]
+            raw.sendall(b"\x16\x03\x01" + struct.pack(">H", len(hello)) + hello)  # TLS 1.1
+            assert raw.recv(7)[:1] in (b"\x15", b"")  # an alert
+
+
+def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Authority, eventually: Any) -> None:
+    router = start(limits={"connections_per_address": 3, "header_seconds": 0.5})
+    connections = router._http._server.server_state.connections
+    with contextlib.ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", router.http_port), 5)) for _ in range(3)]
+        eventually(lambda: len(connections) == 3)
+        one_more = opened.enter_context(socket.create_connection(("127.0.0.1", router.http_port), 5))
+        with contextlib.suppress(ConnectionResetError):
+            assert one_more.recv(1) == b""
+        began = time.monotonic()
+        for connection in idle:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        assert time.monotonic() - began < 3
+    eventually(lambda: not connections)
+    with _connected(router.http_port, _context(authority)) as connection:  # no request follows
+        assert connection.recv(1) == b""
+    with _openai(router, _context(authority)) as client:
+        assert client.models.list().data
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending(start: Any, authority: Authority) -> None:
+    router = start(auth={"keys": [KEY]})
+    connection = http.client.HTTPSConnection("127.0.0.1", router.http_port, timeout=5, context=_context(authority))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b"x" * (3 << 20), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 401 and json.load(answer)["error"]["code"] == "invalid_api_key"
+
+
+def test_a_stop_does_not_wait_for_handshakes(start: Any, harness: Any) -> None:
+    router = start()
+    with socket.create_connection(("127.0.0.1", router.http_port), 5):
+        time.sleep(0.1)
+        began = time.monotonic()
+        harness.call(router.stop())
+        assert time.monotonic() - began < 3
+
+
+def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[str, Path], tmp_path: Path) -> None:
+    other = authority.issue("other")
+
+    def refusal(kind: type[Exception] = TlsFileError, **changed: Path) -> str:
+        with pytest.raises(kind) as refused:
+            TlsFiles(TlsConfig.model_validate(files | changed))
+        return str(refused.value)
+
+    assert f"{other[1]} is not that of the certificate {files['cert']}" in refusal(key=other[1])
+    assert "No such file" in refusal(cert=tmp_path / "missing")
+    text = tmp_path / "text"
+    text.touch(mode=0o600)
+    assert "must be PEM" in refusal(cert=text)
+    assert "no certificates in PEM" in refusal(client_ca=text)
+    locked = tmp_path / "locked"
+    locked.touch(mode=0o600)
+    locked.write_bytes(passphrase_key())
+    assert "has a passphrase" in refusal(key=locked)
+    files["cert"].chmod(0o644)
+    TlsFiles(TlsConfig.model_validate(files))  # a certificate is public
+    files["cert"].chmod(0o664)
+    assert f"chmod go-w {files['cert']}" in refusal(PrivateFileError)
+    files["cert"].chmod(0o600)
+    files["key"].chmod(0o640)
+    assert f"chmod 600 {files['key']}" in refusal(PrivateFileError)
+    for wrong in ({"cert": files["cert"]}, {"key": files["key"]}, {"client_ca": authority.file}):
+        with pytest.raises(ValidationError, match="--tls-cert and --tls-key"):
+            TlsConfig.model_validate(wrong)
