@@ -15,6 +15,10 @@ class RayStartError(HeadraceError):
     """Ray did not start, or the Ray to join does not answer."""
 
 
+class OpenRayError(HeadraceError):
+    """The Ray to join needs no token, and the operator has not allowed that."""
+
+
 class RayLostError(HeadraceError):
     """A process of our own Ray has ended, and with it every replica."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_cluster.core import naming
-from headrace_cluster.errors import RayStartError
+from headrace_cluster.errors import OpenRayError, RayStartError
 from headrace_cluster.ray.gcs_restart import keep_state_in
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of, split_address
@@ -115,11 +115,18 @@ def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
 
 
 def join(spec: ClusterSpec) -> RayLink:
-    """Joins the Ray at `ray.address`; its token comes from Ray's own environment variables. Raises RayStartError."""
+    """Joins the Ray at `ray.address`; its token comes from Ray's own environment variables.
+
+    Raises RayStartError, and OpenRayError if it needs no token.
+    """
     global _connected
     address = spec.ray.address
     assert address is not None
+    from headrace_cluster.ray.token_check import check_token
+
     await_gcs(address)
+    if port_of(address) and not spec.ray.no_auth:  # before it gets our token
+        check_token(address)
     _set_ray_environment()
     import ray
 
@@ -138,7 +145,14 @@ def join(spec: ClusterSpec) -> RayLink:
             f"no Ray could be joined at {address}: {_first_line(error)}; check --ray-address, and that "
             "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds that cluster's token"
         ) from error
-    return _link(context, owned=False)
+    link = _link(context, owned=False)
+    if not port_of(address) and not spec.ray.no_auth:  # 'auto'
+        try:
+            check_token(link.address)
+        except OpenRayError:
+            disconnect()
+            raise
+    return link
 
 
 def disconnect() -> None:

@@ -117,6 +117,11 @@ class RaySpec(Section):
         description="host:port of a running Ray to join, or 'auto'",
         json_schema_extra=flag("--ray-address", help="Ray to join (host:port, or auto), instead of starting one"),
     )
+    no_auth: bool = Field(
+        default=False,
+        description="join a Ray that needs no token",
+        json_schema_extra=flag("--ray-no-auth", help="join a Ray that needs no token; whoever reaches it runs code"),
+    )
     object_store_memory: Bytes = Field(default=100 << 20, ge=80 << 20, description="of a Ray that is started here")
     dashboard: bool = True
     dashboard_port: Port | None = Field(default=None, description="none = 8265, or the next that is free")
