@@ -1,12 +1,15 @@
 """Flag > environment > file > default, and what is not a setting."""
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
 
+from headrace_cluster.cli import starting
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec import settings
 from headrace_cluster.spec.flag import Setting, settings_of
@@ -201,6 +204,16 @@ def test_an_invalid_yaml_file_is_reported_with_line_and_reason(tmp_path: Path) -
         str(raised.value)
         == f"the config file {path} is not YAML: line 2, column 7: mapping values are not allowed here"
     )
+
+
+def test_each_setting_has_its_flag_in_every_command_that_uses_it() -> None:
+    def flags(command: Callable[..., None]) -> set[str]:
+        return set(inspect.signature(command).parameters)
+
+    every = {setting.name for setting in SETTINGS}
+    routers = {setting.name for setting in SETTINGS if setting.path[0] in ("routers", "auth", "tls", "limits")}
+    assert not every - flags(starting.serve) and not every - flags(starting.config_show)
+    assert routers - flags(starting.router) == {"routers"}, "the number of routers is one"
 
 
 def test_help_shows_each_default_that_is_a_value_zero_included() -> None:

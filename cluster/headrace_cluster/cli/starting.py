@@ -32,7 +32,7 @@ def _spec(given: dict[str, Any], config: Path | None) -> Any:
 
 
 @app.command()
-@o.takes_settings("models", "routers", "auth", "tls", "admin", "control", "ray", "cluster", "logs")
+@o.takes_settings("models", "routers", "auth", "tls", "limits", "admin", "control", "ray", "cluster", "logs")
 def serve(given: dict[str, Any], config: o.Config = None) -> None:
     """Start everything for one model: Ray, controller, replicas, router."""
     from headrace_cluster.launch.serve import Serve
@@ -53,7 +53,7 @@ def controller(given: dict[str, Any], config: o.Config = None) -> None:
 
 
 @app.command()
-@o.takes_settings("routers", "auth", "tls", "secret_file", "log_format", without=("routers",))
+@o.takes_settings("routers", "auth", "tls", "limits", "secret_file", "log_format", without=("routers",))
 def router(
     given: dict[str, Any],
     controller: Annotated[str | None, typer.Option("--controller", help="HOST:PORT of the controller.")] = None,
@@ -72,7 +72,7 @@ def router(
 
 
 @config_app.command("show")
-@o.takes_settings("models", "routers", "auth", "tls", "admin", "control", "ray", "cluster", "logs")
+@o.takes_settings("models", "routers", "auth", "tls", "limits", "admin", "control", "ray", "cluster", "logs")
 def config_show(given: dict[str, Any], config: o.Config = None) -> None:
     """Print the spec that flags, environment and file make together, as YAML."""
     import yaml
