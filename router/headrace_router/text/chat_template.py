@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from headrace_router.core.errors import InvalidRequestError
+from headrace_router.text.traced_text import TracedText
 
 _LARGEST_PRODUCT = 1 << 20  # characters or entries
 _LARGEST_NUMBER_BITS = 1 << 12
@@ -41,8 +42,11 @@ class ChatTemplate:
         except Exception:  # beside jinja2's own errors: deep nesting, numbers of thousands of digits
             self._problem = "This model's chat template is not valid Jinja: use /v1/completions instead."
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt's text, ready for the assistant's turn. Raises ChatTemplateError with the template's message."""
+    def render(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> str:
+        """The prompt's text, ready for the assistant's turn. Raises ChatTemplateError with the template's message.
+
+        now: the date that the template may write.
+        """
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
         try:
@@ -51,6 +55,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
+                strftime_now=(now or datetime.now()).strftime,
                 **self._special_tokens,
             )
         except jinja2.exceptions.SecurityError as error:
@@ -119,7 +124,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _TemplateNamespace
     environment.globals["dict"] = _TemplateDict()
     return environment
@@ -133,15 +137,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def dump(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    return value.to_json(dump) if isinstance(value, TracedText) else dump(value)
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _refuse_private(name: object) -> None:

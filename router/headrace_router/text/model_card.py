@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -9,14 +10,27 @@ from tokenizers import Tokenizer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
+from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.sampling_options import default_options
-from headrace_router.text.chat_template import ChatTemplate
+from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.text_encoder import TextEncoder
+from headrace_router.text.traced_text import TextTrace, UntraceableTextError
 
 
 class ModelFactsError(HeadraceError):
     """A replica's description of its model is not usable."""
+
+
+class UntraceableChatError(InvalidRequestError, code="chat_not_traceable"):
+    """Which text of a rendered chat is the user's is not known, so it may contain control tokens of the user."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's chat template changes these messages in a way that cannot be followed, so control tokens in "
+            "them would not be found: use plainer text, or /v1/completions with a prompt in the model's own format.",
+            param="messages",
+        )
 
 
 class LoadedTokenizer:
@@ -31,6 +45,7 @@ class LoadedTokenizer:
             raise ModelFactsError("the replica's tokenizer.json is not valid") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.unknown = _unknown_token(spec)
         decoder = spec.get("decoder")
         self.tokens = TokenTable(self.tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel")
 
@@ -56,14 +71,28 @@ class ModelCard:
                     facts.chat_template,
                     facts.bos_token_id if facts.HasField("bos_token_id") else None,
                     facts.add_bos,
+                    loaded.unknown,
                 )
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop."""
-        marked, markers = self.encoder.mark(self.with_known_roles(messages))
-        return self.encoder.encode_chat(self.template.render(marked), markers)
+        known = self.with_known_roles(messages)
+        now = datetime.now()
+        rendered = self.template.render(known, now)
+        trace = TextTrace()
+
+        def render_traced() -> str:
+            try:
+                traced = self.template.render(trace.mark(known), now)
+            except (ChatTemplateError, UntraceableTextError):
+                traced = ""
+            if trace.plain(traced) != rendered:
+                raise UntraceableChatError
+            return traced
+
+        return self.encoder.encode_chat(rendered, render_traced, trace.is_user)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids without special tokens. Slow for long lists: call off the event loop."""
@@ -76,3 +105,11 @@ class ModelCard:
             {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
             for message in messages
         ]
+
+
+def _unknown_token(spec: dict[str, Any]) -> str | None:
+    """The token for what the vocabulary lacks, from a tokenizer.json."""
+    model = spec["model"]
+    if isinstance(number := model.get("unk_id"), int):
+        return str(model["vocab"][number][0])
+    return model.get("unk_token") or None

@@ -1,118 +1,136 @@
 """Text to token ids as transformers does, except that users cannot write control tokens (docs/reliability.md R8)."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import secrets
+from collections.abc import Callable
+from itertools import pairwise
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
-_PRIVATE_USE = range(0x100000, 0x10FFFD)  # plane 16: no assigned characters
+from headrace_router.core.errors import InvalidRequestError
+
+_ROUNDS = 32  # each one at least halves the spans that it found
+
+
+class ControlTokenError(InvalidRequestError, code="control_token_in_text"):
+    """Text of a user becomes a control token in a way that cannot be undone."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(
+            "This text would become a control token of the model, and no other encoding of it was found: "
+            "remove what looks like one of the model's control tokens.",
+            param=param,
+        )
 
 
 class TextEncoder:
-    """Encodes prompts and chats. Spans of user text that spell a control token become ordinary text tokens.
+    """Encodes prompts and chats. Where text of a user becomes a control token, it is cut there and encoded again.
 
-    Control tokens are the tokenizer's special tokens and the other added tokens that the chat template writes.
+    Control tokens are the tokenizer's special tokens and the other added tokens that the chat template writes. The
+    token for what the vocabulary lacks is one only where its name is spelled. The check is made on the tokens, so
+    normalizers, pre-tokenizers and models of all kinds are covered, and every other text is encoded once, unchanged.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template_source: str, bos_token_id: int | None, add_bos: bool) -> None:
-        self._tokenizer = tokenizer
-        control = [
-            token.content
-            for token in tokenizer.get_added_tokens_decoder().values()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template_source: str,
+        bos_token_id: int | None,
+        add_bos: bool,
+        unknown: str | None = None,
+    ) -> None:
+        """unknown: the token for what the vocabulary lacks."""
+        added = tokenizer.get_added_tokens_decoder()
+        self._control = {
+            token_id: token.content
+            for token_id, token in added.items()
             if token.content and (token.special or (not token.content.isspace() and token.content in template_source))
-        ]
-        longest_first = sorted(control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first))) if control else None
-        self._prefix, self._suffix = self._added_around()
+        }
+        self._unknown = unknown
+        # An added token between two characters keeps the tokenizer from joining them. No text contains its random name.
+        self._cut = f"\U0010fffe{secrets.token_hex(16)}\U0010fffe"
+        self._tokenizer = _copy(tokenizer)
+        self._tokenizer.add_special_tokens([AddedToken(self._cut, normalized=False)])
+        self._cut_id = self._tokenizer.token_to_id(self._cut)
+        self._normalizer = tokenizer.normalizer
+        self._prefix, self._suffix = _added_around(tokenizer)
         if add_bos and bos_token_id is not None and self._prefix[:1] != [bos_token_id]:
             self._prefix = [bos_token_id, *self._prefix]
-        self._newline = self._encode("\n")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one."""
-        pieces = self._control.split(text) if self._control else [text]
-        if len(pieces) == 1:
-            ids = self._encode(text)
-        else:
-            assert self._control is not None
-            spelled = self._control.findall(text)
-            marked = [part for pair in zip(pieces, [*spelled, ""], strict=True) for part in pair]
-            ids = self._encode_alternating(marked)
+        """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one. Raises ControlTokenError."""
+        # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not self._control.keys().isdisjoint(ids):
+            ids = self._encode(text, lambda: text, lambda part: True, "prompt")
         return [*self._prefix, *ids, *self._suffix]
 
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Messages with marker characters around spelled control tokens, and the two markers.
+    def encode_chat(self, rendered: str, trace: Callable[[], str], is_user: Callable[[str], bool]) -> list[int]:
+        """Ids of a rendered chat; the template has written all of its special tokens.
 
-        The markers are characters that do not occur in the messages. With nothing to mark, the markers are empty.
+        trace: called if there are control tokens; text of the same length, in parts of which `is_user` recognizes the
+        user's characters. Raises ControlTokenError.
         """
-        if self._control is None or not any(self._control.search(text) for text in _strings(messages)):
-            return [dict(message) for message in messages], ""
-        used = set().union(*map(set, _strings(messages)))
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-        opening, closing = next(free), next(free)
-        pattern, around = self._control, f"{opening}\\g<0>{closing}"
-        marked = [
-            {key: value if key == "role" or not isinstance(value, str) else pattern.sub(around, value)
-             for key, value in message.items()}
-            for message in messages
-        ]  # fmt: skip
-        return marked, opening + closing
+        return self._encode(rendered, trace, is_user, "messages")
 
-    def encode_chat(self, rendered: str, markers: str) -> list[int]:
-        """Ids of a rendered chat; the template has written all of its special tokens."""
-        if not markers:
-            return self._encode(rendered)
-        opening, closing = map(re.escape, markers)
-        assert self._control is not None
-        # A template may split a string between its markers: a single marker separates parts and is dropped.
-        parts = re.split(f"{opening}({self._control.pattern}){closing}|[{opening}{closing}]", rendered)
-        return self._encode_alternating([part or "" for part in parts] + [""])
+    def _encode(self, text: str, trace: Callable[[], str], is_user: Callable[[str], bool], param: str) -> list[int]:
+        traced: str | None = None
+        for _ in range(_ROUNDS):
+            encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+            ids = encoding.ids
+            spans = self._control_spans(text, encoding, ids)
+            if spans and traced is None:
+                traced = trace()
+            spans = [(start, end) for start, end in spans if is_user((traced or "")[start:end])]
+            if not spans:
+                return [token_id for token_id in ids if token_id != self._cut_id]
+            if any(end - start < 2 for start, end in spans):
+                break
+            places = [(start + end) // 2 for start, end in spans]
+            text, traced = self._with_cuts(text, places), self._with_cuts(traced or "", places)
+        raise ControlTokenError(param)
 
-    def _encode(self, text: str) -> list[int]:
-        # Unlike `encode`, this lets other threads run meanwhile.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def _control_spans(self, text: str, encoding: Encoding, ids: list[int]) -> list[tuple[int, int]]:
+        """Where control tokens come from in the text: [start, end) each, in order."""
+        spans: list[tuple[int, int]] = []
+        control = self._control
+        for place, token_id in enumerate(ids):
+            if token_id in control:
+                span = encoding.token_to_chars(place) or (0, 0)
+                if control[token_id] != self._unknown or self._is_spelled(text[slice(*span)]):
+                    spans.append(span)
+        return spans
 
-    def _encode_alternating(self, parts: Sequence[str]) -> list[int]:
-        """Ids of [text, spelled control token, text, ...]."""
-        ids: list[int] = []
-        for place, part in enumerate(parts):
-            if part:
-                ids += self._encode_part(part, as_text=place % 2 == 1, first=not ids)
-        return ids
+    def _is_spelled(self, part: str) -> bool:
+        """Whether the text is the name of the unknown token, not something that the vocabulary lacks."""
+        name = self._unknown or ""
+        normalize = self._normalizer.normalize_str if self._normalizer is not None else str
+        return part.strip() == name or bool(normalize(part).strip() == normalize(name).strip())
 
-    def _encode_part(self, part: str, *, as_text: bool, first: bool) -> list[int]:
-        encode = self._encode_as_text if as_text else self._encode
-        if first:
-            return encode(part)
-        # Some tokenizers add a space before the first word: encode after a newline, then remove the newline's ids.
-        ids = encode("\n" + part)
-        if self._newline and ids[: len(self._newline)] == self._newline:
-            return ids[len(self._newline) :]
-        return encode(part)
-
-    def _encode_as_text(self, text: str) -> list[int]:
-        """Ids from the tokenizer's pipeline without its added tokens."""
-        tokenizer = self._tokenizer
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        words = [text]
-        if tokenizer.pre_tokenizer is not None:
-            words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        return [token.id for word in words for token in tokenizer.model.tokenize(word)]
-
-    def _added_around(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's post-processor puts before and after a bare prompt."""
-        bare = self._encode("a")
-        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
-        for start in range(len(whole) - len(bare) + 1):
-            if whole[start : start + len(bare)] == bare:
-                return whole[:start], whole[start + len(bare) :]
-        return [], []
+    def _with_cuts(self, text: str, places: list[int]) -> str:
+        edges = [0, *places, len(text)]
+        return self._cut.join(text[start:end] for start, end in pairwise(edges))
 
 
-def _strings(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        for key, value in message.items():
-            if key != "role" and isinstance(value, str):
-                yield value
+def _copy(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer without its post-processor; the two share the model, which is most of their memory."""
+    copy = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        copy.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        copy.pre_tokenizer = tokenizer.pre_tokenizer
+    added = tokenizer.get_added_tokens_decoder()
+    for _, token in sorted(added.items()):
+        (copy.add_special_tokens if token.special else copy.add_tokens)([token])
+    if copy.get_added_tokens_decoder().keys() != added.keys():  # ids with gaps are kept by the file only
+        return Tokenizer.from_str(tokenizer.to_str())
+    return copy
+
+
+def _added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer's post-processor puts before and after a bare prompt."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
