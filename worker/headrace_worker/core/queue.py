@@ -1,16 +1,31 @@
-"""Requests that wait for a row, in order of priority and arrival."""
+"""Requests that wait for a row, fair among tenants; those of one tenant in order of priority and arrival."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from headrace_worker.core.request import Request
 
 
-class WaitingQueue:
-    """A priority queue with removal. A preempted request keeps its arrival time and so is admitted first."""
+@dataclass(slots=True)
+class _TenantQueue:
+    heap: list[tuple[int, float, int, Request]] = field(default_factory=list)
+    count: int = 0  # members; the heap may also have removed ones
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, float, int, Request]] = []
+
+class WaitingQueue:
+    """A priority queue per tenant. A preempted request keeps its arrival time and so is its tenant's first.
+
+    Between tenants: the more urgent priority, then the tenant that runs fewer requests, then the one that was served
+    fewer tokens (virtual token counters: Sheng et al., OSDI 2024). A tenant that begins to wait has at least as many
+    as those that do, so that time without requests is no credit.
+    """
+
+    def __init__(self, running: Mapping[bytes, int]) -> None:
+        """running: requests per tenant that have a row, kept current by the caller."""
+        self._running = running
+        self._tenants: dict[bytes, _TenantQueue] = {}  # none is without members
+        self._served: dict[bytes, int] = {}  # tokens; empty when no request waits
         self._members: dict[int, tuple[Request, int]] = {}  # by id(), with its number of tokens when it was added
         self._counter = 0
         self.tokens = 0  # positions to compute, over all members
@@ -21,19 +36,38 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return (request for request, _ in self._members.values())
 
+    def has_place(self, tenant: bytes, capacity: int, others: int) -> bool:
+        """Whether one more of the tenant may wait; `others` requests wait elsewhere.
+
+        Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
+        """
+        count, own = len(self._members) + others, self._tenants.get(tenant)
+        in_share = own is None or own.count < capacity // len(self._tenants)
+        return count < capacity or (in_share and bool(self._tenants) and count < 2 * capacity)
+
     def push(self, request: Request) -> None:
+        tenant = request.tenant_salt
+        if tenant not in self._tenants:
+            least = min((self._served[other] for other in self._tenants), default=0)
+            self._served[tenant] = max(self._served.get(tenant, 0), least)
+            self._tenants[tenant] = _TenantQueue()
+        own = self._tenants[tenant]
         self._counter += 1
-        heappush(self._heap, (request.priority, request.arrival, self._counter, request))
+        heappush(own.heap, (request.priority, request.arrival, self._counter, request))
+        own.count += 1
         self._members[id(request)] = (request, len(request.tokens))
         self.tokens += len(request.tokens)
 
     def peek(self) -> Request | None:
-        while self._heap:
-            request = self._heap[0][3]
-            if id(request) in self._members:
-                return request
-            heappop(self._heap)
-        return None
+        """The request to admit next."""
+        heads = [own.heap[0] for own in self._tenants.values()]
+        return min(heads, key=self._place)[3] if heads else None
+
+    def take(self, request: Request) -> None:
+        """Removes a request that is admitted: its tenant is served."""
+        if not request.preemptions:
+            self._served[request.tenant_salt] += len(request.tokens)
+        self.remove(request)
 
     def remove(self, request: Request) -> bool:
         """Removes a request; False when it is not waiting."""
@@ -41,6 +75,18 @@ class WaitingQueue:
         if member is None:
             return False
         self.tokens -= member[1]
-        while self._heap and id(self._heap[0][3]) not in self._members:
-            heappop(self._heap)
+        tenant = request.tenant_salt
+        own = self._tenants[tenant]
+        own.count -= 1
+        while own.heap and id(own.heap[0][3]) not in self._members:
+            heappop(own.heap)
+        if not own.count:
+            del self._tenants[tenant]
+        if not self._members:
+            self._served.clear()
         return True
+
+    def _place(self, head: tuple[int, float, int, Request]) -> tuple[int, int, int, float, int]:
+        priority, arrival, number, request = head
+        tenant = request.tenant_salt
+        return priority, self._running.get(tenant, 0), self._served[tenant], arrival, number

@@ -1,5 +1,6 @@
 """Waiting and running requests; a running one holds a row and blocks."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from headrace_worker.core.kv.manager import KVManager, PrefixHit
@@ -15,19 +16,21 @@ class RequestTable:
     def __init__(self, max_num_seqs: int, kv: KVManager) -> None:
         self.kv = kv
         self.rows = RowPool(max_num_seqs)
-        self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.running_of: Counter[bytes] = Counter()  # by tenant
+        self.waiting = WaitingQueue(self.running_of)
         self.suspects = 0  # requests that may have caused a failed step
         self.guided = 0  # running requests that have a guide
 
     def admit(self, request: Request, hit: PrefixHit) -> RowInit:
         """Moves a request from the queue to a row, with the blocks of its prefix; a row must be free."""
-        self.waiting.remove(request)
+        self.waiting.take(request)
         request.table = self.kv.new_table(hit)
         request.computed = hit.tokens
         request.row, row_use = self.rows.allocate()
         self.guided += request.guide is not None
         self.running.append(request)
+        self.running_of[request.tenant_salt] += 1
         return RowInit(request.row, row_use, list(request.tokens), request.prompt_len, request.sampling)
 
     def preempt(self, request: Request) -> None:
@@ -36,6 +39,21 @@ class RequestTable:
         request.computed = 0
         request.preemptions += 1
         self.waiting.push(request)
+
+    def in_excess(self, waiting: Request) -> Request | None:
+        """The running request to preempt for a waiting one: the latest of the tenant that runs most.
+
+        None unless the waiting one's tenant runs none and that one several, of no more urgent priority.
+        """
+        running_of = self.running_of
+        most = max(running_of, key=lambda tenant: running_of[tenant], default=b"")
+        if running_of[waiting.tenant_salt] or running_of[most] < 2:
+            return None
+        latest = max(
+            (request for request in self.running if request.tenant_salt == most),
+            key=lambda request: (request.priority, request.arrival),
+        )
+        return latest if latest.priority >= waiting.priority else None
 
     def remove(self, request: Request) -> None:
         """Removes a request in any phase: its row and blocks are free at once."""
@@ -46,6 +64,9 @@ class RequestTable:
     def _release_row(self, request: Request) -> None:
         if request.row >= 0:
             self.running.remove(request)
+            self.running_of[request.tenant_salt] -= 1
+            if not self.running_of[request.tenant_salt]:
+                del self.running_of[request.tenant_salt]
             self.rows.release(request.row)
             request.row = -1
             self.guided -= request.guide is not None
@@ -80,4 +101,6 @@ class RequestTable:
                 raise RuntimeError("a waiting request holds a row")
         if len(held) != self.kv.pool.used:
             raise RuntimeError(f"requests hold {len(held)} blocks, the pool counts {self.kv.pool.used} used")
+        if self.running_of != Counter(request.tenant_salt for request in self.running):
+            raise RuntimeError("the running requests are not counted by their tenants")
         self.rows.check([request.row for request in self.running])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace_worker.core.deadlines import Deadlines
+from headrace_worker.core.fair_shares import divide_budget
 from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.plan import StepResult, TableUpdate
 from headrace_worker.core.request import Finish, Output, Request
@@ -51,6 +52,7 @@ class Scheduler:
         self.running = self._request_table.running
         self._deadlines = Deadlines()
         self._step = 0
+        self._without_blocks: Request | None = None  # the waiting request that found too few
 
     @property
     def has_work(self) -> bool:
@@ -66,8 +68,12 @@ class Scheduler:
     def is_full(self) -> bool:
         return len(self.waiting) >= self.limits.max_waiting
 
+    def has_place(self, request: Request, others: int) -> bool:
+        """Whether a request may be queued, `others` being outside of the queue."""
+        return self.waiting.has_place(request.tenant_salt, self.limits.max_waiting, others)
+
     def add(self, request: Request) -> None:
-        """Queues a request. The caller has checked its lengths and `is_full`."""
+        """Queues a request. The caller has checked its lengths and `is_full` or `has_place`."""
         self.waiting.push(request)
         self._deadlines.add(request)
 
@@ -102,6 +108,7 @@ class Scheduler:
         if self._request_table.suspects:
             self._schedule_suspect(draft)
         else:
+            self._make_room()
             self._schedule_running(draft)
             if not draft.preempted:
                 self._admit(draft)
@@ -194,9 +201,11 @@ class Scheduler:
                     draft.add_last(request, table)
                 else:
                     self._add_work(draft, request, 1)
-        for request in chunks:
-            if request.row >= 0 and draft.budget > 0:
-                self._add_work(draft, request, min(request.missing, draft.budget))
+        wanted = [(request.tenant_salt, request.missing) for request in chunks]
+        counts = divide_budget(wanted, draft.budget, self._admissible_tenant() if chunks else frozenset())
+        for request, count in zip(chunks, counts, strict=True):
+            if request.row >= 0 and count > 0:
+                self._add_work(draft, request, count)
 
     def _add_work(self, draft: StepDraft, request: Request, count: int) -> None:
         """Adds work for a running request; if blocks are short, preempts the latest arrivals, at last itself."""
@@ -216,11 +225,31 @@ class Scheduler:
             draft.tables.extend(updates)
         draft.add(request, table, count)
 
+    def _make_room(self) -> None:
+        """Preempts one request for one of a tenant that runs none: it would wait until others' answers end."""
+        request = self.waiting.peek()
+        if request is not None and (request is self._without_blocks or not self._request_table.rows):
+            victim = self._request_table.in_excess(request)
+            if victim is not None:
+                self._preempt(victim)
+
+    def _admissible_tenant(self) -> frozenset[bytes]:
+        """The tenant of the request that may be admitted in this step."""
+        request = self.waiting.peek() if self._request_table.rows else None
+        if request is None or request.in_flight or request is self._without_blocks:
+            return frozenset()
+        return frozenset((request.tenant_salt,))
+
     def _victim(self, draft: StepDraft) -> Request | None:
-        """The running request of lowest priority, latest arrival first, that this step does not compute."""
+        """Of lowest priority, then of the tenant that runs most, the latest one that this step does not compute."""
+        running_of = self._request_table.running_of
         planned = {id(request) for request in draft.requests}
         candidates = [request for request in self.running if id(request) not in planned]
-        return max(candidates, key=lambda request: (request.priority, request.arrival), default=None)
+        return max(
+            candidates,
+            key=lambda request: (request.priority, running_of[request.tenant_salt], request.arrival),
+            default=None,
+        )
 
     def _admit(self, draft: StepDraft) -> None:
         while draft.budget > 0 and self._request_table.rows:
@@ -235,7 +264,9 @@ class Scheduler:
         chunk_end = hit.tokens + min(len(tokens) - hit.tokens, draft.budget)
         spare = int(self.kv.pool.total * self.limits.watermark) if self.running else 0
         if self.kv.cost_of(hit, chunk_end) + spare > self.kv.pool.available:
+            self._without_blocks = request
             return False
+        self._without_blocks = None
         draft.inits.append(self._request_table.admit(request, hit))
         if request.started is None:  # later hits include blocks that it computed itself
             request.started = self._clock()

@@ -1,0 +1,147 @@
+"""A tenant's flood of admitted requests does not delay another tenant's first token (docs/reliability.md I23)."""
+
+from collections.abc import Callable
+from random import Random
+from statistics import median
+from typing import Any
+
+import pytest
+
+from headrace_worker.core.fair_shares import divide_budget
+from headrace_worker.core.request import Finish, Request
+
+Make = Callable[..., Any]
+Undisturbed = Callable[[list[int], int], list[int]]
+FLOOD, OTHER = b"flood", b"other"
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(10, 900) for _ in range(length)]
+
+
+def make(bench: Any, tenant: bytes, seed: int, length: int, max_tokens: int = 8, **options: Any) -> Request:
+    made: Request = bench.request(prompt_of(seed, length), max_tokens, salt=tenant, tenant_salt=tenant, **options)
+    return made
+
+
+def steps_until_output(bench: Any, request: Request) -> int:
+    assert bench.engine.submit(request) is None
+    for step in range(1, 1000):
+        bench.clock.now += 0.01
+        outputs = bench.engine.step()
+        bench.scheduler.check()
+        if any(output.attempt_id == request.attempt_id and output.token_ids for output in outputs):
+            return step
+    raise AssertionError("the request has no output")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("length", "answer", "blocks"),
+    [(12, 100, 4096), (200, 2, 4096), (200, 100, 4096), (100, 40, 300)],
+    ids=["long answers", "long prompts", "both", "little memory"],
+)
+def test_the_first_token_of_another_tenant_is_not_delayed(
+    make_bench: Make, depth: int, length: int, answer: int, blocks: int
+) -> None:
+    def first_tokens(flood: int) -> list[int]:
+        bench = make_bench(num_blocks=blocks, max_num_seqs=8, budget=32, depth=depth)
+        for seed in range(flood):
+            bench.engine.submit(make(bench, FLOOD, seed, length, answer))
+        for _ in range(30):
+            bench.engine.step()
+        found: list[int] = []
+        for seed in range(10):
+            request = make(bench, OTHER, 1000 + seed, 40, 3)
+            found.append(steps_until_output(bench, request))
+            while request.finish is None:
+                bench.engine.step()
+            for _ in range(5):
+                bench.engine.step()
+        return found
+
+    idle, flooded = first_tokens(0), first_tokens(60)
+    assert median(flooded) <= 2 * median(idle) + 2
+    assert max(flooded) <= 2 * max(idle) + 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_stay_those_of_the_undisturbed_run(make_bench: Make, undisturbed: Undisturbed, depth: int) -> None:
+    bench = make_bench(num_blocks=60, max_num_seqs=4, budget=16, depth=depth)
+    requests = [make(bench, bytes([seed % 5]), seed, 3 + seed * 7 % 40, 1 + seed % 9) for seed in range(40)]
+    emitted = bench.run(requests)
+    for request in requests:
+        prompt = request.tokens[: request.prompt_len]
+        assert emitted[request.attempt_id] == undisturbed(prompt, request.max_len - request.prompt_len)
+        assert request.finish is Finish.LENGTH
+
+
+def test_tenants_with_equal_loads_get_equal_tokens(make_bench: Make) -> None:
+    """One sends long prompts, one short ones: each gets half of the computed positions, not half of the turns."""
+    bench = make_bench(num_blocks=4096, max_num_seqs=4, budget=32)
+    sizes = {b"long": 96, b"short": 12}
+    for tenant, size in sizes.items():
+        for seed in range(400):
+            bench.engine.submit(make(bench, tenant, seed, size, 1))
+    computed = dict.fromkeys(sizes, 0)
+    for _ in range(100):
+        bench.engine.step()
+    for tenant, size in sizes.items():
+        waiting = sum(request.tenant_salt == tenant for request in bench.scheduler.waiting)
+        computed[tenant] = (400 - waiting) * size
+    assert 0.7 < computed[b"long"] / computed[b"short"] < 1.5
+
+
+def test_an_urgent_priority_goes_before_a_tenants_share(make_bench: Make) -> None:
+    bench = make_bench(max_num_seqs=1)
+    first = make(bench, FLOOD, 1, 8)
+    bench.engine.submit(first)
+    bench.engine.step()
+    for tenant, priority in ((FLOOD, 0), (OTHER, 5), (FLOOD, 1), (OTHER, 1)):
+        bench.engine.submit(make(bench, tenant, priority, 8, priority=priority))
+    order: list[int] = []
+    while bench.engine.has_work:
+        bench.engine.step()
+        order += [request.priority for request in bench.scheduler.running if request is not first]
+    assert list(dict.fromkeys(order)) == [0, 1, 5]
+
+
+def test_a_request_is_not_preempted_for_a_less_urgent_one_nor_for_its_own_tenant(make_bench: Make) -> None:
+    bench = make_bench(max_num_seqs=2)
+    for seed in range(2):
+        bench.engine.submit(make(bench, FLOOD, seed, 8, 30))
+    bench.engine.step()
+    bench.engine.submit(make(bench, OTHER, 5, 8, priority=1))
+    bench.engine.submit(make(bench, FLOOD, 6, 8))
+    for _ in range(10):
+        bench.engine.step()
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_a_full_queue_has_a_place_for_another_tenant(make_bench: Make) -> None:
+    bench = make_bench(max_num_seqs=1, max_waiting=4)
+    accepted = [bench.engine.submit(make(bench, FLOOD, seed, 8)) is None for seed in range(6)]
+    assert accepted == [True] * 4 + [False] * 2
+    accepted = [bench.engine.submit(make(bench, OTHER, seed, 8)) is None for seed in range(6)]
+    assert accepted == [True] * 2 + [False] * 4
+    accepted = [bench.engine.submit(make(bench, bytes([seed]), seed, 8)) is None for seed in range(6)]
+    assert accepted == [True] * 2 + [False] * 4  # at most twice the limit
+
+
+@pytest.mark.parametrize(
+    ("missing", "budget", "waiting", "expected"),
+    [
+        ([(b"a", 50), (b"a", 50)], 64, set(), [50, 14]),
+        ([(b"a", 50), (b"b", 50)], 64, set(), [32, 32]),
+        ([(b"a", 50), (b"b", 10)], 64, set(), [50, 10]),
+        ([(b"a", 500)], 64, {b"b"}, [32]),
+        ([(b"a", 500)], 64, {b"a"}, [64]),
+        ([(b"a", 5), (b"b", 5), (b"c", 5)], 1, set(), [1, 0, 0]),
+        ([], 64, {b"a"}, []),
+    ],
+)
+def test_a_budget_is_divided(
+    missing: list[tuple[bytes, int]], budget: int, waiting: set[bytes], expected: list[int]
+) -> None:
+    assert divide_budget(missing, budget, frozenset(waiting)) == expected
