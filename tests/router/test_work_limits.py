@@ -264,7 +264,7 @@ def test_bodies_count_until_they_are_tokenized(harness: Any, make_replica: Any, 
 
 def test_a_share_is_released_once() -> None:
     budget = BodyBudget(Limits(total_body_bytes=2048))
-    first, second = budget.share(), budget.share()
+    first, second = budget.share("a"), budget.share("a")
     first.add(2000)
     with pytest.raises(OverloadedError):
         second.add(100)
@@ -272,6 +272,24 @@ def test_a_share_is_released_once() -> None:
     first.release()
     second.add(100)
     assert budget.held == 100
+
+
+def test_bodies_of_one_tenant_leave_room_for_another() -> None:
+    budget = BodyBudget(Limits(total_body_bytes=4000))
+    flood, more, other = budget.share("flood"), budget.share("flood"), budget.share("other")
+    flood.add(4000)
+    for share, size in ((more, 1), (other, 1001)):
+        with pytest.raises(OverloadedError):
+            share.add(size)
+    other.add(1000)
+    with pytest.raises(OverloadedError):
+        budget.share("third").add(1)  # the reserve is bounded, too
+    flood.release()
+    other.add(3000)
+    with pytest.raises(OverloadedError):
+        other.add(1)
+    other.release()
+    assert budget.held == 0
 
 
 # log-probabilities and echo

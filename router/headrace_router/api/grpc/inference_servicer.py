@@ -81,10 +81,11 @@ class InferenceService:
 
     async def Generate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[GenerateEvent]:
         disconnected = True  # unless the generator ends in one of the ways below
-        share = self._services.body_budget.share()
+        share: BodyShare | None = None
         watch = SendWatch(self._services.config.limits.write_seconds)
         try:
             tenant = self._tenant(context)
+            share = self._services.body_budget.share(tenant.name)
             data = await read_request(requests, self._services.config.limits.body_seconds)
             share.add(len(data))
             async for event in self._generate(await self._parse(data, tenant), tenant, share):
@@ -102,7 +103,8 @@ class InferenceService:
             await self._abort(context, InternalError("The server failed on this request; its log has the details."))
         finally:
             watch.stop()
-            share.release()
+            if share is not None:
+                share.release()
             if disconnected and not self._services.admission.closed:
                 self._services.metrics.cancelled.inc()
 

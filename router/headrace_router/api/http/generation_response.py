@@ -48,7 +48,8 @@ async def generation_response(
     """
     config, ignored = services.config, IgnoredFields()
     collected = ignored if config.unknown_fields == "ignore" else None
-    share = services.body_budget.share()
+    tenant, label = request.state.tenant, request.state.label
+    share = services.body_budget.share(tenant.name)
     try:
         body = await services.bodies.read(
             request, share, lambda value: parse_body(kind, value, config.limits, collected)
@@ -56,7 +57,6 @@ async def generation_response(
     except BaseException:
         share.release()
         raise
-    tenant, label = request.state.tenant, request.state.label
     return GenerationResponse(
         services, tenant, label, body, share, functools.partial(make_format, body), headers=ignored.headers()
     )
