@@ -11,7 +11,7 @@ import pytest
 
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.core.adoption import choose_builds, restore_records, take_snapshot
+from headrace_cluster.core.adoption import choose_builds, plan_adoption, restore_records, take_snapshot
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport, access_digest, fingerprint
@@ -107,6 +107,19 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
     assert len(choose_builds(reports | {(names[0], 0): None}, {}, ACCESS)) == 3
     with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
         choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, ACCESS)
+
+
+def test_what_is_not_adopted_is_ended_by_name() -> None:
+    """Ranks of older and incomplete builds, builds whose placement group is gone, and groups without ranks."""
+    kept, older, without_group, without_ranks = (
+        ReplicaName("m-0", 2), ReplicaName("m-0", 1), ReplicaName("m-1", 1), ReplicaName("m-1", 7)
+    )  # fmt: skip
+    reports: Reports = {(name, 0): _report() for name in (kept, older, without_group)}
+    plan = plan_adoption(reports, {kept, older, without_ranks}, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, ACCESS)
+    assert [build.name for build in plan.state.builds] == [kept]
+    assert plan.state.generations == {"m-0": 2, "m-1": 7}, "numbers are not used again"
+    assert plan.ended_ranks == [(older, 0), (without_group, 0)]
+    assert plan.ended_groups == [older, without_ranks]
 
 
 def test_replicas_with_another_secret_are_left_alone() -> None:

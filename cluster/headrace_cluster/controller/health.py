@@ -1,7 +1,7 @@
 """Receives the health messages of one replica."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -19,6 +19,7 @@ STATES = {
     pb.REPLICA_STATE_UNHEALTHY: State.UNHEALTHY,
     pb.REPLICA_STATE_DEAD: State.UNHEALTHY,
 }
+HealthWatch = Callable[[str, bytes, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
 _OPTIONS = (*NO_PROXY, ("grpc.max_reconnect_backoff_ms", 1000))
 
 

@@ -29,8 +29,9 @@ class _Problem:
 class Retries:
     """For one event loop. Times are seconds of `clock`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
         self._clock = clock
+        self._jitter = jitter
         self._problems: dict[str, _Problem] = {}
 
     async def run(self, label: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -43,7 +44,7 @@ class Retries:
             except Exception as error:
                 failures = 1 if self._clock() - began > STABLE_SECONDS else failures + 1
                 self.note(label, error, failures)
-                await asyncio.sleep(BACKOFF.seconds(failures, random.random))
+                await asyncio.sleep(BACKOFF.seconds(failures, self._jitter))
             else:
                 self._problems.pop(label, None)
                 return result

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,7 @@ import structlog
 
 from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
-from headrace_cluster.controller.health import STATES, watch_health
+from headrace_cluster.controller.health import STATES, HealthWatch, watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.overview import Overview
 from headrace_cluster.controller.profiles import Profiles
@@ -49,16 +50,19 @@ class Supervisor:
         membership: Membership,
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        watch: HealthWatch = watch_health,
     ) -> None:
         self._spec = spec
         self._driver = driver
         self._membership = membership
         self._secret = secret
         self._clock = clock
+        self._watch = watch
         self._builds: dict[ReplicaName, Build] = {}
         self._ending: set[ReplicaName] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self.retries = Retries(clock)
+        self.retries = Retries(clock, jitter)
         self._passed_at = clock()
         self._failing = False  # whether the last pass of the reconcile loop failed
         # Held to place a build or to end one, never while it drains. A build that failed is ended before the next one
@@ -213,8 +217,7 @@ class Supervisor:
         """Watches a build that is up until it ends by itself."""
         assert build.started is not None
         on_health = self._health_receiver(name, build)
-        address = build.started.address
-        health = partial(watch_health, address, self._secret, self._spec.health, on_health)
+        health = partial(self._watch, build.started.address, self._secret, self._spec.health, on_health)
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
         death = partial(self._driver.wait_for_death, name)
         cause = await self.retries.run(f"the watch over {name.replica_id}", death)

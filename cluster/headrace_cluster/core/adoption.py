@@ -1,10 +1,11 @@
 """Which ranks of an earlier controller are adopted, and in which state. Pure.
 
-rank reports       ──▶ choose_builds   ──▶ builds to adopt; every other rank and placement group is ended by name
-ControllerSnapshot ──▶ restore_records ──▶ the records of a new reconciler, for adopted and for new builds
+rank reports, groups ─▶ plan_adoption   ─▶ builds to adopt; every other rank and placement group is ended by name
+ControllerSnapshot   ─▶ restore_records ─▶ the records of a new reconciler, for adopted and for new builds
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
@@ -18,6 +19,33 @@ from headrace_proto.quantities import counted
 from headrace_proto.role import Role
 
 Reports = Mapping[tuple[ReplicaName, int], RankReport | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionPlan:
+    """What is taken over, and what is ended by name."""
+
+    state: AdoptedState
+    ended_ranks: list[tuple[ReplicaName, int]]
+    ended_groups: list[ReplicaName]
+
+
+def plan_adoption(
+    reports: Reports, groups: Collection[ReplicaName], expected: Mapping[str, bytes], access: bytes
+) -> AdoptionPlan:
+    """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
+
+    Raises AdoptionError.
+    """
+    # Ray ends ranks without a placement group.
+    builds = [build for build in choose_builds(reports, expected, access) if build.name in groups]
+    kept = {build.name for build in builds}
+    found = sorted({name for name, _ in reports} | set(groups))
+    return AdoptionPlan(
+        AdoptedState(builds, {name.replica_id: name.generation for name in found}),
+        [rank for rank in reports if rank[0] not in kept],
+        [name for name in sorted(groups) if name not in kept],
+    )
 
 
 def choose_builds(reports: Reports, expected: Mapping[str, bytes], access: bytes) -> list[AdoptedBuild]:

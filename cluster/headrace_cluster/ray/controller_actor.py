@@ -15,10 +15,10 @@ from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.record_keeper import keep_record
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.rank_config import NODE_HOST
-from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.core.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.ray import names as ray_names
@@ -29,7 +29,6 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_router.access.tls_files import TlsFiles
 
-RECORD_SECONDS = 0.25  # between two looks at what the record must hold
 UNWATCHED_SECONDS = 5.0  # after a stop request, without a poll from `serve`, the controller stops the cluster itself
 
 
@@ -80,7 +79,8 @@ class ControllerActor:
         self._servers.push_async_callback(grpc.stop, grace=0.2)
         adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
         self._supervisor.start()
-        self._keeping = asyncio.create_task(self._keep_record())
+        save = partial(asyncio.to_thread, self._record.save_snapshot)
+        self._keeping = asyncio.create_task(keep_record(self._supervisor, save))
         operations = replica_operations(self._supervisor)
         tls = TlsFiles(self._spec.tls.without_clients()) if self._spec.tls.enabled else None
         server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations), tls)
@@ -125,18 +125,6 @@ class ControllerActor:
             self._keeping.cancel()
         await self._supervisor.stop()
         await self._servers.aclose()
-
-    async def _keep_record(self) -> None:
-        """Saves what the next controller must know, soon after it changed."""
-        saved: ControllerSnapshot | None = None
-        while True:
-            snapshot = self._supervisor.snapshot()
-            if snapshot != saved:
-                await self._supervisor.retries.run(
-                    "the record in Ray's GCS", partial(asyncio.to_thread, self._record.save_snapshot, snapshot)
-                )
-                saved = snapshot
-            await asyncio.sleep(RECORD_SECONDS)
 
     def _status(self) -> dict[str, Any]:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from headrace_cluster.core.adoption import choose_builds
+from headrace_cluster.core.adoption import plan_adoption
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
@@ -32,18 +32,12 @@ async def adopt(cluster: str, expected: Mapping[str, bytes], access: bytes) -> t
         silent = [rank for rank, report in reports.items() if report is None]
         reports |= zip(silent, await asyncio.gather(*(_report(actors[rank]) for rank in silent)), strict=True)
     groups = ray_names.groups(cluster)
-    builds = choose_builds(reports, expected, access)
-    builds = [build for build in builds if build.name in groups]  # Ray ends ranks without a placement group
-    kept = {build.name for build in builds}
-    for name, rank in actors:
-        if name not in kept:
-            ray_names.kill_actor(name.rank(rank), cluster)
-    for name in groups - kept:
+    plan = plan_adoption(reports, groups, expected, access)
+    for name, rank in plan.ended_ranks:
+        ray_names.kill_actor(name.rank(rank), cluster)
+    for name in plan.ended_groups:
         ray_names.remove_group(name.group(cluster))
-    generations: dict[str, int] = {}
-    for name in sorted({name for name, _ in actors} | groups):
-        generations[name.replica_id] = name.generation
-    return AdoptedState(builds, generations), [_group(cluster, build, actors, reports) for build in builds]
+    return plan.state, [_group(cluster, build, actors, reports) for build in plan.state.builds]
 
 
 async def _report(actor: Any) -> RankReport | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
-from headrace_proto.control_pb2 import Member, MemberList
+from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterReport
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ModelNotFoundError, NoReplicaError
@@ -100,6 +100,14 @@ class Fleet(Generic[C]):
             for entry in members.models
         }
         self.sweep()
+
+    def report(self, router_id: str) -> RouterReport:
+        """Which replicas this router hears, for the controller."""
+        heard = [
+            HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
+            for replica in self.replicas
+        ]
+        return RouterReport(router_id=router_id, replicas=heard)
 
     def maintain(self) -> None:
         """Called several times a second: finds slow replicas, and moves the attempts of a stalled one to others."""

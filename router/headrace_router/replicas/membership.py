@@ -8,7 +8,7 @@ import grpc
 import structlog
 
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterInfo, RouterReport, WatchRequest
+from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_proto.secret import secret_metadata
@@ -69,13 +69,8 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
 async def _report(stub: Any, router_id: str, secret: bytes, fleet: Fleet[ModelCard]) -> None:
     """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call."""
     while True:
-        heard = [
-            HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
-            for replica in fleet.replicas
-        ]
-        report = RouterReport(router_id=router_id, replicas=heard)
         try:
-            await stub.Report(report, metadata=secret_metadata(secret), timeout=REPORT_SECONDS)
+            await stub.Report(fleet.report(router_id), metadata=secret_metadata(secret), timeout=REPORT_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from support.simulation.client_request import ClientRequest
 from support.simulation.pair_group import SimPairGroup
 from support.simulation.sim_cluster import Cluster
 from support.simulation.sim_replica import SimReplica
-from support.simulation.sim_router import ClientRequest
 from support.simulation.transfer_stream import TransferStream
 
 HORIZON = 1.5  # seconds in which faults start
@@ -163,7 +163,7 @@ class Faults:
         stream = self._stream()
         if stream is not None:
             self._log(f"{stream.target.name} and {stream.address} are partitioned")
-            self._cluster.partition(stream.target.name, stream.address, self._world.now + 1.0)
+            self._cluster.network.cut_both(stream.target.address, stream.address, self._world.now + 1.0)
             stream.disconnect()
 
     def message_faults(self) -> None:

@@ -9,8 +9,8 @@ from headrace_worker.server.convert import fill_delta, merge_output
 from support.simulation.world import Fifo, InvariantViolation
 
 if TYPE_CHECKING:
+    from support.simulation.sim_link import SimLink
     from support.simulation.sim_replica import SimReplica
-    from support.simulation.sim_router import SimLink
 
 CANCEL_SECONDS = 0.7  # from a cancel until everything of the attempt is released
 
@@ -28,7 +28,7 @@ class RouterStream:
         self._held = False
         self._world = world = replica.world
         self._up = Fifo(world, replica, self._replica_receives)
-        self._down = Fifo(world, None, self._router_receives)
+        self._down = Fifo(world, link.router, self._router_receives)
         self._pending: dict[bytes, pb.Delta] = {}
         self._flushing = False
         replica.connected(self)
@@ -65,7 +65,7 @@ class RouterStream:
     def disconnect(self) -> None:
         """Both ends detect it, each after its own delay."""
         world = self._world
-        world.at(world.delay(), self._end_router)
+        world.at(world.delay(), self._end_router, self._link.router)
         world.at(world.delay(), self._end_replica, self.replica)
 
     def _flush(self) -> None:

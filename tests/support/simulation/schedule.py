@@ -13,11 +13,11 @@ from random import Random
 
 import structlog
 
+from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.faults import Faults, StreamMoves
 from support.simulation.sim_cluster import IDLE_SECONDS, Cluster
 from support.simulation.sim_model import BLOCK, Model
 from support.simulation.sim_replica import Shape
-from support.simulation.sim_router import ClientRequest, Phase
 from support.simulation.world import InvariantViolation, World
 
 SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))

@@ -5,10 +5,14 @@ from functools import partial
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.transfer.orders import OpenPair
+from support.simulation.client_request import ClientRequest, Phase
+from support.simulation.network import Network
 from support.simulation.pair_group import DataFaults, SimPairGroup
+from support.simulation.router_stream import RouterStream
 from support.simulation.sim_model import Model
 from support.simulation.sim_replica import Shape, SimReplica
-from support.simulation.sim_router import ClientRequest, Phase, SimRequest, SimRouter
+from support.simulation.sim_request import SimRequest
+from support.simulation.sim_router import SimRouter
 from support.simulation.transfer_stream import TransferStream
 from support.simulation.world import InvariantViolation, World
 
@@ -24,6 +28,7 @@ class Cluster:
     ) -> None:
         self.world = world
         self.data_faults = DataFaults()
+        self.network = Network(world)
         self.streams: list[TransferStream] = []
         self.pair_groups: dict[bytes, SimPairGroup] = {}
         self.requests_to_come = 0
@@ -33,14 +38,29 @@ class Cluster:
         self._decoders = decoders
         self._generations: dict[str, int] = {}
         self._replicas: dict[str, SimReplica] = {}
-        self._partitions: dict[frozenset[str], float] = {}
         self._numbers = 0
         self._removed: set[str] = set()
         self._listed = 0
         self.router = SimRouter(self, source_share)
+        self.routers = [self.router]
         for shape in shapes:
             self.start(shape.name)
         self.publish()
+
+    @property
+    def requests(self) -> list[SimRequest]:
+        """Of all routers."""
+        return [request for router in self.routers for request in router.requests]
+
+    @property
+    def router_streams(self) -> list[RouterStream]:
+        """Of all routers."""
+        return [stream for router in self.routers for stream in router.streams]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any client waits for an answer, or any request is still to come."""
+        return self.requests_to_come > 0 or any(not request.outcome for request in self.requests)
 
     # -- replicas ----------------------------------------------------------------------------------------------
 
@@ -90,19 +110,23 @@ class Cluster:
     def kill(self, replica: SimReplica, back_after: float | None) -> None:
         """At once; every connected process detects it. back_after: seconds until its next build; None = never."""
         replica.alive = False
-        for stream in self.streams_of(replica):
-            stream.disconnect()
-        for worker in replica.ranks.transfer_workers:
-            for connection in worker.connections.values():
-                connection.close()
-        for router_stream in self.router.streams:
-            if router_stream.replica is replica:
-                router_stream.disconnect()
+        self.disconnect(replica)
         if back_after is None:
             self._removed.add(replica.name)
             self.world.at(self.world.delay(), self.publish)
         else:
             self.world.at(back_after, lambda: self.start(replica.name))
+
+    def disconnect(self, replica: SimReplica) -> None:
+        """Its process has ended: all its connections are closed."""
+        for stream in self.streams_of(replica):
+            stream.disconnect()
+        for worker in replica.ranks.transfer_workers:
+            for connection in worker.connections.values():
+                connection.close()
+        for router_stream in self.router_streams:
+            if router_stream.replica is replica:
+                router_stream.disconnect()
 
     # -- connections -------------------------------------------------------------------------------------------
 
@@ -118,13 +142,6 @@ class Cluster:
     def streams_of(self, replica: SimReplica) -> list[TransferStream]:
         self.streams = [stream for stream in self.streams if not stream.closed]
         return [stream for stream in self.streams if replica in (stream.target, stream.source)]
-
-    def partition(self, one: str, other: str, until: float) -> None:
-        """No new connection between the two until then."""
-        self._partitions[frozenset((one, other))] = until
-
-    def unreachable(self, one: SimReplica, other: SimReplica) -> bool:
-        return self._partitions.get(frozenset((one.name, other.name)), 0.0) > self.world.now
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -146,7 +163,7 @@ class Cluster:
     def watch(self, replica: SimReplica) -> None:
         """After a replica's turn: checks orphaned grants; disconnects clients in phases that only the replica knows."""
         self._check_grants(replica)
-        for request in self.router.requests:
+        for request in self.requests:
             if request.replica_name == replica.name and not request.outcome and request.spec.disconnects_in is not None:
                 self._watch(replica, request, request.spec.disconnects_in)
 
@@ -184,7 +201,7 @@ class Cluster:
 
     def check_end(self) -> None:
         """When no event is left. Raises InvariantViolation."""
-        for request in self.router.requests:
+        for request in self.requests:
             if not request.outcome:
                 raise InvariantViolation(f"request {request.spec.number} has no outcome")
         if self.requests_to_come:

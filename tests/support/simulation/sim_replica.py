@@ -44,6 +44,7 @@ class Shape:
     budget: int
     depth: int
     step_seconds: float
+    revision: str = "r"
 
 
 class SimReplica:
@@ -59,13 +60,13 @@ class SimReplica:
         self.cluster = cluster
         self.world: World = cluster.world
         self.shape = shape
-        self.name = shape.name
+        self.name = self.address = shape.name
         self.shards: KvShards = model.shards(shape.tp, shape.pp)
         self.identity = pb.ReplicaIdentity(
             replica_id=shape.name,
             boot_id=f"{shape.name}/{generation}".encode(),
             model="m",
-            revision="r",
+            revision=shape.revision,
             dtype="float32",
             generation=generation,
         )
@@ -217,7 +218,7 @@ class SimReplica:
         self.cluster.watch(self)
         if engine.has_work:
             self._wake(spent + 0.001)
-        elif engine.exchange.busy or (self._streams and self.cluster.router.busy):
+        elif engine.exchange.busy or (self._streams and self.cluster.busy):
             self._wake(spent + IDLE_TICK)
 
     def _report(self, outputs: list[Output], outbound: Outbound) -> None:

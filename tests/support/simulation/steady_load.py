@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from random import Random
 
+from support.simulation.client_request import ClientRequest
 from support.simulation.sim_cluster import Cluster
 from support.simulation.sim_model import Model
 from support.simulation.sim_replica import Shape, SimReplica
-from support.simulation.sim_router import ClientRequest, SimRequest
 from support.simulation.world import World
 
 ROWS = 8
@@ -46,10 +46,6 @@ class SteadyLoad(Cluster):
         replica = self.replica_at(name)
         assert replica is not None
         return replica
-
-    @property
-    def requests(self) -> list[SimRequest]:
-        return self.router.requests
 
     def tokens_between(self, start: float, end: float) -> int:
         return sum(start <= at < end for request in self.requests for at in request.token_times)

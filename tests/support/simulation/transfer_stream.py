@@ -94,7 +94,7 @@ class TransferStream:
             return
         cluster, world = self.target.cluster, self._world
         source = cluster.replica_at(self.address)
-        if source is None or cluster.unreachable(self.target, source):
+        if source is None or not cluster.network.connected(self.target.address, source.address):
             world.at(world.delay(), self._end_target, self.target)
             return
         self.source = source

@@ -1,0 +1,29 @@
+"""Which processes reach each other: each direction between two of them can be cut on its own."""
+
+from support.simulation.world import World
+
+KEEPALIVE_SECONDS = 15.0  # after which a server closes a connection whose other end does not answer
+
+
+class Network:
+    """Processes are named. A cut direction delivers later what was sent meanwhile, as TCP does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cuts: dict[tuple[str, str], float] = {}
+
+    def cut(self, sender: str, receiver: str, until: float) -> None:
+        """Nothing that the sender sends arrives before then."""
+        self._cuts[sender, receiver] = max(until, self.open_at(sender, receiver))
+
+    def cut_both(self, one: str, other: str, until: float) -> None:
+        self.cut(one, other, until)
+        self.cut(other, one, until)
+
+    def open_at(self, sender: str, receiver: str) -> float:
+        """Time from which on messages arrive; in the past: they do."""
+        return self._cuts.get((sender, receiver), 0.0)
+
+    def connected(self, one: str, other: str) -> bool:
+        """Whether a new connection can be opened: both directions work."""
+        return max(self.open_at(one, other), self.open_at(other, one)) <= self._world.now
