@@ -26,8 +26,28 @@ class HeardReplica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., heard: _Optional[bool] = ...) -> None: ...
 
 class RouterReportReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("authorities",)
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    authorities: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, authorities: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("certificate_request",)
+    CERTIFICATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    certificate_request: bytes
+    def __init__(self, certificate_request: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("chain", "trust", "authorities", "renew_seconds")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    RENEW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    trust: str
+    authorities: _containers.RepeatedScalarFieldContainer[bytes]
+    renew_seconds: float
+    def __init__(self, chain: _Optional[str] = ..., trust: _Optional[str] = ..., authorities: _Optional[_Iterable[bytes]] = ..., renew_seconds: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router",)

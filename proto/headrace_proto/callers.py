@@ -1,0 +1,69 @@
+"""Which plane may call which method of an internal service (docs/reliability.md R20)."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from headrace_proto.plane import Plane
+
+CALLERS = {
+    "/headrace.v1.Replica/Describe": Plane.ROUTER,
+    "/headrace.v1.Replica/Serve": Plane.ROUTER,
+    "/headrace.v1.Replica/WatchCache": Plane.ROUTER,
+    "/headrace.v1.Replica/Transfer": Plane.REPLICA,
+    "/headrace.v1.Replica/WatchHealth": Plane.CONTROLLER,
+    "/headrace.v1.Control/Watch": Plane.ROUTER,
+    "/headrace.v1.Control/Report": Plane.ROUTER,
+    "/headrace.v1.Control/Renew": Plane.ROUTER,
+}
+
+
+class CallerInterceptor(grpc.aio.ServerInterceptor):
+    """Runs a method only for its plane in `CALLERS`. The server's credentials have verified the certificate."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # an unknown method: UNIMPLEMENTED
+        return _guarded(handler, CALLERS.get(handler_call_details.method))
+
+
+def caller_name(context: Any) -> str:
+    """The name in the caller's certificate."""
+    return b"".join(context.auth_context().get("x509_common_name", ())).decode()
+
+
+def _guarded(handler: Any, plane: Plane | None) -> Any:
+    async def check(context: Any) -> None:
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if plane is None or plane.dns_name.encode() not in names:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"only a {plane or 'member'} may call this method")
+
+    if handler.response_streaming:
+        stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+        async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await check(context)
+            async with aclosing(stream(request, context)) as messages:
+                async for message in messages:
+                    yield message
+
+        make = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        return make(respond_stream, handler.request_deserializer, handler.response_serializer)
+
+    unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
+
+    async def respond(request: Any, context: Any) -> Any:
+        await check(context)
+        return await unary(request, context)
+
+    make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    return make(respond, handler.request_deserializer, handler.response_serializer)

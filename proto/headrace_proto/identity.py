@@ -1,0 +1,141 @@
+"""The identity of one process in its cluster: mutual TLS on every internal connection (docs/reliability.md R20)."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from headrace_proto.errors import HeadraceError
+from headrace_proto.plane import Certificate, Plane
+
+_NONCE_BYTES = 12
+_POINT_BYTES = 65  # of an uncompressed P-256 point
+_INFO = b"headrace 2026 sealed message v1"
+
+
+class SealedMessageError(HeadraceError):
+    """A sealed message was made for another process, or was changed."""
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    key: str
+    certificate: Certificate
+
+
+class Identity:
+    """A private key that stays in this process, and the certificate that `install` sets and replaces.
+
+    The connections that are open continue when the certificate is replaced; new ones use the new certificate.
+    """
+
+    def __init__(
+        self, key: ec.EllipticCurvePrivateKey | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """key: none = a new one."""
+        self._key = key or ec.generate_private_key(ec.SECP256R1())
+        self._clock = clock
+        self._renew_at = 0.0
+        self._certificate: Certificate | None = None
+
+    @classmethod
+    def restore(cls, saved: bytes) -> "Identity":
+        """The inverse of `save`."""
+        decoded = msgspec.msgpack.decode(saved, type=_Saved)
+        key = serialization.load_pem_private_key(decoded.key.encode(), password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        identity = cls(key)
+        identity.install(decoded.certificate)
+        return identity
+
+    def save(self) -> bytes:
+        """Key and certificate: for a pipe to a child process, never for an argument, a log or a file of others."""
+        return msgspec.msgpack.encode(_Saved(self._key_pem, self.certificate))
+
+    @property
+    def certificate(self) -> Certificate:
+        """What was installed last."""
+        if self._certificate is None:
+            raise HeadraceError("this process has no certificate of its cluster yet; it gets one when it is started")
+        return self._certificate
+
+    @property
+    def request(self) -> bytes:
+        """The certificate request for the authority, as PEM."""
+        builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def install(self, certificate: Certificate) -> None:
+        """Uses a certificate for all connections from now on. From any thread."""
+        self._renew_at = self._clock() + certificate.renew_seconds
+        self._certificate = certificate
+
+    def is_due(self, authorities: Sequence[bytes]) -> bool:
+        """Whether another certificate is needed. authorities: the fingerprints of those that are valid now."""
+        return self.certificate.authorities != tuple(authorities) or self._clock() > self._renew_at
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server that accepts members of the cluster only; `PlaneInterceptor` decides which of them."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(), self._server_configuration, require_client_authentication=True
+        )
+
+    def channel(self, address: str, peer: Plane, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """A channel to a process that proves to be `peer`; until then nothing but the handshake is sent."""
+        certificate = self.certificate
+        credentials = grpc.ssl_channel_credentials(
+            certificate.trust.encode(), self._key_pem.encode(), certificate.chain.encode()
+        )
+        named = (*options, ("grpc.ssl_target_name_override", peer.dns_name))
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+    def unseal(self, sealed: bytes) -> bytes:
+        """The message that `seal` encrypted for this process. Raises SealedMessageError."""
+        point, nonce, data = (
+            sealed[:_POINT_BYTES],
+            sealed[_POINT_BYTES : _POINT_BYTES + _NONCE_BYTES],
+            sealed[_POINT_BYTES + _NONCE_BYTES :],
+        )
+        try:
+            sender = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+            return _cipher(self._key, sender, point).decrypt(nonce, data, None)
+        except (ValueError, InvalidTag) as error:
+            raise SealedMessageError(
+                "a sealed message cannot be read: it was made for another process; start this one again"
+            ) from error
+
+    @property
+    def _key_pem(self) -> str:
+        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return self._key.private_bytes(*form).decode()
+
+    def _server_configuration(self) -> Any:
+        certificate = self.certificate
+        pair = (self._key_pem.encode(), certificate.chain.encode())
+        return grpc.ssl_server_certificate_configuration([pair], certificate.trust.encode())
+
+
+def seal(request: bytes, message: bytes) -> bytes:
+    """Encrypts a message for the process that made a certificate request, over a network that others may read.
+
+    ECIES with P-256, HKDF and AES-GCM (SEC 1, 5.1). It does not authenticate the sender: Ray does.
+    """
+    receiver = x509.load_pem_x509_csr(request).public_key()
+    assert isinstance(receiver, ec.EllipticCurvePublicKey)
+    once = ec.generate_private_key(ec.SECP256R1())
+    form = (serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint)
+    point, nonce = once.public_key().public_bytes(*form), os.urandom(_NONCE_BYTES)
+    return point + nonce + _cipher(once, receiver, point).encrypt(nonce, message, None)
+
+
+def _cipher(own: ec.EllipticCurvePrivateKey, peer: ec.EllipticCurvePublicKey, point: bytes) -> AESGCM:
+    shared = own.exchange(ec.ECDH(), peer)
+    return AESGCM(HKDF(hashes.SHA256(), length=32, salt=point, info=_INFO).derive(shared))

@@ -1,0 +1,50 @@
+"""Members of one cluster for tests: its authority, and identities of every plane."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from pydantic import SecretBytes
+
+from headrace_proto.authority import ClusterAuthority
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
+from headrace_router.credentials import RouterCredentials
+
+SECRET = b"the secret of every cluster in tests"
+
+
+@cache
+def authority(secrets: Sequence[bytes] = (SECRET,)) -> ClusterAuthority:
+    """The authority of a cluster with these secrets."""
+    return ClusterAuthority(secrets)
+
+
+def member(plane: Plane, of: ClusterAuthority | None = None, name: str = "a member") -> Identity:
+    """A new process of a cluster."""
+    identity = Identity()
+    identity.install((of or authority()).certify(identity.request, plane, name))
+    return identity
+
+
+@cache
+def replica() -> Identity:
+    """A replica of the cluster, the same one in every call."""
+    return member(Plane.REPLICA)
+
+
+@cache
+def controller() -> Identity:
+    """The controller of the cluster."""
+    return member(Plane.CONTROLLER)
+
+
+@cache
+def router() -> Identity:
+    """A router of the cluster, the same one in every call."""
+    return member(Plane.ROUTER)
+
+
+@cache
+def router_credentials() -> SecretBytes:
+    """For `RouterConfig`."""
+    return SecretBytes(RouterCredentials.issue(authority(), "a router").encode())
