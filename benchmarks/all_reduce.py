@@ -35,7 +35,7 @@ class GlooReduce:
 def run(rank: int, rendezvous: Rendezvous, opened: RendezvousHost | None = None) -> dict[str, dict[str, list[float]]]:
     """Microseconds of every all-reduce, by size and method."""
     torch.set_num_threads(1)
-    team = join_team(ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", tp=2), rank, rendezvous, opened)
+    team = join_team(ReplicaConfig(replica_id="r", model="m", source="", tp=2), rank, rendezvous, opened)
     shared: Communicator = team.context.tp
     group = host_group(team.store, "benchmark", "127.0.0.1", rank, 2, team.detector)
     methods: dict[str, Any] = {

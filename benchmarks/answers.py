@@ -81,7 +81,6 @@ class EmbeddedModel:
             replica_id="answers",
             model="smollm2",
             source="smollm2",
-            secret=b"",
             kv_cache_memory=1 << 30,
             max_num_seqs=ROWS,
             defaults=defaults,

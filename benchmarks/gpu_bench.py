@@ -28,7 +28,7 @@ class Bench:
         }
         source = str(write_config(model, folder))
         self.config = ReplicaConfig(
-            replica_id="bench", model=model, source=source, secret=b"", device=device, load_format="dummy",
+            replica_id="bench", model=model, source=source, device=device, load_format="dummy",
             **fields | options,
         )  # fmt: skip
         began = time.perf_counter()

@@ -28,7 +28,6 @@ from typing import Any
 import grpc
 import httpx
 import machine
-from pydantic import SecretBytes
 
 from headrace_proto.inference_pb2 import (
     ChatMessage,
@@ -42,7 +41,8 @@ from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
-from support.router.fake_replica import SECRET, FakeReplica
+from support import identities
+from support.router.fake_replica import FakeReplica
 from support.router.tokenizer import make_tokenizer
 
 LIMITS = Limits()
@@ -90,7 +90,9 @@ async def run_router(replica: str) -> None:
     configure_logs(LogConfig("router", stderr_level="error"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     members = (StaticMember(address=replica, replica_id="r0"),)
-    router = RouterServer(RouterConfig(port=0, grpc_port=0, secret=SecretBytes(SECRET), members=members))
+    router = RouterServer(
+        RouterConfig(port=0, grpc_port=0, credentials=identities.router_credentials(), members=members)
+    )
     await router.start()
     while not router.services.ready:  # noqa: ASYNC110
         await asyncio.sleep(0.05)

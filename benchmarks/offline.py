@@ -40,7 +40,7 @@ def workload(name: str, seed: int) -> Workload:
 
 def plain_model(source: str) -> Any:
     """The same weights in an untouched transformers model."""
-    config = ReplicaConfig(replica_id="peer", model="peer", source=source, secret=b"", dtype="float32")
+    config = ReplicaConfig(replica_id="peer", model="peer", source=source, dtype="float32")
     loaded = load(config, plan=SurgeryPlan.none())
     loaded.config.use_cache = True  # Headrace keeps its own cache and switches this one off
     model = AutoModelForCausalLM.from_config(loaded.config, attn_implementation="sdpa", dtype=torch.float32)
@@ -99,7 +99,7 @@ def main() -> None:
     names = arguments.workloads.split(",")
 
     config = ReplicaConfig(
-        replica_id="bench", model="bench", source=arguments.source, secret=b"", dtype="float32", kv_cache_memory=2 << 30
+        replica_id="bench", model="bench", source=arguments.source, dtype="float32", kv_cache_memory=2 << 30
     )
     engine = OfflineEngine(config)
     torch.set_num_threads(engine.assembly.model.threads)

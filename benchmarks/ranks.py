@@ -16,6 +16,7 @@ from typing import Any
 import machine
 import torch
 
+from headrace_proto.identity import Identity
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
@@ -31,7 +32,7 @@ PROMPT, OUTPUT = 32, 32
 
 def run_follower(config: ReplicaConfig, rank: int, rendezvous: Rendezvous) -> None:
     """The process of every rank but the first."""
-    replica = Replica(config, rank)
+    replica = Replica(config, Identity(), rank)
     replica.start(rendezvous)
     replica.wait()
     replica.stop()
@@ -70,7 +71,7 @@ def build(tp: int, pp: int, cores: int) -> LayoutReplica:
     """A replica of the embedded model."""
     threads = max(1, cores // (tp * pp))
     config = ReplicaConfig(
-        replica_id="bench", model="smollm2", source="smollm2", secret=b"", dtype="float32", device="cpu", tp=tp, pp=pp,
+        replica_id="bench", model="smollm2", source="smollm2", dtype="float32", device="cpu", tp=tp, pp=pp,
         kv_cache_memory=256 << 20, max_model_len=1024, max_num_seqs=64, cpu_threads=threads,
     )  # fmt: skip
     if tp * pp == 1:

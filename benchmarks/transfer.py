@@ -27,15 +27,16 @@ import torch
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_proto.secret import secret_metadata
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.core.transfer.orders import OpenPair
 from headrace_worker.kv_transfer.pair_group import PairGroup
 from headrace_worker.replica import Replica
+from support import identities
 
-SECRET = b"benchmark"
 PIECE = (2, 16, 3, 16, 64)  # keys and values of a layer in sixteen blocks of the embedded model
 PIECES = 400
 PROMPTS = (256, 512, 896)
@@ -47,10 +48,10 @@ LONG, LONG_EVERY = 768, 1.5
 def run_replica(name: str, pipe: Any) -> None:
     """Runs one replica until a message arrives on the pipe."""
     config = ReplicaConfig(
-        replica_id=name, model="smollm2", source="smollm2", secret=SECRET, dtype="float32", device="cpu",
+        replica_id=name, model="smollm2", source="smollm2", dtype="float32", device="cpu",
         kv_cache_memory=CACHE, max_model_len=1024, max_num_seqs=32, cpu_threads=1,
     )  # fmt: skip
-    replica = Replica(config)
+    replica = Replica(config, identities.replica())
     pipe.send(replica.start().address)
     pipe.recv()
     replica.stop()
@@ -95,12 +96,12 @@ class ReplicaStream:
     def __init__(self, address: str) -> None:
         self.address = address
         self.load = pb.Load()
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._channel = identities.router().channel(address, Plane.REPLICA, NO_PROXY)
         self._answers: dict[bytes, tuple[Answer, float]] = {}
 
     async def open(self) -> None:
         stub: Any = ReplicaStub(self._channel)
-        self._call = stub.Serve(metadata=secret_metadata(SECRET))
+        self._call = stub.Serve()
         hello = pb.RouterHello(router_id="benchmark", contract_version=CONTRACT_VERSION)
         await self._call.write(pb.RouterFrame(hello=hello))
         self._task = asyncio.create_task(self._read())

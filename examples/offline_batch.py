@@ -9,7 +9,7 @@ from headrace_worker.offline import OfflineEngine, Prompt
 
 PROMPTS = ["The capital of France is", "Water boils at a temperature of", "The largest planet of the solar system is"]
 
-config = ReplicaConfig(replica_id="offline", model="smollm2", source="smollm2", secret=b"", max_model_len=512)
+config = ReplicaConfig(replica_id="offline", model="smollm2", source="smollm2", max_model_len=512)
 engine = OfflineEngine(config)
 tokenizer = Tokenizer.from_buffer(engine.assembly.model.facts.tokenizer_json)
 began = time.monotonic()

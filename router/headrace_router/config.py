@@ -87,7 +87,7 @@ class RouterConfig(RouterSettings):
     metrics_no_auth: bool = Field(default=False, description="`metrics_port` answers without a key")
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
-    secret: SecretBytes = Field(description="the cluster's secret")
+    credentials: SecretBytes = Field(description="encoded RouterCredentials: what makes it a member of its cluster")
     router_id: str = Field(default_factory=new_router_id)
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()

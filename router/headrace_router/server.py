@@ -10,6 +10,7 @@ import structlog
 
 from headrace_proto.address import host_port
 from headrace_proto.control_pb2 import RouterInfo
+from headrace_proto.identity import Identity
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget
@@ -23,6 +24,7 @@ from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
+from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.router_metrics import RouterMetrics
@@ -53,11 +55,15 @@ class RouterServer:
         self.http_port = 0
         self.grpc_port = 0
         self.metrics_port = 0  # of an address of its own; 0 = it has none
-        secret = config.secret.get_secret_value()
+        credentials = RouterCredentials.decode(config.credentials.get_secret_value())
+        self._identity = Identity.restore(credentials.identity)
         metrics = RouterMetrics()
 
         self._links = ReplicaLinks(
-            router_id=config.router_id, secret=secret, cards=CardCache(), stall_seconds=config.stall_seconds
+            router_id=config.router_id,
+            identity=self._identity,
+            cards=CardCache(),
+            stall_seconds=config.stall_seconds,
         )
         fleet = Fleet(
             self._links.open,
@@ -71,7 +77,7 @@ class RouterServer:
         pool = TokenizerPool(config.limits)
         self.services = Services(
             config=config,
-            auth=Authenticator(config.auth.load(), secret, config.auth.load_metrics()),
+            auth=Authenticator(config.auth.load(), credentials.tenant_key, config.auth.load_metrics()),
             fleet=fleet,
             metrics=metrics,
             admission=Admission(config.limits, metrics),
@@ -168,8 +174,7 @@ class RouterServer:
         config = self.config
         self.services.fleet.update(static_list(config.members))
         if config.controller is not None:
-            secret = config.secret.get_secret_value()
-            watch = watch_controller(config.controller, self.info(), secret, self.services.fleet)
+            watch = watch_controller(config.controller, self.info(), self._identity, self.services.fleet)
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster.fake_driver import SECRET, FakeDriver
+from headrace_proto.identity import Identity
+from support import identities
+from support.cluster.fake_driver import FakeDriver
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +34,9 @@ def driver() -> Iterator[FakeDriver]:
 
 
 @pytest.fixture
-def secret() -> bytes:
-    return SECRET
+def identity() -> Identity:
+    """The controller's."""
+    return identities.controller()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.adoption import choose_builds, plan_adoption, restore_records, take_snapshot
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import RankReport, access_digest, fingerprint
+from headrace_cluster.core.rank_config import RankReport, fingerprint
 from headrace_cluster.core.reconciler import Reconciler, desired_replicas
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
@@ -22,6 +22,7 @@ from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
+from headrace_proto.identity import Identity
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from support.cluster.fake_driver import FakeDriver
@@ -30,7 +31,7 @@ Eventually = Callable[..., Awaitable[Any]]
 
 HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.3, "replace_seconds": 0.4, "drain_seconds": 2}
 FIRST, SECOND = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-1", 1)
-FINGERPRINT, ACCESS = b"expected", b"our secret"
+FINGERPRINT, OURS = b"expected", (b"our secret", b"our last secret")
 
 
 def _started(address: str = "127.0.0.1:1") -> ReplicaStarted:
@@ -46,7 +47,7 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
         node="here",
         gpus=[],
         fingerprint=FINGERPRINT,
-        access=ACCESS,
+        authorities=OURS[1:],
         model="m",
         tp=1,
         pp=1,
@@ -69,7 +70,7 @@ def _pair(name: ReplicaName, pid: int, **changed: Any) -> Reports:
 
 
 def _chosen(reports: Reports) -> list[AdoptedBuild]:
-    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, ACCESS)
+    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
 
 
 def test_the_newest_complete_build_is_adopted() -> None:
@@ -104,9 +105,9 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
     """The network between controller and ranks may be down, or Ray's GCS; one silent rank of many has failed."""
     names = [ReplicaName(f"m-{number}", 1) for number in range(4)]
     reports: Reports = {(name, 0): _report() for name in names}
-    assert len(choose_builds(reports | {(names[0], 0): None}, {}, ACCESS)) == 3
+    assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS)) == 3
     with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
-        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, ACCESS)
+        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS)
 
 
 def test_what_is_not_adopted_is_ended_by_name() -> None:
@@ -115,7 +116,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
         ReplicaName("m-0", 2), ReplicaName("m-0", 1), ReplicaName("m-1", 1), ReplicaName("m-1", 7)
     )  # fmt: skip
     reports: Reports = {(name, 0): _report() for name in (kept, older, without_group)}
-    plan = plan_adoption(reports, {kept, older, without_ranks}, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, ACCESS)
+    plan = plan_adoption(reports, {kept, older, without_ranks}, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
     assert [build.name for build in plan.state.builds] == [kept]
     assert plan.state.generations == {"m-0": 2, "m-1": 7}, "numbers are not used again"
     assert plan.ended_ranks == [(older, 0), (without_group, 0)]
@@ -124,7 +125,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
 
 def test_replicas_with_another_secret_are_left_alone() -> None:
     with pytest.raises(AdoptionError, match=r"m-0 runs in this Ray with another secret.*--secret-file"):
-        _chosen(_pair(ReplicaName("m-0", 1), 5, access=b"another"))
+        _chosen(_pair(ReplicaName("m-0", 1), 5, authorities=(b"another",)))
 
 
 def test_role_and_draining_are_taken_from_rank_0() -> None:
@@ -138,11 +139,10 @@ def test_role_and_draining_are_taken_from_rank_0() -> None:
 
 
 def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
-    config = ReplicaConfig(replica_id="m-0", model="m", source="m", secret=b"s" * 32)
+    config = ReplicaConfig(replica_id="m-0", model="m", source="m")
     same: dict[str, Any] = {"generation": 7, "role": "decode", "cpu_threads": 3}
     assert fingerprint(dataclasses.replace(config, **same)) == fingerprint(config)
-    assert fingerprint(dataclasses.replace(config, secret=b"t" * 32)) == fingerprint(config), "it is compared by itself"
-    assert access_digest(b"s" * 32) == access_digest(b"s" * 32) != access_digest(b"t" * 32)
+    assert fingerprint(dataclasses.replace(config, cache_key=b"t" * 32)) == fingerprint(config)
     others: list[dict[str, Any]] = [
         {"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}
     ]  # fmt: skip
@@ -351,11 +351,11 @@ def test_a_replica_that_the_spec_no_longer_names_drains() -> None:
 
 @asynccontextmanager
 async def _adopting_supervisor(
-    driver: FakeDriver, secret: bytes, snapshot: ControllerSnapshot | None = None
+    driver: FakeDriver, identity: Identity, snapshot: ControllerSnapshot | None = None
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": 2}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, secret)
+    supervisor = Supervisor(spec, driver, membership, identity)
     await supervisor.adopt(snapshot)
     supervisor.start()
     try:
@@ -375,14 +375,14 @@ def _lists(membership: Membership) -> tuple[list[control_pb2.MemberList], "async
 
 
 def test_a_new_controller_publishes_every_adopted_replica_at_once(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     """An incomplete list would remove replicas from the routers, and the controller may hear none of them."""
 
     async def scenario() -> None:
         for name in (FIRST, SECOND):
             driver.add_earlier_build(name).health_paused.set()
-        async with _adopting_supervisor(driver, secret, ControllerSnapshot(created=77)) as (supervisor, membership):
+        async with _adopting_supervisor(driver, identity, ControllerSnapshot(created=77)) as (supervisor, membership):
             received, receiver = _lists(membership)
             assert driver.adopt_request == ["smollm2-0", "smollm2-1"]
             await eventually(lambda: received)
@@ -407,10 +407,12 @@ def test_a_new_controller_publishes_every_adopted_replica_at_once(
     asyncio.run(scenario())
 
 
-def test_an_adopted_replica_that_dies_is_rebuilt(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_an_adopted_replica_that_dies_is_rebuilt(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
     async def scenario() -> None:
         driver.add_earlier_build(FIRST)
-        async with _adopting_supervisor(driver, secret) as (supervisor, _):
+        async with _adopting_supervisor(driver, identity) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             assert ("launch", ReplicaName("smollm2-1", 1)) in driver.calls, "the missing one is built"
             driver.kill(FIRST)
@@ -422,7 +424,9 @@ def test_an_adopted_replica_that_dies_is_rebuilt(driver: FakeDriver, secret: byt
     asyncio.run(scenario())
 
 
-def test_a_drain_continues_with_its_remaining_time(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_drain_continues_with_its_remaining_time(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
     snapshot = ControllerSnapshot(
         created=1, replicas={"smollm2-0": _snapshot(generation=3, held=True, drain_seconds=0.4, ever_ready=True)}
     )
@@ -430,7 +434,7 @@ def test_a_drain_continues_with_its_remaining_time(driver: FakeDriver, secret: b
     async def scenario() -> None:
         driver.add_earlier_build(FIRST, draining=True).running = 1
         driver.add_earlier_build(SECOND)
-        async with _adopting_supervisor(driver, secret, snapshot) as (supervisor, _):
+        async with _adopting_supervisor(driver, identity, snapshot) as (supervisor, _):
             record = supervisor.reconciler.records["smollm2-0"]
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -441,9 +445,9 @@ def test_a_drain_continues_with_its_remaining_time(driver: FakeDriver, secret: b
     asyncio.run(scenario())
 
 
-def test_a_first_controller_publishes_at_once(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_first_controller_publishes_at_once(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _adopting_supervisor(driver, secret) as (supervisor, membership):
+        async with _adopting_supervisor(driver, identity) as (supervisor, membership):
             received, receiver = _lists(membership)
             await eventually(lambda: received)
             await eventually(lambda: supervisor.reconciler.ready)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -22,9 +21,12 @@ from headrace_cluster.core.record import State
 from headrace_cluster.errors import ProfileError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
+from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.errors import ListenError
-from headrace_proto.secret import secret_metadata
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 from headrace_worker.profiling.report import Operator, ProfileReport
+from support import identities
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -43,11 +45,11 @@ SECOND = ReplicaName("smollm2-0", 2)
 
 @asynccontextmanager
 async def _supervised(
-    driver: FakeDriver, secret: bytes, replicas: int = 1
+    driver: FakeDriver, identity: Identity, replicas: int = 1
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": replicas, "aliases": ["small"]}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, secret)
+    supervisor = Supervisor(spec, driver, membership, identity)
     supervisor.start()
     try:
         yield supervisor, membership
@@ -55,9 +57,9 @@ async def _supervised(
         await supervisor.stop()
 
 
-def test_start_status_and_stop(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_start_status_and_stop(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret, replicas=2) as (supervisor, _):
+        async with _supervised(driver, identity, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             driver.replicas[FIRST].running = 3
             await eventually(lambda: supervisor.status()["replicas"][0]["load"]["running"] == 3)
@@ -81,10 +83,10 @@ def test_start_status_and_stop(driver: FakeDriver, secret: bytes, eventually: Ev
 
 
 def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, membership):
+        async with _supervised(driver, identity) as (supervisor, membership):
             lists = membership.watch()
             await eventually(lambda: supervisor.reconciler.ready)
             first = await _until(lists, lambda members: _ready(members) == [1])
@@ -101,9 +103,9 @@ def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
     asyncio.run(scenario())
 
 
-def test_a_replica_without_health_is_replaced(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_replica_without_health_is_replaced(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, _):
+        async with _supervised(driver, identity) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             replica = driver.replicas[FIRST]
             replica.health_paused.set()
@@ -120,23 +122,22 @@ def test_a_replica_without_health_is_replaced(driver: FakeDriver, secret: bytes,
     asyncio.run(scenario())
 
 
-def test_a_replica_that_only_routers_hear_is_kept(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_replica_that_only_routers_hear_is_kept(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, membership):
-            server, port = await start_control_server(membership, secret, "127.0.0.1", 0)
+        async with _supervised(driver, identity) as (supervisor, membership):
+            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
             await eventually(lambda: supervisor.reconciler.ready)
             driver.replicas[FIRST].health_paused.set()
             replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
             report = control_pb2.RouterReport(router_id="r-1", replicas=[replica])
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                stub = control_pb2_grpc.ControlStub(channel)
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await stub.Report(report)
-                assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
 
                 async def keep_reporting() -> None:
                     while True:
-                        await stub.Report(report, metadata=secret_metadata(secret))
+                        await stub.Report(report)
                         await asyncio.sleep(0.1)
 
                 reporting = asyncio.create_task(keep_reporting())
@@ -151,20 +152,20 @@ def test_a_replica_that_only_routers_hear_is_kept(driver: FakeDriver, secret: by
     asyncio.run(scenario())
 
 
-def test_a_failed_first_start_is_fatal(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_failed_first_start_is_fatal(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     driver.failures = [StartFailedError("too little memory", final=True)]
 
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, _):
+        async with _supervised(driver, identity) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.fatal == "too little memory")
             assert supervisor.status()["replicas"][0]["note"] == "too little memory"
 
     asyncio.run(scenario())
 
 
-def test_stop_waits_for_requests_in_flight(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_stop_waits_for_requests_in_flight(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, _):
+        async with _supervised(driver, identity) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             replica = driver.replicas[FIRST]
             replica.running = 1
@@ -181,23 +182,17 @@ def test_stop_waits_for_requests_in_flight(driver: FakeDriver, secret: bytes, ev
     asyncio.run(scenario())
 
 
-def test_watch_needs_the_secret_and_registers_the_router(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
-) -> None:
+def test_watch_registers_the_router(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, membership):
-            server, port = await start_control_server(membership, secret, "127.0.0.1", 0)
+        async with _supervised(driver, identity) as (supervisor, membership):
+            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
             with pytest.raises(ListenError, match="--control-port"):
-                await start_control_server(membership, secret, "127.0.0.1", port)
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                stub = control_pb2_grpc.ControlStub(channel)
+                await start_control_server(membership, identity, identities.authority, "127.0.0.1", port)
+            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
                 router = control_pb2.RouterInfo(id="r-1", pid=7, http="127.0.0.1:1", grpc="127.0.0.1:2")
                 request = control_pb2.WatchRequest(router=router)
-                for metadata in ((), secret_metadata(b"another secret")):
-                    with pytest.raises(grpc.aio.AioRpcError) as raised:
-                        await stub.Watch(request, metadata=metadata).read()
-                    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-                call = stub.Watch(request, metadata=secret_metadata(secret))
+                call = stub.Watch(request)
                 members = await call.read()
                 while not _ready(members):
                     members = await call.read()
@@ -259,12 +254,12 @@ def test_admin_needs_key_and_host() -> None:
     asyncio.run(scenario())
 
 
-def test_a_profile_of_the_selected_replica(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_profile_of_the_selected_replica(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
     report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
 
     async def scenario() -> None:
-        async with _supervised(driver, secret) as (supervisor, _):
+        async with _supervised(driver, identity) as (supervisor, _):
             with pytest.raises(ProfileError, match=r"smollm2-0 is .*: ask again when it is ready"):
                 await supervisor.profiles.record(None, 4, 1.0)
             await eventually(lambda: supervisor.reconciler.ready)
@@ -291,9 +286,11 @@ def test_a_profile_of_the_selected_replica(driver: FakeDriver, secret: bytes, ev
     asyncio.run(scenario())
 
 
-def test_with_several_replicas_one_must_be_named(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_with_several_replicas_one_must_be_named(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, secret, replicas=2) as (supervisor, _):
+        async with _supervised(driver, identity, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             with pytest.raises(ProfileError, match="smollm2-0, smollm2-1"):
                 await supervisor.profiles.record(None, 4, 1.0)

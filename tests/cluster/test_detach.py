@@ -15,6 +15,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Action
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
+from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -30,10 +31,10 @@ class GcsError(Exception):
 
 @asynccontextmanager
 async def _running(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, replicas: int = 1
+    driver: FakeDriver, identity: Identity, eventually: Eventually, replicas: int = 1
 ) -> AsyncIterator[Supervisor]:
     spec = parse_spec({"models": [{"replicas": replicas}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, Membership(), secret)
+    supervisor = Supervisor(spec, driver, Membership(), identity)
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)
@@ -48,10 +49,10 @@ def _stopped(driver: FakeDriver) -> list[ReplicaName]:
 
 
 def test_a_failed_pass_ends_nothing_and_is_repeated(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        async with _running(driver, secret, eventually, replicas=2) as supervisor:
+        async with _running(driver, identity, eventually, replicas=2) as supervisor:
             decide = supervisor.reconciler.actions
 
             def fail(now: float) -> list[Action]:
@@ -70,12 +71,12 @@ def test_a_failed_pass_ends_nothing_and_is_repeated(
 
 
 def test_actions_that_a_failed_pass_did_not_execute_are_made_up_for(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reconciler returns each action once."""
 
     async def scenario() -> None:
-        async with _running(driver, secret, eventually, replicas=2) as supervisor:
+        async with _running(driver, identity, eventually, replicas=2) as supervisor:
             decide = supervisor.reconciler.actions
 
             def lose(now: float) -> list[Action]:
@@ -94,13 +95,13 @@ def test_actions_that_a_failed_pass_did_not_execute_are_made_up_for(
 
 
 def test_a_stop_ends_all_even_if_every_pass_fails(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(now: float) -> list[Action]:
         raise KeyError("a bug")
 
     async def scenario() -> None:
-        async with _running(driver, secret, eventually) as supervisor:
+        async with _running(driver, identity, eventually) as supervisor:
             monkeypatch.setattr(supervisor.reconciler, "actions", fail)
             await eventually(lambda: supervisor.status()["problems"])
             async with asyncio.timeout(5):
@@ -110,11 +111,11 @@ def test_a_stop_ends_all_even_if_every_pass_fails(
     asyncio.run(scenario())
 
 
-def test_a_watch_that_fails_is_no_death(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_watch_that_fails_is_no_death(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     driver.errors["wait_for_death"] = [GcsError("no GCS"), GcsError("no GCS")]
 
     async def scenario() -> None:
-        async with _running(driver, secret, eventually) as supervisor:
+        async with _running(driver, identity, eventually) as supervisor:
             await eventually(lambda: not driver.errors["wait_for_death"])
             await asyncio.sleep(0.3)
             assert _stopped(driver) == [] and supervisor.reconciler.ready
@@ -125,10 +126,10 @@ def test_a_watch_that_fails_is_no_death(driver: FakeDriver, secret: bytes, event
 
 
 def test_a_failed_clean_up_is_repeated_before_the_next_build(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _running(driver, secret, eventually, replicas=2) as supervisor:
+        async with _running(driver, identity, eventually, replicas=2) as supervisor:
             driver.errors["stop"] = [GcsError("no GCS"), GcsError("no GCS")]
             driver.kill(FIRST)
             (problem,) = await eventually(lambda: supervisor.status()["problems"])
@@ -142,7 +143,7 @@ def test_a_failed_clean_up_is_repeated_before_the_next_build(
 
 
 def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     """Also of adopted ones: before, one of them ended the whole cluster."""
     driver.without_place.add("smollm2-1")
@@ -150,7 +151,7 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
 
     async def scenario() -> None:
         supervisor = Supervisor(
-            parse_spec({"models": [{"replicas": 2}], "health": HEALTH}), driver, Membership(), secret
+            parse_spec({"models": [{"replicas": 2}], "health": HEALTH}), driver, Membership(), identity
         )
         await supervisor.adopt(None)
         supervisor.start()
@@ -170,10 +171,10 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
 
 
 def test_an_unexpected_error_of_a_start_is_tried_again(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _running(driver, secret, eventually, replicas=2) as supervisor:
+        async with _running(driver, identity, eventually, replicas=2) as supervisor:
             driver.errors["launch"] = [GcsError("no GCS"), GcsError("no GCS")]
             driver.kill(FIRST)
             await eventually(lambda: "no GCS" in supervisor.status()["replicas"][0]["note"])
@@ -184,12 +185,12 @@ def test_an_unexpected_error_of_a_start_is_tried_again(
 
 
 def test_an_error_with_a_health_message_does_not_end_the_watch(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the watch the replica would be silent, and replaced."""
 
     async def scenario() -> None:
-        async with _running(driver, secret, eventually) as supervisor:
+        async with _running(driver, identity, eventually) as supervisor:
             failed: list[int] = []
 
             class Failing(dict[int, Any]):

@@ -19,8 +19,10 @@ from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_cluster.errors import DrainError
 from headrace_cluster.launch import running_cluster
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
+from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -32,11 +34,11 @@ SECOND = ReplicaName("smollm2-1", 1)
 
 @asynccontextmanager
 async def _ready(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, **model: Any
+    driver: FakeDriver, identity: Identity, eventually: Eventually, **model: Any
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     membership = Membership()
     spec = parse_spec({"models": [model or {"replicas": 2}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, membership, secret)
+    supervisor = Supervisor(spec, driver, membership, identity)
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)
@@ -67,10 +69,10 @@ async def _members(membership: Membership) -> dict[str, int]:
 
 
 def test_a_drain_waits_for_requests_then_ends_and_stays_down(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, membership):
+        async with _ready(driver, identity, eventually) as (supervisor, membership):
             replica = driver.replicas[SECOND]
             replica.running = 2
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 2)
@@ -99,9 +101,9 @@ def test_a_drain_waits_for_requests_then_ends_and_stays_down(
     asyncio.run(scenario())
 
 
-def test_a_drain_ends_at_its_deadline(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_drain_ends_at_its_deadline(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             driver.replicas[SECOND].running = 1
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
             supervisor.drains.begin("smollm2-1", 0.3)
@@ -111,12 +113,12 @@ def test_a_drain_ends_at_its_deadline(driver: FakeDriver, secret: bytes, eventua
 
 
 def test_health_from_before_the_drain_does_not_end_it(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     """A request may have been sent to an idle replica just when the drain began."""
 
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             replica = driver.replicas[SECOND]
             replica.health_paused.set()
             await asyncio.sleep(0.1)
@@ -134,9 +136,9 @@ def test_health_from_before_the_drain_does_not_end_it(
     asyncio.run(scenario())
 
 
-def test_a_replica_that_dies_while_draining(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_replica_that_dies_while_draining(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             driver.kill(SECOND)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained", 2)
@@ -147,10 +149,10 @@ def test_a_replica_that_dies_while_draining(driver: FakeDriver, secret: bytes, e
 
 
 def test_undrain_during_a_drain_rebuilds_it_afterwards(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             supervisor.drains.end("smollm2-1")
             assert not supervisor.reconciler.ready
@@ -162,10 +164,10 @@ def test_undrain_during_a_drain_rebuilds_it_afterwards(
 
 
 def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 3600)
             async with asyncio.timeout(4):  # drain_seconds is 2
                 await supervisor.stop()
@@ -174,9 +176,11 @@ def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
     asyncio.run(scenario())
 
 
-def test_a_drained_replica_does_not_delay_a_stop(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_a_drained_replica_does_not_delay_a_stop(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             supervisor.drains.begin("smollm2-1", 0)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained")
             async with asyncio.timeout(2):
@@ -193,12 +197,12 @@ def test_a_drained_replica_does_not_delay_a_stop(driver: FakeDriver, secret: byt
     ],
 )
 def test_rejected_drains(
-    driver: FakeDriver, secret: bytes, eventually: Eventually, replica_id: str, words: tuple[str, ...]
+    driver: FakeDriver, identity: Identity, eventually: Eventually, replica_id: str, words: tuple[str, ...]
 ) -> None:
     """smollm2-1 is drained at the same time: it does not count any more."""
 
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             supervisor.drains.begin("smollm2-1", 0)
             with pytest.raises(DrainError) as raised:
                 supervisor.drains.begin(replica_id, 0)
@@ -212,12 +216,12 @@ def test_rejected_drains(
 
 
 def test_the_last_decoding_replica_is_drained_with_force(
-    driver: FakeDriver, secret: bytes, eventually: Eventually
+    driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     pools: dict[str, Any] = {"prefill": {}, "decode": {}}
 
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually, **pools) as (supervisor, membership):
+        async with _ready(driver, identity, eventually, **pools) as (supervisor, membership):
             with pytest.raises(DrainError, match="--force"):
                 supervisor.drains.begin("smollm2-0", 0)
             supervisor.drains.begin("smollm2-1", 0)  # the prefill replica: not needed to serve
@@ -228,9 +232,9 @@ def test_the_last_decoding_replica_is_drained_with_force(
     asyncio.run(scenario())
 
 
-def test_undrain_of_a_ready_replica_is_rejected(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_undrain_of_a_ready_replica_is_rejected(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, secret, eventually) as (supervisor, _):
+        async with _ready(driver, identity, eventually) as (supervisor, _):
             with pytest.raises(DrainError, match="smollm2-0 is ready, not drained"):
                 supervisor.drains.end("smollm2-0")
             with pytest.raises(DrainError, match="no replica 'x'"):
@@ -253,7 +257,8 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
         failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
     )
     ray, monitor = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=lambda: view)
-    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
+    secrets = ClusterSecrets(None)
+    cluster = running_cluster.RunningCluster(ray, monitor, None, secrets, view)  # type: ignore[arg-type]
     cluster.watch(threading.Event())
     assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning"), ("the end of m-1 failed 2 times", "warning")]
     assert ray.stop_requested, "the cluster ends with this process, in a joined Ray, too"

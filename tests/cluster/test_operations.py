@@ -12,6 +12,7 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -23,11 +24,11 @@ async def _stop() -> None:
     raise AssertionError("no stop was requested")
 
 
-def test_operations_are_executed(driver: FakeDriver, secret: bytes, eventually: Eventually) -> None:
+def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
-        supervisor = Supervisor(spec, driver, Membership(), secret)
+        supervisor = Supervisor(spec, driver, Membership(), identity)
         app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
         transport = httpx.ASGITransport(app)
         supervisor.start()
@@ -74,9 +75,9 @@ def test_operations_are_executed(driver: FakeDriver, secret: bytes, eventually: 
         ("/undrain", "[]", "body"),
     ],
 )
-def test_bad_bodies_change_nothing(driver: FakeDriver, secret: bytes, path: str, body: str, word: str) -> None:
+def test_bad_bodies_change_nothing(driver: FakeDriver, identity: Identity, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
-        supervisor = Supervisor(parse_spec({}), driver, Membership(), secret)
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), identity)
         app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:

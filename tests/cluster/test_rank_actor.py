@@ -9,12 +9,15 @@ import pytest
 import ray
 import ray.util
 
-from headrace_cluster.core.rank_config import NODE_HOST, RankReport, StartArgs, StartOutcome, fingerprint
+from headrace_cluster.core.rank_config import NODE_HOST, Admission, RankReport, StartArgs, StartOutcome, fingerprint
 from headrace_cluster.ray.rank_actor import RankActor
+from headrace_proto.identity import seal
+from headrace_proto.plane import Plane
 from headrace_worker.core.config import ReplicaConfig
+from support import identities
 from support.cluster.fake_replica import FakeReplica
 
-CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", secret=b"s" * 32, host=NODE_HOST)
+CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", host=NODE_HOST)
 
 
 @pytest.fixture
@@ -36,7 +39,14 @@ def _report(actor: RankActor) -> RankReport:
     return msgspec.msgpack.decode(actor.report(), type=RankReport)
 
 
+def _admit(actor: RankActor) -> StartOutcome:
+    request, authority = actor.certificate_request(), identities.authority()
+    admission = Admission(authority.certify(request, Plane.REPLICA, "m-0"), seal(request, authority.cache_key))
+    return msgspec.msgpack.decode(actor.admit(msgspec.msgpack.encode(admission)), type=StartOutcome)
+
+
 def _start(actor: RankActor) -> None:
+    assert not _admit(actor).error
     actor.start(msgspec.msgpack.encode(StartArgs()))
 
 
@@ -55,9 +65,19 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     up = _report(actor)
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
     assert (up.role, up.draining, up.ended) == ("both", False, False)
+    assert (before.authorities, up.authorities) == ((), identities.authority().fingerprints)
+    assert _replica(actor).config.cache_key == identities.authority().cache_key
     actor.set_role("decode")
     actor.drain()
     assert (_report(actor).role, _report(actor).draining) == ("decode", True)
+
+
+def test_the_admission_of_another_rank_is_refused(make: Callable[..., RankActor]) -> None:
+    one, other = make(), make()
+    certificate = identities.authority().certify(one.certificate_request(), Plane.REPLICA, "m-0")
+    admission = Admission(certificate, seal(other.certificate_request(), bytes(32)))
+    outcome = msgspec.msgpack.decode(one.admit(msgspec.msgpack.encode(admission)), type=StartOutcome)
+    assert "made for another process" in outcome.error and _report(one).authorities == ()
 
 
 def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.launch.router_process import RouterProcess, decode_config, encode_config, router_config
+from headrace_cluster.launch.router_process import RouterProcess, admitted, decode_config, encode_config, router_config
 from headrace_cluster.local.ports import is_taken
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_router.config import RouterConfig
 
@@ -23,12 +24,12 @@ def config(tmp_path: Path) -> RouterConfig:
         port = probe.getsockname()[1]
     auth = {"keys": [{"name": "me", "key": "key-12345"}], "metrics_key": "mk-123456"}
     spec = parse_spec({"routers": {"port": port, "grpc_port": 0}, "auth": auth})
-    return router_config(spec, "127.0.0.1:1", bytes(range(1, 200)), log_folder=tmp_path / "run")
+    return router_config(spec, "127.0.0.1:1", log_folder=tmp_path / "run")
 
 
 @pytest.fixture
 def router(config: RouterConfig) -> Iterator[RouterProcess]:
-    process = RouterProcess(config)
+    process = RouterProcess(config, ClusterSecrets(None))
     yield process
     process.kill()
 
@@ -46,9 +47,10 @@ def _until_listening(port: int) -> None:
 
 
 def test_a_config_is_equal_after_the_pipe(config: RouterConfig) -> None:
+    config = admitted(config, ClusterSecrets(None))
     back = decode_config(encode_config(config))
     assert back == config
-    assert back.secret.get_secret_value() == bytes(range(1, 200))
+    assert "PRIVATE KEY" in str(back.credentials.get_secret_value()) and "PRIVATE KEY" not in repr(back)
     assert "key-12345" not in repr(back) and "mk-123456" not in repr(back)
     assert back.auth.metrics_key is not None and back.auth.metrics_key.key.get_secret_value() == "mk-123456"
 
@@ -98,4 +100,4 @@ def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: 
 
 def test_the_setting_of_unknown_fields_reaches_the_router() -> None:
     spec = parse_spec({"routers": {"unknown_fields": "ignore"}})
-    assert router_config(spec, "127.0.0.1:1", bytes(32)).unknown_fields == "ignore"
+    assert router_config(spec, "127.0.0.1:1").unknown_fields == "ignore"

@@ -19,7 +19,7 @@ CLASS_END = "\n\n\n@dataclass(frozen=True, kw_only=True)\nclass ReplicaConfig"
 RECEIVED = """
 from headrace_cluster.core.rank_config import fingerprint, replica_config
 from headrace_cluster.spec.settings import build_spec
-config = replica_config(build_spec({}).models[0], replica_id="m-0", secret=b"")
+config = replica_config(build_spec({}).models[0], replica_id="m-0")
 print(config.dummy_limit, fingerprint(config).hex())
 """
 

@@ -285,7 +285,7 @@ print(sorted({{"torch", "transformers", "ray"}} & set(sys.modules)))
 
 
 def config(source: str, **fields: Any) -> ReplicaConfig:
-    return ReplicaConfig(replica_id="", model="m", source=source, device="cpu", secret=b"", **fields)
+    return ReplicaConfig(replica_id="", model="m", source=source, device="cpu", **fields)
 
 
 def test_a_footprint_is_stored_for_the_next_start(private_home: Path) -> None:

@@ -16,7 +16,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import StateError
 from headrace_cluster.local import ports, state
 from headrace_cluster.local.processes import ProcessId
-from headrace_cluster.local.secret_file import read_or_generate
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
 from headrace_proto.errors import ListenError
 from headrace_proto.private_file import PrivateFileError
@@ -62,9 +62,9 @@ def test_the_secret_is_read_from_a_private_file_only(tmp_path: Path) -> None:
     path.write_text("s" * 32)
     path.chmod(0o640)
     with pytest.raises(PrivateFileError, match="chmod 600"):
-        read_or_generate(path)
+        ClusterSecrets(path)
     path.chmod(0o400)
-    assert read_or_generate(path) == b"s" * 32
+    assert ClusterSecrets(path).current == (b"s" * 32,)
 
 
 def test_a_reused_pid_does_not_match() -> None:

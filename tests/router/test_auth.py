@@ -206,7 +206,7 @@ def test_tenants_have_their_own_salt(keyed: Any) -> None:
 
 
 def test_without_keys_the_salt_is_empty() -> None:
-    tenant = Authenticator((), b"s").tenant(None)
+    tenant = Authenticator((), bytes(32)).tenant(None)
     assert tenant is not None and tenant.salt == b""
 
 

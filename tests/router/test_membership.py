@@ -7,8 +7,20 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, RouterReport, RouterReportReply
+from headrace_proto.authority import ClusterAuthority
+from headrace_proto.callers import CallerInterceptor
+from headrace_proto.control_pb2 import (
+    Member,
+    MemberList,
+    RenewReply,
+    RenewRequest,
+    RouterInfo,
+    RouterReport,
+    RouterReportReply,
+)
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_DEAD,
     REPLICA_STATE_DRAINING,
@@ -19,14 +31,13 @@ from headrace_proto.replica_pb2 import (
     ReplicaFrame,
     ReplicaIdentity,
 )
-from headrace_proto.secret import SecretInterceptor
 from headrace_proto.stall import STALL_SECONDS
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import watch_controller
+from support import identities
 
-SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity(replica_id="m-0", generation=3)
 
 
@@ -102,15 +113,19 @@ class _Controller(_OlderController):
         self.reports.append(request)
         if len(self.reports) == 3:
             self.enough.set()
-        return RouterReportReply()
+        return RouterReportReply(authorities=identities.authority().fingerprints)
 
 
-async def _watched(controller: _OlderController, bench: _Bench, seconds: float) -> None:
-    server = grpc.aio.server(interceptors=[SecretInterceptor(SECRET)])
+async def _watched(
+    controller: _OlderController, bench: _Bench, seconds: float, identity: Identity | None = None
+) -> None:
+    server = grpc.aio.server(interceptors=[CallerInterceptor()])
     add_ControlServicer_to_server(controller, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port("127.0.0.1:0", identities.controller().server_credentials())
     await server.start()
-    watch = asyncio.create_task(watch_controller(f"127.0.0.1:{port}", RouterInfo(id="r-1"), SECRET, bench.fleet))
+    watch = asyncio.create_task(
+        watch_controller(f"127.0.0.1:{port}", RouterInfo(id="r-1"), identity or identities.router(), bench.fleet)
+    )
     try:
         async with asyncio.timeout(seconds):
             while not (bench.fleet.replicas and bench.fleet.replicas[0].connected):
@@ -137,3 +152,30 @@ def test_an_older_controller_is_watched_as_before() -> None:
     bench = _Bench()
     asyncio.run(_watched(_OlderController(), bench, 2))
     assert [replica.replica_id for replica in bench.fleet.replicas] == ["m-0"] and bench.fleet.replicas[0].ready
+
+
+class _RotatingController(_Controller):
+    """Has another authority than the router's certificate."""
+
+    def __init__(self, authority: ClusterAuthority) -> None:
+        super().__init__()
+        self._authority = authority
+        self.renewals = 0
+
+    async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
+        await super().Report(request, context)
+        return RouterReportReply(authorities=self._authority.fingerprints)
+
+    async def Renew(self, request: RenewRequest, context: Any) -> RenewReply:
+        self.renewals += 1
+        made = self._authority.certify(request.certificate_request, Plane.ROUTER, "a router")
+        return RenewReply(
+            chain=made.chain, trust=made.trust, authorities=made.authorities, renew_seconds=made.renew_seconds
+        )
+
+
+def test_a_router_renews_its_certificate_once_when_the_authority_changes() -> None:
+    both = identities.authority((b"another secret of the cluster", identities.SECRET))
+    controller, identity = _RotatingController(both), identities.member(Plane.ROUTER)
+    asyncio.run(_watched(controller, _Bench(), 20, identity))
+    assert controller.renewals == 1 and identity.certificate.authorities == both.fingerprints

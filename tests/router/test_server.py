@@ -13,18 +13,17 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from pydantic import SecretBytes
 
+from headrace_proto.callers import CallerInterceptor
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY, Counters, Load
-from headrace_proto.secret import SecretInterceptor
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.server import RouterServer
+from support import identities
 
-SECRET = b"s" * 32
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 
 
@@ -43,9 +42,9 @@ class FakeController(ControlServicer):
 
     async def start(self) -> None:
         options = [("grpc.so_reuseport", 0)]
-        self.server = grpc.aio.server(interceptors=[SecretInterceptor(SECRET)], options=options)
+        self.server = grpc.aio.server(interceptors=[CallerInterceptor()], options=options)
         add_ControlServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self.server.add_secure_port(f"127.0.0.1:{self.port}", identities.controller().server_credentials())
         await self.server.start()
 
     async def publish(self, members: MemberList) -> None:
@@ -264,10 +263,14 @@ def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
         for fields in ({"port": port, "grpc_port": 0}, {"port": 0, "grpc_port": port}):
 
             async def start(fields: dict[str, Any] = fields) -> None:
-                await RouterServer(RouterConfig(secret=SecretBytes(SECRET), **fields)).start()
+                await RouterServer(RouterConfig(credentials=identities.router_credentials(), **fields)).start()
 
             with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{port}"):
                 harness.call(start())
+
+
+def _credentials() -> str:
+    return identities.router_credentials().get_secret_value().hex()
 
 
 CHILD = """
@@ -277,7 +280,8 @@ from headrace_router.core.fleet import Fleet
 from headrace_proto.logs import LogConfig
 from headrace_router.main import run
 logs = LogConfig("router", format="json")
-sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret=b"s" * 32, logs=logs)))
+credentials = bytes.fromhex(sys.argv[3])
+sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, credentials=credentials, logs=logs)))
 """
 
 
@@ -288,7 +292,9 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
     code = CHILD + "\n"
     barred = "import sys\nfor name in ('torch', 'ray', 'transformers', 'headrace_worker'): sys.modules[name] = None\n"
     child = subprocess.Popen(
-        [sys.executable, "-c", barred + code, "127.0.0.1", str(port)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", barred + code, "127.0.0.1", str(port), _credentials()],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         for _ in range(200):
@@ -308,6 +314,8 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
 
 
 def test_the_process_refuses_to_listen_on_all_interfaces_without_keys() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, "0.0.0.0", "0"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, "0.0.0.0", "0", _credentials()], capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 1
     assert "without API keys" in done.stderr and "Traceback" not in done.stderr

@@ -206,7 +206,6 @@ def test_the_folder_is_checked_at_start(tmp_path: Path) -> None:
             generation=4,
             model="m",
             source="",
-            secret=b"s",
             profile_dir=str(folder) if folder else None,
         )
 
@@ -256,7 +255,7 @@ def test_torch_records_the_thread_that_runs_the_steps(
     from headrace_worker.assembly.step_thread import StepThread
     from headrace_worker.core.engine import Engine
 
-    config = ReplicaConfig(replica_id="m-0", model="m", source="", secret=b"s", profile_dir=str(tmp_path))
+    config = ReplicaConfig(replica_id="m-0", model="m", source="", profile_dir=str(tmp_path))
     profiler = make_profiler(config, 0)
     assert profiler is not None
     base = make_bench()

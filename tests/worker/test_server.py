@@ -12,8 +12,9 @@ import pytest
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_proto.secret import secret_metadata
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.core.transfer.shards import KvShards, RankShard
@@ -21,8 +22,8 @@ from headrace_worker.server.description import Description
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from support import identities
 
-SECRET = b"s" * 32
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
 
@@ -32,7 +33,7 @@ class ServedEngine:
 
     def __init__(self, bench: Any) -> None:
         self.bench = bench
-        self.server = ReplicaServer("127.0.0.1", 0, SECRET)
+        self.server = ReplicaServer("127.0.0.1", 0, identities.replica())
         identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
         facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
         self.loop = EngineLoop(
@@ -44,7 +45,9 @@ class ServedEngine:
             lambda: identity, shards, self.loop.commands, "127.0.0.1", lambda pair, opened: None
         )
         self.description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, SECRET)
+        self.servicer = Servicer(
+            self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, identities.replica()
+        )
         self.address = self.server.start(self.servicer)
         self.loop.start()
 
@@ -88,8 +91,8 @@ async def run_stream(
         await stop.wait()
 
     merged: dict[bytes, pb.Delta] = {}
-    async with grpc.aio.insecure_channel(served.address) as channel:
-        async for frame in served.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
+    async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async for frame in served.stub(channel).Serve(frames()):
             for delta in frame.deltas:
                 known = merged.setdefault(delta.attempt_id, pb.Delta())
                 assert delta.first_index == len(known.token_ids) or not delta.token_ids
@@ -158,44 +161,51 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     assert served.bench.kv.pool.used == 0
 
 
-def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:
+def test_no_call_is_answered_without_the_certificate_of_its_plane(make_served: Make) -> None:
     served = make_served()
 
-    async def call(metadata: Any) -> list[grpc.StatusCode]:
+    async def silence() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()  # a write at the time of the refusal would be another error in the client
+        yield pb.RouterFrame(hello=HELLO)
+
+    async def refusals(channel: grpc.aio.Channel, methods: tuple[str, ...]) -> list[grpc.StatusCode]:
         codes = []
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            stub = served.stub(channel)
-
-            async def silence() -> AsyncIterator[pb.RouterFrame]:
-                await asyncio.Event().wait()  # a write at the time of the refusal would be another error in the client
-                yield pb.RouterFrame(hello=HELLO)
-
-            calls = [
-                lambda: stub.Describe(pb.DescribeRequest(), metadata=metadata),
-                lambda: stub.WatchCache(pb.CacheWatchRequest(), metadata=metadata),
-                lambda: stub.WatchHealth(pb.HealthRequest(), metadata=metadata),
-                lambda: stub.Serve(silence(), metadata=metadata),
-            ]
-            for start in calls:
+        async with channel:
+            stub: Any = ReplicaStub(channel)
+            calls = {
+                "Describe": lambda: stub.Describe(pb.DescribeRequest()),
+                "WatchCache": lambda: stub.WatchCache(pb.CacheWatchRequest()),
+                "WatchHealth": lambda: stub.WatchHealth(pb.HealthRequest()),
+                "Serve": lambda: stub.Serve(silence()),
+                "Transfer": lambda: stub.Transfer(silence()),
+            }
+            for method in methods:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async for _ in start():
+                    async for _ in calls[method]():
                         break
                 codes.append(caught.value.code())
         return codes
 
-    wrong = secret_metadata(b"t" * 32)
-    assert asyncio.run(call(None)) == [grpc.StatusCode.UNAUTHENTICATED] * 4
-    assert asyncio.run(call(wrong)) == [grpc.StatusCode.UNAUTHENTICATED] * 4
+    async def run() -> None:
+        plain = grpc.aio.insecure_channel(served.address)
+        assert await refusals(plain, ("Describe", "WatchHealth")) == [grpc.StatusCode.UNAVAILABLE] * 2
+        for plane, others in (
+            (Plane.ROUTER, ("WatchHealth", "Transfer")),
+            (Plane.CONTROLLER, ("Describe", "WatchCache", "Serve", "Transfer")),
+            (Plane.REPLICA, ("Describe", "WatchCache", "Serve", "WatchHealth")),
+        ):
+            channel = identities.member(plane).channel(served.address, Plane.REPLICA, NO_PROXY)
+            assert await refusals(channel, others) == [grpc.StatusCode.PERMISSION_DENIED] * len(others)
+
+    asyncio.run(run())
 
 
 def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> None:
     served = make_served()
 
     async def describe(digest: bytes) -> tuple[pb.ModelFacts, bytes]:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            call = served.stub(channel).Describe(
-                pb.DescribeRequest(known_digest=digest), metadata=secret_metadata(SECRET)
-            )
+        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+            call = served.stub(channel).Describe(pb.DescribeRequest(known_digest=digest))
             chunks = [chunk async for chunk in call]
         return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
 
@@ -208,15 +218,19 @@ def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
     served = make_served()
 
     async def roles() -> list[int]:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            stub, metadata = served.stub(channel), secret_metadata(SECRET)
-            facts = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
-            stream = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
+        async with (
+            identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel,
+            identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as own,
+        ):
+            watcher: Any = served.stub(own)
+            stub = served.stub(channel)
+            facts = (await stub.Describe(pb.DescribeRequest()).read()).facts
+            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50))
             before = (await stream.read()).identity
             served.description.set_role(pb.ROLE_PREFILL)
             after = (await stream.read()).identity
-            again = (await stub.Describe(pb.DescribeRequest(), metadata=metadata).read()).facts
-            call = stub.Serve(metadata=metadata)
+            again = (await stub.Describe(pb.DescribeRequest()).read()).facts
+            call = stub.Serve()
             await call.write(pb.RouterFrame(hello=HELLO))
             hello = (await call.read()).hello
             assert again.max_model_len == facts.max_model_len and again.identity.boot_id == facts.identity.boot_id
@@ -233,8 +247,8 @@ def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
     async def follow() -> set[bytes]:
         known: set[bytes] = set()
         sequence = None
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            call = served.stub(channel).WatchCache(pb.CacheWatchRequest(), metadata=secret_metadata(SECRET))
+        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+            call = served.stub(channel).WatchCache(pb.CacheWatchRequest())
             work = asyncio.create_task(
                 run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
             )
@@ -266,11 +280,15 @@ def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None
     served = make_served()
 
     async def counts() -> list[int]:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            stub, metadata = served.stub(channel), secret_metadata(SECRET)
-            stream = stub.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=metadata)
+        async with (
+            identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel,
+            identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as own,
+        ):
+            watcher: Any = served.stub(own)
+            stub = served.stub(channel)
+            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50))
             found = [(await stream.read()).routers]
-            calls = [stub.Serve(metadata=metadata) for _ in range(2)]
+            calls = [stub.Serve() for _ in range(2)]
             for call in calls:
                 await call.write(pb.RouterFrame(hello=HELLO))
                 await call.read()
@@ -290,8 +308,8 @@ def test_health_distinguishes_a_stalled_from_an_idle_loop(make_served: Make) -> 
     release = threading.Event()
 
     async def states(count: int) -> list[int]:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100), metadata=secret_metadata(SECRET))
+        async with identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+            call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100))
             seen = []
             async for health in call:
                 seen.append(health.state)
@@ -342,8 +360,8 @@ def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -
             yield pb.RouterFrame(submits=submits[4:])
             await asyncio.sleep(60)
 
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            async for frame in served.stub(channel).Serve(frames(), metadata=secret_metadata(SECRET)):
+        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+            async for frame in served.stub(channel).Serve(frames()):
                 seen.append(frame)
                 if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:
                     break

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Callable
 
-from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
+from headrace_cluster.launch.router_process import EXIT_CONFIG, admitted, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
-from headrace_cluster.local.secret_file import read_or_generate
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
@@ -26,7 +26,7 @@ def run_router(spec: ClusterSpec, controller: str) -> int:
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
-    return _run()(router_config(spec, controller, read_or_generate(spec.control.secret_file)))
+    return _run()(admitted(router_config(spec, controller), ClusterSecrets(spec.control.secret_file)))
 
 
 def run_from_stdin(parent: int) -> int:

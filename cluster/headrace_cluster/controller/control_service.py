@@ -1,7 +1,7 @@
 """gRPC headrace.v1.Control: routers receive the member list, and count as alive while the stream is open."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -10,16 +10,21 @@ from headrace_cluster.controller.members import Membership
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
+from headrace_proto.authority import CertificateRequestError, ClusterAuthority
+from headrace_proto.callers import CallerInterceptor, caller_name
 from headrace_proto.channel_options import SERVER
 from headrace_proto.errors import ListenError
-from headrace_proto.secret import SecretInterceptor
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Serves the member list, and listens to what routers hear."""
+    """Serves the member list, listens to what routers hear, and renews their certificates."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, authority: Callable[[], ClusterAuthority]) -> None:
+        """authority: the current one."""
         self._membership = membership
+        self._authority = authority
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
         """Streams the list; the client is a registered router until the stream ends."""
@@ -34,16 +39,28 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Report(self, request: pb.RouterReport, context: Any) -> pb.RouterReportReply:
         """A router says which replicas it hears."""
         self._membership.report(request)
-        return pb.RouterReportReply()
+        return pb.RouterReportReply(authorities=self._authority().fingerprints)
+
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
+        """Another certificate for the caller, of its own plane and name."""
+        try:
+            made = self._authority().certify(request.certificate_request, Plane.ROUTER, caller_name(context))
+        except CertificateRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.RenewReply(
+            chain=made.chain, trust=made.trust, authorities=made.authorities, renew_seconds=made.renew_seconds
+        )
 
 
-async def start_control_server(membership: Membership, secret: bytes, host: str, port: int) -> tuple[Any, int]:
+async def start_control_server(
+    membership: Membership, identity: Identity, authority: Callable[[], ClusterAuthority], host: str, port: int
+) -> tuple[Any, int]:
     """The running server and its port. Raises ListenError."""
-    server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=SERVER)
-    control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership), server)
+    server = grpc.aio.server(interceptors=[CallerInterceptor()], options=SERVER)
+    control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership, authority), server)
     address = host_port(host, port)
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_secure_port(address, identity.server_credentials())
     except RuntimeError as error:
         raise ListenError(f"the controller cannot listen on {address}; choose another with --control-port") from error
     await server.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -9,8 +10,9 @@ from headrace_cluster.core.record import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
-from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.secret import secret_metadata
+from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 
 STATES = {
     pb.REPLICA_STATE_STARTING: State.STARTING,
@@ -19,24 +21,25 @@ STATES = {
     pb.REPLICA_STATE_UNHEALTHY: State.UNHEALTHY,
     pb.REPLICA_STATE_DEAD: State.UNHEALTHY,
 }
-HealthWatch = Callable[[str, bytes, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
-_OPTIONS = (*NO_PROXY, ("grpc.max_reconnect_backoff_ms", 1000))
+HealthWatch = Callable[[str, Identity, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
+_OPTIONS = (*NO_PROXY, *OWN_CONNECTION)
 
 
 async def watch_health(
-    address: str, secret: bytes, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
+    address: str, identity: Identity, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
 ) -> None:
     """Calls `on_health` with every health message, until cancelled.
 
     A broken stream is reopened and not reported: the reconciler detects missing messages.
     """
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-        stub = replica_pb2_grpc.ReplicaStub(channel)
-        while True:
+    while True:
+        # A channel of its own for each try: the identity's certificate may have been replaced.
+        async with identity.channel(address, Plane.REPLICA, _OPTIONS) as channel:
+            stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
-                async for message in stub.WatchHealth(request, metadata=secret_metadata(secret)):
+                async for message in stub.WatchHealth(request):
                     on_health(message)
             except grpc.aio.AioRpcError:
                 pass
-            await asyncio.sleep(health.interval_seconds)
+        await asyncio.sleep(health.interval_seconds)

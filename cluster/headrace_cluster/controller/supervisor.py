@@ -30,6 +30,7 @@ from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import replica_pb2
 from headrace_proto.errors import HeadraceError
+from headrace_proto.identity import Identity
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ class Supervisor:
         spec: ClusterSpec,
         driver: ReplicaDriver,
         membership: Membership,
-        secret: bytes,
+        identity: Identity,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         watch: HealthWatch = watch_health,
@@ -56,7 +57,7 @@ class Supervisor:
         self._spec = spec
         self._driver = driver
         self._membership = membership
-        self._secret = secret
+        self._identity = identity
         self._clock = clock
         self._watch = watch
         self._builds: dict[ReplicaName, Build] = {}
@@ -123,6 +124,12 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """The document that `headrace status --json` prints."""
         return self.overview.status()
+
+    def renew_certificates(self) -> None:
+        """Every build that is up gets another certificate soon; its connections are not affected."""
+        for name, build in self._builds.items():
+            if build.started is not None:
+                self._spawn(name, self._admit(name))
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -217,8 +224,10 @@ class Supervisor:
         """Watches a build that is up until it ends by itself."""
         assert build.started is not None
         on_health = self._health_receiver(name, build)
-        health = partial(self._watch, build.started.address, self._secret, self._spec.health, on_health)
+        address = build.started.address
+        health = partial(self._watch, address, self._identity, self._spec.health, on_health)
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
+        self._spawn(name, self._admit(name))  # the authority may have changed while it started, or be another one
         death = partial(self._driver.wait_for_death, name)
         cause = await self.retries.run(f"the watch over {name.replica_id}", death)
         build.ended = True
@@ -228,6 +237,9 @@ class Supervisor:
         # No await before this: the lock is first come, first served, and the next build waits for it, too.
         async with self._place_locks[name.replica_id]:
             await self._clean_up(name)
+
+    async def _admit(self, name: ReplicaName) -> None:
+        await self.retries.run(f"the certificate of {name.replica_id}", partial(self._driver.admit, name))
 
     async def _poll_progress(self, name: ReplicaName, build: Build) -> None:
         while True:

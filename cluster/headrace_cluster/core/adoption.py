@@ -31,14 +31,14 @@ class AdoptionPlan:
 
 
 def plan_adoption(
-    reports: Reports, groups: Collection[ReplicaName], expected: Mapping[str, bytes], access: bytes
+    reports: Reports, groups: Collection[ReplicaName], expected: Mapping[str, bytes], authorities: Collection[bytes]
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
 
     Raises AdoptionError.
     """
     # Ray ends ranks without a placement group.
-    builds = [build for build in choose_builds(reports, expected, access) if build.name in groups]
+    builds = [build for build in choose_builds(reports, expected, authorities) if build.name in groups]
     kept = {build.name for build in builds}
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
@@ -48,12 +48,14 @@ def plan_adoption(
     )
 
 
-def choose_builds(reports: Reports, expected: Mapping[str, bytes], access: bytes) -> list[AdoptedBuild]:
+def choose_builds(
+    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
+) -> list[AdoptedBuild]:
     """Of each replica, the newest build of which all ranks exist and are up.
 
     reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
-    of each replica of the spec. access: the digest of the cluster's secret. Raises AdoptionError when what serves would
-    be ended by mistake.
+    of each replica of the spec. authorities: fingerprints of those that this controller has. Raises AdoptionError when
+    what serves would be ended by mistake.
     """
     _check_silence(reports)
     found: dict[str, AdoptedBuild] = {}
@@ -64,7 +66,7 @@ def choose_builds(reports: Reports, expected: Mapping[str, bytes], access: bytes
             continue
         started = up[0].started
         assert started is not None
-        if up[0].access != access:
+        if not set(up[0].authorities) & set(authorities):
             raise AdoptionError(
                 f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
             )

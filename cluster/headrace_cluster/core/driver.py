@@ -99,6 +99,10 @@ class ReplicaDriver(Protocol):
         """Returns once the replica is ready to serve. Raises StartFailedError."""
         ...
 
+    async def admit(self, name: ReplicaName) -> None:
+        """Gives a replica that is up another certificate. Raises when it does not reply: the call is to be repeated."""
+        ...
+
     async def progress(self, name: ReplicaName) -> Progress | None:
         """Progress of `start`; None when it is unknown."""
         ...

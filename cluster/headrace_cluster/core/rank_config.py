@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.plane import Certificate
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling.report import ProfileReport
@@ -22,6 +23,13 @@ class StartArgs(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous | None = None  # of several ranks
     visible_gpus: tuple[str, ...] = ()
     gpu: int | None = None  # index among these
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """What makes rank 0 a member of the cluster: the reply to its certificate request."""
+
+    certificate: Certificate
+    cache_key: bytes  # sealed for the sender of the request
 
 
 class StartOutcome(msgspec.Struct, frozen=True):
@@ -42,7 +50,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     gpus: list[str]  # assigned by Ray
     fingerprint: bytes
-    access: bytes  # of the cluster's secret: see `access_digest`
+    authorities: tuple[bytes, ...]  # fingerprints of those that it trusts; none: it was never admitted
     model: str
     tp: int
     pp: int
@@ -56,16 +64,11 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint(config: ReplicaConfig) -> bytes:
     """16 bytes, equal for configs that describe the same replica.
 
-    All fields count except the generation, the role (it may change at run time), the secret (see `access_digest`) and
-    what is derived from the machine.
+    All fields count except the generation, the role (it may change at run time), the key of the block hash (a later
+    secret gives another) and what is derived from the machine.
     """
-    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None, secret=b"")
+    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None, cache_key=b"")
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
-
-
-def access_digest(secret: bytes) -> bytes:
-    """16 bytes, equal for replicas that accept the same secret: a controller can watch those with its own only."""
-    return blake2b(secret, digest_size=16, person=b"headrace-access").digest()
 
 
 def replica_config(model: ModelSpec, *, leave_out: Collection[str] = (), **own: Any) -> ReplicaConfig:

@@ -9,15 +9,20 @@ BUILT_AGAIN = "it is built again"  # why a replica is down when an operator requ
 
 
 class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a controller needs. The spec is JSON text, since it is a pydantic model."""
+    """All that a controller needs, without secrets: Ray keeps the arguments of actors. The spec is JSON text."""
 
     spec: str
     program: str  # the command in hints: this process was not called by its name
-    secret: bytes
-    admin_key: str
     loopback: bool  # all processes are on this machine: bind loopback only
     replica_class: str = REPLICA_CLASS
     log_folder: str = ""  # empty: this process and the ranks log to stderr only
+
+
+class ControllerSecrets(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller needs besides; sealed for its process (`headrace_proto.identity.seal`)."""
+
+    secrets: tuple[bytes, ...]  # of the cluster, the one that signs first
+    admin_key: str
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):

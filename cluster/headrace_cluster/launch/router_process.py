@@ -13,21 +13,22 @@ from pydantic import SecretBytes
 
 from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.local.run_logs import log_path
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
+from headrace_proto.authority import ClusterAuthority
 from headrace_proto.logs import LogConfig, stderr
 from headrace_router.access.auth import ApiKey
 from headrace_router.config import RouterConfig, new_router_id
+from headrace_router.credentials import RouterCredentials
 
 RESTART_SECONDS = (0.2, 1.0, 2.0, 5.0)  # delay before the next attempt; the last one repeats
 STABLE_SECONDS = 60.0
 EXIT_CONFIG = 2
 
 
-def router_config(
-    spec: ClusterSpec, controller: str, secret: bytes, index: int = 0, log_folder: Path | None = None
-) -> RouterConfig:
-    """The config of the router with this index. Without a folder it logs to stderr only."""
+def router_config(spec: ClusterSpec, controller: str, index: int = 0, log_folder: Path | None = None) -> RouterConfig:
+    """The config of the router with this index, without credentials. Without a folder it logs to stderr only."""
     routers, own = spec.routers, spec.metrics_ports
     part = f"router {index + 1}" if routers.count > 1 else "router"
     path = str(log_path(log_folder, part)) if log_folder is not None else ""
@@ -36,7 +37,7 @@ def router_config(
         "metrics_port": own[index] if own else None,
         "metrics_host": spec.metrics_host,
         "controller": controller,
-        "secret": SecretBytes(secret),
+        "credentials": SecretBytes(b""),
         "auth": spec.auth,
         "tls": spec.tls,
         "limits": spec.limits,
@@ -45,10 +46,16 @@ def router_config(
     return RouterConfig(**{name: getattr(routers, name) for name in shared} | own_values)
 
 
+def admitted(config: RouterConfig, secrets: ClusterSecrets) -> RouterConfig:
+    """The config with the credentials of a new member: a key of its own."""
+    issued = RouterCredentials.issue(ClusterAuthority(secrets.current), config.router_id)
+    return config.model_copy(update={"credentials": SecretBytes(issued.encode())})
+
+
 def encode_config(config: RouterConfig) -> str:
     """JSON with the secrets in clear text: for a pipe, never for a log, a file or a command line."""
     data = config.model_dump(mode="json")
-    data["secret"] = config.secret.get_secret_value().decode("latin-1")
+    data["credentials"] = config.credentials.get_secret_value().decode("latin-1")
     data["auth"]["keys"] = [_clear(key) for key in config.auth.keys]
     data["auth"]["metrics_key"] = config.auth.metrics_key and _clear(config.auth.metrics_key)
     return json.dumps(data)
@@ -57,7 +64,7 @@ def encode_config(config: RouterConfig) -> str:
 def decode_config(text: str) -> RouterConfig:
     """The inverse of `encode_config`."""
     data = json.loads(text)
-    data["secret"] = SecretBytes(data["secret"].encode("latin-1"))
+    data["credentials"] = SecretBytes(data["credentials"].encode("latin-1"))
     return RouterConfig.model_validate(data)
 
 
@@ -68,8 +75,10 @@ def _clear(key: ApiKey) -> dict[str, str]:
 class RouterProcess:
     """One supervised router. Not thread-safe; create it in the main thread: the router ends when it ends."""
 
-    def __init__(self, config: RouterConfig, label: str = "the router") -> None:
+    def __init__(self, config: RouterConfig, secrets: ClusterSecrets, label: str = "the router") -> None:
+        """config: without credentials; secrets: of the cluster, which give it those of each start."""
         self._config = config
+        self._secrets = secrets
         self._label = label
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
@@ -86,7 +95,7 @@ class RouterProcess:
 
     def start(self) -> None:
         """Starts the process under a new id; the controller lists it once it serves."""
-        self._config = self._config.model_copy(update={"router_id": new_router_id()})
+        self._config = admitted(self._config.model_copy(update={"router_id": new_router_id()}), self._secrets)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
         command = [sys.executable, "-m", "headrace_cluster", "router", "--config-stdin", "--parent", str(os.getpid())]
         self._process = subprocess.Popen(

@@ -5,11 +5,12 @@ import time
 from collections.abc import Sequence
 
 from headrace_cluster.core.view import BUILT_AGAIN, RouterPlace, View
-from headrace_cluster.errors import ReplicaFailedError
+from headrace_cluster.errors import ReplicaFailedError, SpecError
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
 from headrace_cluster.launch.display import StartDisplay, show_message
 from headrace_cluster.launch.router_group import RouterGroup
 from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray.connection import RayConnection
 from headrace_proto.quantities import counted
 
@@ -25,6 +26,7 @@ class RunningCluster:
         ray: RayConnection,
         monitor: ControllerMonitor,
         routers: RouterGroup | None,
+        secrets: ClusterSecrets,
         view: View,
         places: Sequence[RouterPlace] = (),
     ) -> None:
@@ -34,6 +36,8 @@ class RunningCluster:
         self._ray = ray
         self._monitor = monitor
         self._routers = routers
+        self._secrets = secrets
+        self._secret_problem = ""
 
     def watch(self, stop_requested: threading.Event) -> None:
         """Runs until the event or an admin call requests a stop. Shows failures and recoveries."""
@@ -44,6 +48,7 @@ class RunningCluster:
                 show_message(event, "warning")
             for event in self._ray.check():
                 show_message(event, "warning")
+            self._reread_secrets()
             view = self._monitor.poll()
             if view is None:
                 continue
@@ -62,6 +67,18 @@ class RunningCluster:
                 self._ray.stop_requested = True
                 return
 
+    def _reread_secrets(self) -> None:
+        """The controller gets other ones with the next poll, and certifies every member again."""
+        problem = ""
+        try:
+            if self._secrets.reread():
+                show_message("the secret file has changed: every process gets another certificate")
+        except SpecError as error:
+            problem = str(error)
+        if problem and problem != self._secret_problem:
+            show_message(f"{problem}; the secrets from before stay valid", "warning")
+        self._secret_problem = problem
+
     def drain_note(self, seconds: float) -> str:
         """For the message of a stop; empty without requests. seconds: for those in flight."""
         count = self.view.in_flight
@@ -74,6 +91,7 @@ def await_ready(
     routers: RouterGroup | None,
     display: StartDisplay,
     record: ServerRecord,
+    secrets: ClusterSecrets,
 ) -> RunningCluster:
     """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses.
 
@@ -97,14 +115,14 @@ def await_ready(
             display.update(replica_id, "ready", 1.0)
         if routers is None:
             if view.ready:
-                return RunningCluster(ray, monitor, None, view)
+                return RunningCluster(ray, monitor, None, secrets, view)
         else:
             routers.watch(may_restart=False)
             places = routers.places(view.routers)
             if places:
                 record.add_routers(places)
             if view.ready and routers.ready(places):
-                return RunningCluster(ray, monitor, routers, view, places)
+                return RunningCluster(ray, monitor, routers, secrets, view, places)
         time.sleep(POLL_SECONDS)
 
 

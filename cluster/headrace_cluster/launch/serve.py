@@ -24,7 +24,7 @@ from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
 from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.run_logs import RunFolder, log_path
-from headrace_cluster.local.secret_file import read_or_generate
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.sockets import exposed_note, listeners
 from headrace_cluster.program import program_name
 from headrace_cluster.ray import local_ray
@@ -49,7 +49,7 @@ class Serve:
         self._with_router = with_router
         self._replica_class = replica_class
         self._began = time.monotonic()
-        self._secret = read_or_generate(spec.control.secret_file or kept_secret(spec))
+        self._secrets = ClusterSecrets(spec.control.secret_file or kept_secret(spec))
         self._record = ServerRecord(spec, with_router=with_router)
         self._signals = StopSignals(self._force, START_STOP_SECONDS)
         self._forced_ends: list[Callable[[], None]] = []  # of each phase, in the order of the start; for `_force`
@@ -151,14 +151,15 @@ class Serve:
             logs = self._run_folder.enter_context(contextlib.closing(self._open_logs()))
             ray = self._ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
             display.update("Ray", "up; starting the controller", 0.8)
-            controller = stack.enter_context(ControllerHandle(self._spec, self._controller_args(ray, logs), ray))
+            controller = stack.enter_context(self._open_handle(ray, logs))
             self._forced_ends.append(ray.force_end)
             opened = controller.open()
             display.update("Ray", "up", 1.0)
-            self._record.add_controller(opened, ray, self._secret, cleanup)
+            self._record.add_controller(opened, ray, self._secrets, cleanup)
             stack.callback(self._limit_close)  # once the routers have ended
             routers = self._start_routers(ray, logs, stack) if self._with_router else None
-            return await_ready(ray, ControllerMonitor(controller, show_message), routers, display, self._record)
+            monitor = ControllerMonitor(controller, show_message)
+            return await_ready(ray, monitor, routers, display, self._record, self._secrets)
 
     def _open_logs(self) -> RunFolder:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""
@@ -168,19 +169,21 @@ class Serve:
         self._record.add_logs(logs.path)
         return logs
 
+    def _open_handle(self, ray: RayConnection, logs: RunFolder) -> ControllerHandle:
+        args, key = self._controller_args(ray, logs), self._record.state.admin_key
+        return ControllerHandle(self._spec, args, self._secrets, key, ray)
+
     def _controller_args(self, ray: RayConnection, logs: RunFolder) -> ControllerArgs:
         return ControllerArgs(
             spec=self._spec.model_dump_json(exclude={"auth"}),
             program=program_name(),
-            secret=self._secret,
-            admin_key=self._record.state.admin_key,
             loopback=ray.link.owned,
             replica_class=self._replica_class,
             log_folder=str(logs.path),
         )
 
     def _start_routers(self, ray: RayConnection, logs: RunFolder, stack: contextlib.ExitStack) -> RouterGroup:
-        routers = RouterGroup(self._spec, self._record.state.control_address, self._secret, logs.path)
+        routers = RouterGroup(self._spec, self._record.state.control_address, self._secrets, logs.path)
         stack.callback(routers.stop, abort=lambda: not ray.alive)
         self._forced_ends.append(lambda: routers.abort_requests(ABORT_SECONDS))
         routers.start()

@@ -14,6 +14,7 @@ from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import save_server
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.ray.connection import RayConnection
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -57,14 +58,14 @@ class ServerRecord:
         """`headrace logs` finds the folder while the server starts."""
         self._update(log_folder=str(folder))
 
-    def add_controller(self, opened: Opened, ray: RayConnection, secret: bytes, cleanup: Cleanup) -> None:
+    def add_controller(self, opened: Opened, ray: RayConnection, secrets: ClusterSecrets, cleanup: Cleanup) -> None:
         """The controller listens: from now on the file is named after the admin port."""
         starting = state.path_of(self.state)
         path = self._update(
             admin_url=f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, opened.admin_port)}",
             admin_port=opened.admin_port,
             control_address=host_port(opened.control_host, opened.control_port),
-            secret_file=str(self._secret_file(opened.admin_port, secret, cleanup)),
+            secret_file=str(self._secret_file(opened.admin_port, secrets, cleanup)),
             ray_dashboard=ray.link.dashboard,
             ray_token_file=ray.token_file,
             starting=False,
@@ -94,12 +95,12 @@ class ServerRecord:
             state.save(changed)
         return path
 
-    def _secret_file(self, admin_port: int, secret: bytes, cleanup: Cleanup) -> Path:
+    def _secret_file(self, admin_port: int, secrets: ClusterSecrets, cleanup: Cleanup) -> Path:
         """Where the secret can be read: routers that are started alone need it."""
         if self._spec.control.secret_file is not None:
             return self._spec.control.secret_file
         path = _joined_secret(self._spec) or state.home() / f"secret-{admin_port}"
-        state.write_private(path, secret.decode())
+        secrets.save(path)
         cleanup.remove_at_end(path)
         return path
 

@@ -167,4 +167,4 @@ class _Build:
 
 def _config(model: ModelSpec, pool: Pool, device: str) -> ReplicaConfig:
     """What decides how a rank is built: a footprint that was kept is found by it."""
-    return replica_config(model.shaped(pool), leave_out=_UNRELATED, replica_id="", device=device, secret=b"")
+    return replica_config(model.shaped(pool), leave_out=_UNRELATED, replica_id="", device=device)

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from headrace_cluster import program
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
@@ -19,17 +19,24 @@ from headrace_cluster.controller.record_keeper import keep_record
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.rank_config import NODE_HOST
-from headrace_cluster.core.view import ControllerArgs, Opened, ReplicaProgress, RouterPlace, View
+from headrace_cluster.core.snapshot import ControllerSnapshot
+from headrace_cluster.core.view import ControllerArgs, ControllerSecrets, Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.authority import ClusterAuthority
 from headrace_proto.errors import HeadraceError
+from headrace_proto.identity import Identity
 from headrace_proto.logs import LogConfig, configure_logs
+from headrace_proto.plane import Plane
 from headrace_router.access.tls_files import TlsFiles
 
+DUE_SECONDS = 600.0  # between two looks at the age of the certificates
 UNWATCHED_SECONDS = 5.0  # after a stop request, without a poll from `serve`, the controller stops the cluster itself
+
+log = structlog.get_logger(__name__)
 
 
 class ControllerActor:
@@ -44,14 +51,17 @@ class ControllerActor:
             configure_logs(LogConfig("controller", path=str(path), format=self._spec.logs.format))
         self._loopback = "127.0.0.1" if self._args.loopback else None
         self._membership = Membership()
+        self._identity = Identity()
+        self._given: ControllerSecrets | None = None
+        self._made: ClusterAuthority | None = None
         driver = RayDriver(
             self._spec,
-            self._args.secret,
+            self._authority,
             host=self._loopback or NODE_HOST,
             replica_class=self._args.replica_class,
             log_folder=self._args.log_folder,
         )
-        self._supervisor = Supervisor(self._spec, driver, self._membership, self._args.secret)
+        self._supervisor = Supervisor(self._spec, driver, self._membership, self._identity)
         self._servers = contextlib.AsyncExitStack()  # those that listen
         self._stop_requested = False
         self._polled_at = time.monotonic()
@@ -60,10 +70,18 @@ class ControllerActor:
         self._keeping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def open(self) -> bytes:
-        """Listens, adopts the builds of an earlier controller, starts the others; returns an encoded Opened."""
+    async def request(self) -> bytes:
+        """The certificate request of this process: secrets are sealed for it."""
+        return self._identity.request
+
+    async def open(self, sealed: bytes) -> bytes:
+        """Listens, adopts the builds of an earlier controller, starts the others; returns an encoded Opened.
+
+        sealed: ControllerSecrets.
+        """
         self._opening = True
         try:
+            self._use(sealed)
             return msgspec.msgpack.encode(await self._open())
         except HeadraceError as error:
             return msgspec.msgpack.encode(Opened(error=str(error)))
@@ -75,21 +93,29 @@ class ControllerActor:
 
         host = self._spec.control.host or self._loopback or str(ray.util.get_node_ip_address())
         admin = listen(self._spec.admin.host, self._spec.admin.port)
-        grpc, port = await start_control_server(self._membership, self._args.secret, host, self._spec.control.port)
+        grpc, port = await start_control_server(
+            self._membership, self._identity, self._authority, host, self._spec.control.port
+        )
         self._servers.push_async_callback(grpc.stop, grace=0.2)
         adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
         self._supervisor.start()
-        save = partial(asyncio.to_thread, self._record.save_snapshot)
-        self._keeping = asyncio.create_task(keep_record(self._supervisor, save))
+        self._keeping = asyncio.create_task(keep_record(self._supervisor, self._save))
+        self._tasks.append(asyncio.create_task(self._keep_certificates()))
         operations = replica_operations(self._supervisor)
         tls = TlsFiles(self._spec.tls.without_clients()) if self._spec.tls.enabled else None
-        server = admin_server(admin_app(self._args.admin_key, self._status, self._request_stop, operations), tls)
+        server = admin_server(admin_app(self._secrets.admin_key, self._status, self._request_stop, operations), tls)
         if tls is not None:
             self._tasks.append(asyncio.create_task(tls.watch()))
         self._servers.callback(setattr, server, "should_exit", True)
         self._tasks.append(asyncio.create_task(server.serve(sockets=[admin])))
         admin_port = int(admin.getsockname()[1])
         return Opened(control_host=host, control_port=port, admin_port=admin_port, pid=os.getpid(), adopted=adopted)
+
+    async def use_secrets(self, sealed: bytes) -> None:
+        """The cluster's secrets have changed. sealed: ControllerSecrets."""
+        self._use(sealed)
+        self._renew_certificates()
+        log.info("the cluster's secrets have changed: every member gets another certificate")
 
     async def is_watched(self) -> bool:
         """Whether a keeper has polled it lately, or waits until it is open."""
@@ -125,6 +151,38 @@ class ControllerActor:
             self._keeping.cancel()
         await self._supervisor.stop()
         await self._servers.aclose()
+
+    async def _save(self, snapshot: ControllerSnapshot) -> None:
+        await asyncio.to_thread(self._record.save_snapshot, snapshot)
+
+    async def _keep_certificates(self) -> None:
+        while True:
+            await asyncio.sleep(DUE_SECONDS)
+            if self._identity.is_due(self._authority().fingerprints):
+                self._renew_certificates()
+
+    def _renew_certificates(self) -> None:
+        """Of all members but the routers, which ask for theirs."""
+        self._certify_own()
+        self._supervisor.renew_certificates()
+
+    def _certify_own(self) -> None:
+        own = self._authority().certify(self._identity.request, Plane.CONTROLLER, self._spec.cluster)
+        self._identity.install(own)
+
+    def _use(self, sealed: bytes) -> None:
+        self._given = msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
+        self._made = ClusterAuthority(self._given.secrets)
+        self._certify_own()
+
+    @property
+    def _secrets(self) -> ControllerSecrets:
+        assert self._given is not None, "`open` comes first"
+        return self._given
+
+    def _authority(self) -> ClusterAuthority:
+        assert self._made is not None, "`open` comes first"
+        return self._made
 
     def _status(self) -> dict[str, Any]:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}

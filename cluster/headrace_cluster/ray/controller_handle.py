@@ -10,14 +10,16 @@ import msgspec
 
 from headrace_cluster.core import naming
 from headrace_cluster.core.snapshot import Keeper
-from headrace_cluster.core.view import ControllerArgs, Opened, View
+from headrace_cluster.core.view import ControllerArgs, ControllerSecrets, Opened, View
 from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ControllerTakenError
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.connection import RayConnection
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
+from headrace_proto.identity import seal
 
 VIEW_SECONDS = 10.0  # for the controller to reply: replicas that load models use the same machine
 OPEN_SECONDS = 60.0
@@ -30,7 +32,9 @@ POLL_SECONDS = 0.5
 class ControllerHandle:
     """The controller of one cluster, and the next one after it was lost. Use it with `with`, in one thread."""
 
-    def __init__(self, spec: ClusterSpec, args: ControllerArgs, ray: RayConnection) -> None:
+    def __init__(
+        self, spec: ClusterSpec, args: ControllerArgs, secrets: ClusterSecrets, admin_key: str, ray: RayConnection
+    ) -> None:
         """Creates the actor, which does nothing until `open`. The controller of a keeper that ended is replaced.
 
         Raises ClusterExistsError when another process keeps a cluster of this name.
@@ -39,6 +43,9 @@ class ControllerHandle:
 
         self._spec = spec
         self._args = args
+        self._secrets = secrets
+        self._admin_key = admin_key
+        self._sent: tuple[bytes, ...] = ()  # secrets that the controller has
         self._ray = ray
         self._id = state.new_key()
         self._process: ProcessId | None = None  # if it is certainly on this machine
@@ -70,7 +77,10 @@ class ControllerHandle:
         """Has it listen and build replicas; later controllers listen on the same ports. Raises ListenError."""
         import ray
 
-        opened = msgspec.msgpack.decode(ray.get(self._actor.open.remote(), timeout=OPEN_SECONDS), type=Opened)
+        secrets = self._secrets.current
+        opening = self._actor.open.remote(self._seal(secrets))
+        opened = msgspec.msgpack.decode(ray.get(opening, timeout=OPEN_SECONDS), type=Opened)
+        self._sent = secrets
         if opened.error:
             raise HeadraceError(opened.error)
         self._use_ports(opened.control_port, opened.admin_port)
@@ -84,6 +94,9 @@ class ControllerHandle:
         import ray
 
         try:
+            if self._sent != (secrets := self._secrets.current):
+                ray.get(self._actor.use_secrets.remote(self._seal(secrets)), timeout=VIEW_SECONDS)
+                self._sent = secrets
             encoded = ray.get(self._actor.view.remote(), timeout=VIEW_SECONDS)
         except ray.exceptions.GetTimeoutError as error:
             raise ControllerLostError(f"the controller has not answered for {VIEW_SECONDS:g} s") from error
@@ -123,6 +136,13 @@ class ControllerHandle:
                 pass
         if self._ray.alive:
             self._ray.end_actors()
+
+    def _seal(self, secrets: tuple[bytes, ...]) -> bytes:
+        """For the controller's process alone: Ray's connections are not encrypted."""
+        import ray
+
+        request = ray.get(self._actor.request.remote(), timeout=OPEN_SECONDS)
+        return seal(request, msgspec.msgpack.encode(ControllerSecrets(secrets=secrets, admin_key=self._admin_key)))
 
     def _use_ports(self, control_port: int, admin_port: int) -> None:
         """The next controller listens on these ports, where the spec leaves the choice."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from headrace_cluster.core.driver import (
 )
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import rank_gpus, waiting_sentence
-from headrace_cluster.core.rank_config import REPLICA_CLASS, ProfileOutcome, access_digest, fingerprint, replica_config
+from headrace_cluster.core.rank_config import REPLICA_CLASS, Admission, ProfileOutcome, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.local.run_logs import rank_log_path
@@ -32,7 +33,10 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.authority import ClusterAuthority
+from headrace_proto.identity import seal
 from headrace_proto.logs import LogConfig
+from headrace_proto.plane import Plane
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
@@ -48,13 +52,13 @@ class RayDriver:
     def __init__(
         self,
         spec: ClusterSpec,
-        secret: bytes,
+        authority: Callable[[], ClusterAuthority],
         host: str,
         replica_class: str = REPLICA_CLASS,
         log_folder: str = "",
     ) -> None:
         self._spec = spec
-        self._secret = secret
+        self._authority = authority
         self._host = host
         self._replica_class = replica_class
         self._log_folder = log_folder
@@ -124,15 +128,20 @@ class RayDriver:
         for replica in replicas:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
             expected[replica.replica_id] = fingerprint(config)
-        access = access_digest(self._secret)
-        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected, access)
+        authorities = self._authority().fingerprints
+        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected, authorities)
         self._on_gpus |= {build.model for build in adopted_state.builds if build.ranks[0].device.startswith("cuda")}
         self._groups |= {group.name: group for group in groups}
         return adopted_state
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
+        await self._groups[name].admit(partial(self._admission, name))
         return await self._groups[name].start()
+
+    async def admit(self, name: ReplicaName) -> None:
+        """See ReplicaDriver."""
+        await self._groups[name].admit(partial(self._admission, name))
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
@@ -169,6 +178,11 @@ class RayDriver:
             await asyncio.to_thread(group.kill)
         await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)
+
+    def _admission(self, name: ReplicaName, request: bytes) -> Admission:
+        authority = self._authority()
+        certificate = authority.certify(request, Plane.REPLICA, name.replica_id)
+        return Admission(certificate, seal(request, authority.cache_key))
 
     # -- configuration of a rank ------------------------------------------------------------------------------
 
@@ -212,7 +226,6 @@ class RayDriver:
             profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
             cpu_threads=threads,
             host=self._host,
-            secret=self._secret,
         )
 
 

@@ -14,14 +14,15 @@ import structlog
 from headrace_cluster.core.rank_config import (
     NODE_HOST,
     REPLICA_CLASS,
+    Admission,
     ProfileOutcome,
     RankReport,
     StartArgs,
     StartOutcome,
-    access_digest,
     fingerprint,
 )
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
+from headrace_proto.identity import Identity
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
@@ -48,6 +49,8 @@ class RankActor:
         self._node = str(ray.util.get_node_ip_address())
         if self._config.host == NODE_HOST:
             self._config = replace(self._config, host=self._node)
+        self._identity = Identity()
+        self._authorities: tuple[bytes, ...] = ()
         self._rank = rank
         self._replica_class = replica_class
         self._replica: Any = None
@@ -75,7 +78,7 @@ class RankActor:
             node=node,
             gpus=gpus,
             fingerprint=self._fingerprint,
-            access=access_digest(self._config.secret),
+            authorities=self._authorities,
             model=self._config.model,
             tp=self._config.tp,
             pp=self._config.pp,
@@ -86,6 +89,17 @@ class RankActor:
             log_path=self._log_path,
         )
         return msgspec.msgpack.encode(report)
+
+    def certificate_request(self) -> bytes:
+        """Of the key that was made here, and that never leaves this process."""
+        return self._identity.request
+
+    def admit(self, encoded: bytes) -> bytes:
+        """Before `start` on rank 0, and whenever its certificate is renewed. encoded: an Admission.
+
+        Returns an encoded StartOutcome.
+        """
+        return self._guarded(lambda: self._admit(msgspec.msgpack.decode(encoded, type=Admission)))
 
     def open_rendezvous(self) -> bytes:
         """For rank 0 of several: an encoded StartOutcome with the rendezvous for the start of all ranks."""
@@ -153,6 +167,14 @@ class RankActor:
         self._started = started
         return started
 
+    def _admit(self, admission: Admission) -> StartOutcome:
+        cache_key = self._identity.unseal(admission.cache_key)
+        self._identity.install(admission.certificate)
+        self._authorities = admission.certificate.authorities
+        if self._replica is None:  # what has started keeps its key: its cache is full of hashes under it
+            self._config = replace(self._config, cache_key=cache_key)
+        return StartOutcome()
+
     def _await_end(self) -> None:
         try:
             self._replica.wait()
@@ -167,7 +189,7 @@ class RankActor:
     def _make(self) -> Any:
         module, _, name = self._replica_class.partition(":")
         make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        self._replica = make(self._config, self._rank, self._report)
+        self._replica = make(self._config, self._identity, self._rank, self._report)
         return self._replica
 
     def _guarded(self, call: Callable[[], StartOutcome]) -> bytes:

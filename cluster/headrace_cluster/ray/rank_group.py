@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ import ray.util
 from headrace_cluster.core.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.core.rank_config import Admission, ProfileOutcome, StartArgs, StartOutcome
 from headrace_cluster.errors import RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
@@ -76,6 +76,19 @@ class RankGroup:
             ) from error
         self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
         return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
+
+    async def admit(self, issue: Callable[[bytes], Admission]) -> None:
+        """Makes rank 0, which has the server, a member of the cluster, or gives it another certificate.
+
+        issue: called with its certificate request. Raises StartFailedError.
+        """
+
+        async def exchange() -> bytes:
+            request = await self._actors[0].certificate_request.remote()
+            encoded: bytes = await self._actors[0].admit.remote(msgspec.msgpack.encode(issue(request)))
+            return encoded
+
+        await self._start_outcome(0, exchange())
 
     async def start(self) -> ReplicaStarted:
         """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""

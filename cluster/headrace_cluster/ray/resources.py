@@ -1,7 +1,7 @@
 """Ray resources of an earlier controller: finds ranks and placement groups by name, adopts or ends them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ RETRY_SECONDS = 0.5
 REPORT_TRIES = 3  # a rank whose machine is busy may miss one
 
 
-async def adopt(cluster: str, expected: Mapping[str, bytes], access: bytes) -> tuple[AdoptedState, list[RankGroup]]:
+async def adopt(
+    cluster: str, expected: Mapping[str, bytes], authorities: Collection[bytes]
+) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, access: see `choose_builds`. Raises AdoptionError.
+    expected, authorities: see `choose_builds`. Raises AdoptionError.
     """
     actors = ray_names.rank_actors(cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
@@ -32,7 +34,7 @@ async def adopt(cluster: str, expected: Mapping[str, bytes], access: bytes) -> t
         silent = [rank for rank, report in reports.items() if report is None]
         reports |= zip(silent, await asyncio.gather(*(_report(actors[rank]) for rank in silent)), strict=True)
     groups = ray_names.groups(cluster)
-    plan = plan_adoption(reports, groups, expected, access)
+    plan = plan_adoption(reports, groups, expected, authorities)
     for name, rank in plan.ended_ranks:
         ray_names.kill_actor(name.rank(rank), cluster)
     for name in plan.ended_groups:

@@ -19,7 +19,7 @@ def check_token(address: str) -> None:
         try:
             call(b"", timeout=ANSWER_SECONDS)
         except grpc.RpcError as error:
-            if error.code() in {grpc.StatusCode.UNAUTHENTICATED, *_NO_ANSWER}:  # type: ignore[attr-defined]
+            if error.code() in {grpc.StatusCode.UNAUTHENTICATED, *_NO_ANSWER}:
                 return
     raise OpenRayError(
         f"the Ray at {address} needs no token: whoever reaches its ports runs code on every node. Start it with "

@@ -76,7 +76,7 @@ class AdminSpec(Section):
 
 
 class ControlSpec(Section):
-    """The controller's gRPC, for routers; it requires the cluster's secret."""
+    """The controller's gRPC, for routers: mutual TLS with certificates that the cluster's secret signs."""
 
     host: str | None = Field(
         default=None,
@@ -91,7 +91,7 @@ class ControlSpec(Section):
     )
     secret_file: Path | None = Field(
         default=None,
-        description="holds the cluster's secret (32 bytes or more, text or raw)",
+        description="holds the cluster's secret: a line of 32 characters or more; a second line stays valid, too",
         json_schema_extra=flag("--secret-file", help="file with the cluster's secret"),
     )
 

@@ -110,12 +110,13 @@ class Authenticator:
     A metrics key belongs to no tenant: it reads /metrics. Without a metrics key, API keys read /metrics.
     """
 
-    def __init__(self, keys: tuple[ApiKey, ...], secret: bytes, metrics_keys: tuple[ApiKey, ...] = ()) -> None:
+    def __init__(self, keys: tuple[ApiKey, ...], tenant_key: bytes, metrics_keys: tuple[ApiKey, ...] = ()) -> None:
+        """tenant_key: at most 64 bytes, from which the tenants' salts are derived; the same for all routers."""
         self._metrics = [_digest(entry.key.get_secret_value().encode()) for entry in metrics_keys]
         self._tenants: list[tuple[bytes, Tenant]] = []
         for position, entry in enumerate(keys, 1):
             raw = entry.key.get_secret_value().encode()
-            salt = hashlib.blake2b(raw, key=hashlib.sha256(secret).digest(), digest_size=SALT_BYTES, person=b"tenant")
+            salt = hashlib.blake2b(raw, key=tenant_key, digest_size=SALT_BYTES, person=b"tenant")
             self._tenants.append((_digest(raw), Tenant(entry.name or f"key-{position}", salt.digest())))
 
     @property

@@ -8,16 +8,18 @@ import grpc
 import structlog
 
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
+from headrace_proto.control_pb2 import Member, MemberList, RenewRequest, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Certificate, Plane
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
-from headrace_proto.secret import secret_metadata
 from headrace_router.config import StaticMember
 from headrace_router.core.fleet import Fleet
 from headrace_router.text.model_card import ModelCard
 
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 2.0
+RENEW_SECONDS = 5.0  # for the reply
 REPORT_SECONDS = 0.5  # between two reports; less than the controller's FRESH_SECONDS
 
 log = structlog.get_logger("headrace.router.membership")
@@ -37,17 +39,17 @@ def static_list(members: tuple[StaticMember, ...]) -> MemberList:
     )
 
 
-async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet: Fleet[ModelCard]) -> None:
+async def watch_controller(address: str, info: RouterInfo, identity: Identity, fleet: Fleet[ModelCard]) -> None:
     """Watches until cancelled. While the controller is unreachable the last list stays in use."""
     backoff = FIRST_BACKOFF
     warned = False
     while True:
         try:
-            async with grpc.aio.insecure_channel(address, options=(*NO_PROXY, *OWN_CONNECTION)) as channel:
+            async with identity.channel(address, Plane.CONTROLLER, (*NO_PROXY, *OWN_CONNECTION)) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, secret, fleet))
+                report = asyncio.create_task(_report(stub, info.id, identity, fleet))
                 try:
-                    async for members in stub.Watch(WatchRequest(router=info), metadata=secret_metadata(secret)):
+                    async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
                         backoff, warned = FIRST_BACKOFF, False
                 finally:
@@ -66,12 +68,23 @@ async def watch_controller(address: str, info: RouterInfo, secret: bytes, fleet:
         backoff = min(2 * backoff, LAST_BACKOFF)
 
 
-async def _report(stub: Any, router_id: str, secret: bytes, fleet: Fleet[ModelCard]) -> None:
-    """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call."""
+async def _report(stub: Any, router_id: str, identity: Identity, fleet: Fleet[ModelCard]) -> None:
+    """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call.
+
+    Its replies show when this router needs another certificate.
+    """
     while True:
         try:
-            await stub.Report(fleet.report(router_id), metadata=secret_metadata(secret), timeout=REPORT_SECONDS)
+            reply = await stub.Report(fleet.report(router_id), timeout=REPORT_SECONDS)
+            if identity.is_due(reply.authorities):
+                await _renew(stub, identity)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return
         await asyncio.sleep(REPORT_SECONDS)
+
+
+async def _renew(stub: Any, identity: Identity) -> None:
+    reply = await stub.Renew(RenewRequest(certificate_request=identity.request), timeout=RENEW_SECONDS)
+    identity.install(Certificate(reply.chain, reply.trust, tuple(reply.authorities), reply.renew_seconds))
+    log.info("this router has another certificate")

@@ -13,9 +13,10 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_proto.secret import secret_metadata
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.text.model_card import ModelCard, ModelFactsError
@@ -32,10 +33,10 @@ log = structlog.get_logger("headrace.router.replica")
 class ReplicaLinks:
     """Opens a link for each replica; `drain` waits for the links that are closing."""
 
-    def __init__(self, *, router_id: str, secret: bytes, cards: CardCache, stall_seconds: float) -> None:
+    def __init__(self, *, router_id: str, identity: Identity, cards: CardCache, stall_seconds: float) -> None:
         """stall_seconds: without a heartbeat until a connected replica counts as lost."""
         self.router_id = router_id
-        self.metadata = secret_metadata(secret)
+        self.identity = identity
         self.cards = cards
         self.stall_seconds = stall_seconds
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,14 +97,14 @@ class ReplicaLink:
             replica.disconnect()
 
     async def _serve(self) -> None:
-        async with grpc.aio.insecure_channel(self.state.address, options=_OPTIONS) as channel:
+        async with self._links.identity.channel(self.state.address, Plane.REPLICA, _OPTIONS) as channel:
             # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()
             stub: Any = ReplicaStub(channel)
             async with asyncio.timeout(DESCRIBE_SECONDS):
                 await self._describe(stub)
-            call = stub.Serve(metadata=self._links.metadata)
+            call = stub.Serve()
             hello = RouterHello(router_id=self._links.router_id, contract_version=CONTRACT_VERSION)
             await call.write(RouterFrame(hello=hello))
             try:
@@ -116,7 +117,7 @@ class ReplicaLink:
         facts: ModelFacts | None = None
         tokenizer_json = bytearray()
         request = DescribeRequest(known_digest=cards.newest_digest)
-        async for chunk in stub.Describe(request, metadata=self._links.metadata):
+        async for chunk in stub.Describe(request):
             if chunk.HasField("facts"):
                 facts = chunk.facts
             else:

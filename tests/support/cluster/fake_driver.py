@@ -13,9 +13,8 @@ from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from support import identities
 from support.cluster.fake_replica import FakeReplica
-
-SECRET = b"a secret of this test"
 
 
 class FakeDriver:
@@ -24,6 +23,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
+        self.admissions: list[ReplicaName] = []  # certificates of builds that are up
         self.failures: list[StartFailedError] = []  # of the next starts
         self.refusals: list[PlacementError] = []  # of the next launches
         self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
@@ -37,10 +37,8 @@ class FakeDriver:
 
     def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
         """Adds a replica that an earlier controller started."""
-        config = ReplicaConfig(
-            replica_id=name.replica_id, generation=name.generation, model="smollm2", source="", secret=SECRET
-        )
-        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=role))
+        config = ReplicaConfig(replica_id=name.replica_id, generation=name.generation, model="smollm2", source="")
+        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=role), identities.replica())
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
@@ -75,10 +73,9 @@ class FakeDriver:
             generation=name.generation,
             model=model.name,
             source="",
-            secret=SECRET,
             role=role,
         )
-        self.replicas[name] = FakeReplica(config)
+        self.replicas[name] = FakeReplica(config, identities.replica())
         self._deaths[name] = asyncio.get_running_loop().create_future()
         return [RankFacts(0, 1000 + name.generation, "here")]
 
@@ -87,6 +84,10 @@ class FakeDriver:
         if self.failures:
             raise self.failures.pop(0)
         return self.replicas[name].start()
+
+    async def admit(self, name: ReplicaName) -> None:
+        self._fail("admit")
+        self.admissions.append(name)
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         self._fail("progress")

@@ -14,8 +14,8 @@ import grpc
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
+from headrace_proto.identity import Identity
 from headrace_proto.role import parse_role
-from headrace_proto.secret import secret_matches
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 
@@ -24,9 +24,14 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
     """Has the interface of headrace_worker.replica.Replica."""
 
     def __init__(
-        self, config: ReplicaConfig, rank: int = 0, report: Callable[[str, float], None] = lambda stage, fraction: None
+        self,
+        config: ReplicaConfig,
+        identity: Identity,
+        rank: int = 0,
+        report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         self.config = config
+        self._identity = identity
         self.rank = rank
         self.report = report
         self.role: str = config.role
@@ -56,7 +61,9 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.report("loading nothing", 0.5)
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        port = self._server.add_secure_port(
+            f"{self.config.host}:{self.config.port}", self._identity.server_credentials()
+        )
         self._server.start()
         return ReplicaStarted(
             address=f"{self.config.host}:{port}",
@@ -103,8 +110,6 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
 
     def WatchHealth(self, request: pb.HealthRequest, context: Any) -> Any:
         """One message per interval, unless `health_paused`."""
-        if not secret_matches(context.invocation_metadata(), self.config.secret):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "secret")
         step = 0
         while not self.ended.is_set():
             if not self.health_paused.is_set():

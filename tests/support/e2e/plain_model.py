@@ -17,7 +17,7 @@ class PlainModel:
     """Checks greedy tokens by one forward over prompt + outputs: each must be the best after those before it."""
 
     def __init__(self) -> None:
-        config = ReplicaConfig(replica_id="plain", model="plain", source="smollm2", secret=b"", dtype="float32")
+        config = ReplicaConfig(replica_id="plain", model="plain", source="smollm2", dtype="float32")
         loaded = load(config, plan=SurgeryPlan.none())
         self._model: Any = AutoModelForCausalLM.from_config(
             loaded.config, attn_implementation="sdpa", dtype=torch.float32

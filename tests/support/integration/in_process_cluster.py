@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
+from headrace_proto.identity import Identity
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.replica import Replica
-
-SECRET = b"the secret of a test cluster"
+from support import identities
 
 
 class InProcessCluster:
@@ -29,16 +29,15 @@ class InProcessCluster:
         self.addresses: list[str] = []
         self._router: RouterServer | None = None
 
-    def add_replica(self, secret: bytes = SECRET, **options: Any) -> None:
+    def add_replica(self, identity: Identity | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "kv_cache_memory": 8 << 20}
         config = ReplicaConfig(
             replica_id=f"tiny-{len(self.replicas)}",
             model="tiny",
             source=str(self._folder),
-            secret=secret,
             **defaults | options,
         )
-        replica = Replica(config)
+        replica = Replica(config, identity or identities.replica())
         self.replicas.append(replica)
         self.addresses.append(replica.start().address)
 
@@ -49,7 +48,7 @@ class InProcessCluster:
         given: dict[str, Any] = {
             "port": 0,
             "grpc_port": 0,
-            "secret": SECRET,
+            "credentials": identities.router_credentials(),
             "members": members,
             "shutdown_seconds": 1.0,
         }

@@ -13,7 +13,7 @@ import pytest
 from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, Load, ReplicaIdentity, Role
 from headrace_worker.core.config import ReplicaConfig
-from support.integration.in_process_cluster import SECRET, InProcessCluster
+from support.integration.in_process_cluster import InProcessCluster
 from support.ranks.process_ranks import ForkServer, RankGroup
 
 
@@ -38,7 +38,6 @@ class ProcessCluster(InProcessCluster):
             generation=self._generations[name],
             model="tiny",
             source=str(self._folder),
-            secret=SECRET,
             **fields | options,
         )
         self.groups[name] = RankGroup(self._fork_server, config)

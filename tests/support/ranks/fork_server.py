@@ -32,6 +32,7 @@ from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
+from support import identities
 from support.worker.recorders import make_recorder
 
 REPORTS = os.dup(1)  # logs go to stderr
@@ -54,7 +55,7 @@ def run_rank(order: dict[str, Any]) -> str:
     recorder = None
     if order.get("record") is not None:
         recorder = make_recorder(order["record"], lambda: report_facts(stage="recording fails"))
-    replica = Replica(config, order["rank"], report, recorder)
+    replica = Replica(config, identities.replica(), order["rank"], report, recorder)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):

@@ -10,7 +10,7 @@ from headrace_worker.ranks.join import join_team
 
 if __name__ == "__main__":
     device = sys.argv[1]
-    config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
+    config = ReplicaConfig(replica_id="r", model="m", source="", device=device, tp=2)
     team = join_team(config, 1, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=Rendezvous))
     one = torch.ones(1000, device=team.device)
     while True:

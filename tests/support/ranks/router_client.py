@@ -12,12 +12,12 @@ import grpc
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_proto.secret import secret_metadata
 from headrace_worker.core.plan import SampledLogprobs
 from headrace_worker.offline import Completion
-
-SECRET = b"s"
+from support import identities
 
 
 @dataclass
@@ -71,9 +71,9 @@ class ServeStream:
 
     async def _run(self, address: str) -> None:
         try:
-            async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            async with identities.router().channel(address, Plane.REPLICA, NO_PROXY) as channel:
                 stub: Any = ReplicaStub(channel)
-                call = stub.Serve(metadata=secret_metadata(SECRET))
+                call = stub.Serve()
                 hello = pb.RouterHello(router_id="test", contract_version=CONTRACT_VERSION)
                 await call.write(pb.RouterFrame(hello=hello))
                 writer = asyncio.create_task(self._write(call))

@@ -10,6 +10,7 @@ import grpc
 from blake3 import blake3
 from tokenizers import Tokenizer
 
+from headrace_proto.callers import CallerInterceptor
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
     FINISH_ERROR,
@@ -30,10 +31,7 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
-from headrace_proto.secret import SecretInterceptor
-
-SECRET = b"s" * 32
-
+from support import identities
 
 MODEL = "tiny"
 
@@ -97,9 +95,9 @@ class FakeReplica(ReplicaServicer):
     _step: int = 0
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(interceptors=[SecretInterceptor(SECRET)], options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(interceptors=[CallerInterceptor()], options=[("grpc.so_reuseport", 0)])
         add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        port = self._server.add_secure_port(self.address or "127.0.0.1:0", identities.replica().server_credentials())
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 

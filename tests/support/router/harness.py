@@ -10,7 +10,8 @@ import httpx
 
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
-from support.router.fake_replica import SECRET, FakeReplica
+from support import identities
+from support.router.fake_replica import FakeReplica
 
 
 class Harness:
@@ -31,10 +32,10 @@ class Harness:
         for replica in replicas:
             self.call(replica.start())
         members = tuple(StaticMember(address=replica.address, replica_id=replica.replica_id) for replica in replicas)
-        given = {"port": 0, "grpc_port": 0, "secret": SECRET, "members": members, "shutdown_seconds": 1.0, **config}
+        given: dict[str, Any] = {"port": 0, "grpc_port": 0, "members": members, "shutdown_seconds": 1.0}
 
         async def make() -> RouterServer:
-            router = RouterServer(RouterConfig(**given))
+            router = RouterServer(RouterConfig(**given | {"credentials": identities.router_credentials()} | config))
             await router.start()
             return router
 

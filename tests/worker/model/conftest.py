@@ -40,7 +40,7 @@ def replica() -> Callable[..., ReplicaConfig]:
     def make(source: object, **options: Any) -> ReplicaConfig:
         threads = None if source == "smollm2" else 1
         fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "cpu_threads": threads}
-        return ReplicaConfig(replica_id="r", model="m", source=str(source), secret=b"s", **fields | options)
+        return ReplicaConfig(replica_id="r", model="m", source=str(source), **fields | options)
 
     return make
 

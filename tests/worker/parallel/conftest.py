@@ -66,7 +66,7 @@ def replica_config() -> Callable[..., ReplicaConfig]:
     def make(source: object, **options: Any) -> ReplicaConfig:
         fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "cpu_threads": 1}
         fields["replica_id"] = "r"
-        return ReplicaConfig(model="m", source=str(source), secret=b"s", **fields | options)
+        return ReplicaConfig(model="m", source=str(source), **fields | options)
 
     return make
 

@@ -30,7 +30,7 @@ def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
     theirs = f"cuda:{gpu}" if device == "cuda" else device
     command = [sys.executable, "-m", "support.ranks.pair_peer", theirs, rendezvous]
     peer = subprocess.Popen(command, env=child_environment())
-    config = ReplicaConfig(replica_id="r", model="m", source="", secret=b"s", device=device, tp=2)
+    config = ReplicaConfig(replica_id="r", model="m", source="", device=device, tp=2)
     return join_team(config, 0, opened.rendezvous, opened), peer
 
 

@@ -15,6 +15,7 @@ from headrace_worker.core.transfer.messages import Cancel, FetchRequest, ToSourc
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
+from support import identities
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
 UNENCODABLE = FetchRequest(1, b"", "", [1, 2, 3, 4], 0, timeout=1e12)  # more milliseconds than fit into the frame
@@ -69,9 +70,9 @@ async def conversation(first: ToSource) -> tuple[list[str], list[str | None]]:
     source, pair_registry = Source(), FakePairRegistry()
     server = grpc.aio.server()
     add_ReplicaServicer_to_server(source, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', identities.replica().server_credentials())}"
     await server.start()
-    client = TransferClient(pair_registry, b"secret")  # type: ignore[arg-type]
+    client = TransferClient(pair_registry, identities.replica())  # type: ignore[arg-type]
     try:
         client.send(address, first)
         await until(lambda: "lost" in pair_registry.events or "request" in source.received)

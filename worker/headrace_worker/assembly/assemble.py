@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace_proto.block_hash import BlockHasher, derive_key
+from headrace_proto.block_hash import BlockHasher
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.step_thread import StepThread
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
@@ -131,7 +131,7 @@ def assemble(
     kv = KVManager(
         model.layout,
         size.num_blocks,
-        BlockHasher(derive_key(config.secret)),
+        BlockHasher(config.cache_key),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
     depth, threaded = choose_depth(config, model.device)

@@ -133,8 +133,9 @@ class ReplicaConfig(ReplicaSettings):
     profile_dir: str | None = None  # where profiles are written on request
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port: int = 0  # 0 = any free one
-    secret: bytes
     defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
+    # Of the block hash, the same for all replicas of a cluster: no argument of an actor, its rank receives it sealed.
+    cache_key: bytes = field(default=bytes(32), repr=False)
 
 
 class Rendezvous(Struct, frozen=True):

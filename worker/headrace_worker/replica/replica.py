@@ -4,6 +4,7 @@ import os
 import threading
 
 from headrace_proto.errors import EngineDeadError, HeadraceError
+from headrace_proto.identity import Identity
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.rendezvous import RendezvousHost
@@ -32,12 +33,17 @@ class Replica:
     def __init__(
         self,
         config: ReplicaConfig,
+        identity: Identity,
         rank: int = 0,
         report: Progress = ignore_progress,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """`recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder."""
+        """identity: of rank 0, which has the server; with its certificate before `start`.
+
+        `recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder.
+        """
         self._config = config
+        self._identity = identity
         self._rank = rank
         self._report = report
         self._recorder = recorder
@@ -72,7 +78,7 @@ class Replica:
             raise
 
     def _serve(self, team: Team | None) -> ReplicaStarted:
-        parts = (self._config, self._boot_id, self._report, team, self._profiler, self._recorder)
+        parts = (self._config, self._identity, self._boot_id, self._report, team, self._profiler, self._recorder)
         self._running = running = ServingRank(*parts)
         return running.started
 

@@ -1,5 +1,6 @@
 """Rank 0: the engine, the loop that drives it, and the gRPC server."""
 
+from headrace_proto.identity import Identity
 from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
@@ -25,6 +26,7 @@ class ServingRank:
     def __init__(
         self,
         config: ReplicaConfig,
+        identity: Identity,
         boot_id: bytes,
         report: Progress,
         team: Team | None = None,
@@ -40,7 +42,7 @@ class ServingRank:
         self._team = team
         self._ranks = assembly.ranks
         self._transfers = transfers = assembly.transfers
-        self._server = server = ReplicaServer(config.host, config.port, config.secret)
+        self._server = server = ReplicaServer(config.host, config.port, identity)
         try:
             self.loop = loop = EngineLoop(
                 assembly.engine, lambda done: server.call_soon(servicer.deliver, done), assembly.commands
@@ -55,7 +57,7 @@ class ServingRank:
                 config.host,
                 transfers.set_rendezvous_host,
             )
-            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, config.secret)
+            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, identity)
             address = server.start(servicer)
         except BaseException:
             server.stop()

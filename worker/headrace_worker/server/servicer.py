@@ -9,6 +9,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit
 from headrace_worker.assembly.loop import EngineLoop, StepReport
@@ -57,13 +58,13 @@ class Servicer(ReplicaServicer):
         start_chain: Callable[[bytes, str], PrefixChain],
         boot_id: bytes,
         pair_registry: PairRegistry,
-        secret: bytes,
+        identity: Identity,
     ) -> None:
         self._description = description
         self._loop = loop
         self._start_chain = start_chain
         self._cache = CacheEventHub(boot_id)
-        self._sources = TransferClient(pair_registry, secret)
+        self._sources = TransferClient(pair_registry, identity)
         facts = description.facts
         self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
         self._owners: dict[bytes, _RouterStream] = {}

@@ -10,8 +10,9 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
 from headrace_proto.duplex import run_duplex
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_proto.secret import secret_metadata
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.messages import FromSource, ToSource
@@ -33,9 +34,9 @@ _OPTIONS = (*LARGE_MESSAGES, *NO_PROXY, *OWN_CONNECTION)
 class TransferClient:
     """The streams to sources. For the server's event loop."""
 
-    def __init__(self, pair_registry: PairRegistry, secret: bytes) -> None:
+    def __init__(self, pair_registry: PairRegistry, identity: Identity) -> None:
         self._pair_registry = pair_registry
-        self._metadata = secret_metadata(secret)
+        self._identity = identity
         self._outgoing: dict[str, asyncio.Queue[ToSource]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -63,9 +64,9 @@ class TransferClient:
         opened: RendezvousHost | None = None
         try:
             opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
-            async with grpc.aio.insecure_channel(source, options=_OPTIONS) as channel:
+            async with self._identity.channel(source, Plane.REPLICA, _OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
-                await self._run_stream(source, stub.Transfer(metadata=self._metadata), opened)
+                await self._run_stream(source, stub.Transfer(), opened)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]

@@ -1,0 +1,193 @@
+"""The cluster's secrets: where they are read, who receives them, and how they are replaced while the cluster runs."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from cryptography import x509
+
+from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.view import ControllerSecrets
+from headrace_cluster.errors import SpecError
+from headrace_cluster.launch import running_cluster
+from headrace_cluster.launch.serve import Serve
+from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.ray.controller_actor import ControllerActor
+from headrace_cluster.ray.driver import RayDriver
+from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_proto import control_pb2, control_pb2_grpc
+from headrace_proto.authority import ClusterAuthority
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.errors import HeadraceError
+from headrace_proto.identity import Identity, seal
+from headrace_proto.plane import Certificate, Plane
+from headrace_proto.role import Role
+from support import identities
+from support.cluster.fake_driver import FakeDriver
+
+OLD, NEW = b"the first secret of a cluster", b"the second secret of a cluster"
+Eventually = Callable[..., Any]
+
+
+def test_secrets_are_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(OLD + b"\n")
+    secrets = ClusterSecrets(path)
+    assert secrets.current == (OLD,) and not secrets.reread()
+    path.write_bytes(NEW + b"\n" + OLD)
+    assert secrets.reread() and secrets.current == (NEW, OLD)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"short\n", "16 bytes"), (b"\n", "0 lines"), (b"\n".join([OLD, NEW, OLD]), "3 lines"), (None, "No such file")],
+)
+def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    secrets = ClusterSecrets(path)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecError, match=sentence):
+        secrets.reread()
+    assert secrets.current == (OLD,)
+    with pytest.raises(SpecError, match=sentence):
+        ClusterSecrets(path)
+
+
+def test_a_generated_secret_is_kept_in_a_private_file(tmp_path: Path) -> None:
+    secrets, path = ClusterSecrets(None), tmp_path / "kept"
+    assert not secrets.reread() and secrets.current != ClusterSecrets(None).current
+    secrets.save(path)
+    assert ClusterSecrets(path).current == secrets.current and path.stat().st_mode & 0o77 == 0
+    path.write_bytes(NEW)
+    assert secrets.reread() and secrets.current == (NEW,)
+
+
+def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: shown.append(words))
+    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    secrets = ClusterSecrets(path)
+    contents, seen = [OLD, NEW, b"short", b"short", NEW], []
+
+    def poll() -> Any:
+        seen.append(secrets.current)
+        if contents:
+            path.write_bytes(contents.pop(0))
+        return SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=len(seen) == 6)
+
+    ray, monitor, view = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=poll), SimpleNamespace()
+    running_cluster.RunningCluster(ray, monitor, None, secrets, view).watch(threading.Event())  # type: ignore[arg-type]
+    assert seen == [(OLD,), (OLD,), (NEW,), (NEW,), (NEW,), (NEW,)]
+    assert [words[0].partition(":")[0] for words in shown] == [
+        "the secret file has changed",
+        f"a secret in {path} is too short",
+    ]
+
+
+def test_no_argument_of_an_actor_has_a_secret(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    spec = parse_spec({"control": {"secret_file": str(path)}})
+    serve: Any = Serve(spec)
+    args = serve._controller_args(SimpleNamespace(link=SimpleNamespace(owned=True)), SimpleNamespace(path=tmp_path))
+    authority = ClusterAuthority((OLD,))
+    driver = RayDriver(spec, lambda: authority, "127.0.0.1")
+    config = driver._config(ReplicaName("smollm2-0", 1), spec.models[0], Role.BOTH, 1)
+    for argument in (msgspec.msgpack.encode(args), msgspec.msgpack.encode(config)):
+        for secret in (OLD, serve._record.state.admin_key.encode(), authority.cache_key, authority.tenant_key):
+            assert secret not in argument
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> ControllerActor:
+    """Without Ray; it has not been opened."""
+    spec = parse_spec({})
+    serve: Any = Serve(spec)
+    args = serve._controller_args(SimpleNamespace(link=SimpleNamespace(owned=True)), SimpleNamespace(path=tmp_path))
+    return ControllerActor(msgspec.msgpack.encode(msgspec.structs.replace(args, log_folder="")))
+
+
+def test_a_controller_receives_its_secrets_sealed(actor: ControllerActor) -> None:
+    async def run() -> None:
+        request = await actor.request()
+        for secrets in ((OLD,), (NEW, OLD)):
+            given = ControllerSecrets(secrets=secrets, admin_key="an admin key")
+            sealed = seal(request, msgspec.msgpack.encode(given))
+            assert OLD not in sealed and b"an admin key" not in sealed
+            await actor.use_secrets(sealed)
+            assert actor._authority() == ClusterAuthority(secrets)
+            assert actor._identity.certificate.authorities == ClusterAuthority(secrets).fingerprints
+        with pytest.raises(HeadraceError, match="made for another process"):
+            await actor.use_secrets(seal(Identity().request, b""))
+
+    asyncio.run(run())
+
+
+def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    async def run() -> None:
+        supervisor = Supervisor(parse_spec({"models": [{"replicas": 2}]}), driver, Membership(), identity)
+        supervisor.start()
+        await eventually(lambda: supervisor.reconciler.ready and len(driver.admissions) == 2)
+        driver.errors["admit"].append(RuntimeError("no reply"))
+        supervisor.renew_certificates()
+        await eventually(lambda: len(driver.admissions) == 4)
+        assert sorted(driver.admissions) == sorted(2 * [ReplicaName(f"smollm2-{place}", 1) for place in range(2)])
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
+    old, both = identities.authority((OLD,)), identities.authority((NEW, OLD))
+    valid = [old]
+
+    async def run() -> None:
+        controller, router = Identity(), identities.member(Plane.ROUTER, old, "router-7")
+        controller.install(old.certify(controller.request, Plane.CONTROLLER, "c"))
+        server, port = await start_control_server(Membership(), controller, lambda: valid[0], "127.0.0.1", 0)
+        address = f"127.0.0.1:{port}"
+        async with router.channel(address, Plane.CONTROLLER, NO_PROXY) as channel:
+            stub: Any = control_pb2_grpc.ControlStub(channel)
+            reply = await stub.Report(control_pb2.RouterReport(router_id="router-7"))
+            assert not router.is_due(reply.authorities)
+            valid[0] = both
+            reply = await stub.Report(control_pb2.RouterReport(router_id="router-7"))
+            assert router.is_due(reply.authorities)
+            made = await stub.Renew(control_pb2.RenewRequest(certificate_request=router.request))
+            router.install(Certificate(made.chain, made.trust, tuple(made.authorities), made.renew_seconds))
+            assert not router.is_due(reply.authorities)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Renew(control_pb2.RenewRequest(certificate_request=b"nonsense"))
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        chain = x509.load_pem_x509_certificate(router.certificate.chain.encode())
+        assert chain.subject.rfc4514_string() == "CN=router-7"
+        names = chain.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert names.get_values_for_type(x509.DNSName) == [Plane.ROUTER.dns_name]
+        replica = identities.member(Plane.REPLICA, old)
+        async with replica.channel(address, Plane.CONTROLLER, NO_PROXY) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await control_pb2_grpc.ControlStub(channel).Renew(  # type: ignore[misc]
+                    control_pb2.RenewRequest(certificate_request=replica.request)
+                )
+            assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        await server.stop(0)
+
+    asyncio.run(run())
