@@ -87,11 +87,19 @@ class ClusterAuthority:
             .sign(root.key, hashes.SHA256())
         )
         return Certificate(
-            chain=_pem(certificate),
+            chain=_pem(certificate) + self._cross_certificates,
             trust=self.trust,
             authorities=self.fingerprints,
             renew_seconds=RENEW_SECONDS,
         )
+
+    @cached_property
+    def _cross_certificates(self) -> str:
+        """The root that signs, certified by the other ones: a process that was cut off while the secret changed, and
+        trusts only these, can verify the controller and then renew.
+        """
+        signing, *others = self._roots
+        return "".join(_root_certificate(signing, issuer, path_length=0) for issuer in others)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterAuthority) and compare_digest(
@@ -115,19 +123,25 @@ class _Root:
         self.fingerprint = blake3(encoded).digest(16)
         # A name of its own: verifiers look for the issuer of a certificate by name.
         self.subject = _common_name(f"headrace authority {self.fingerprint.hex()}")
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(self.subject)
-            .issuer_name(self.subject)
-            .public_key(public)
-            .serial_number(1)
-            .not_valid_before(_ALWAYS[0])
-            .not_valid_after(_ALWAYS[1])
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .sign(self.key, hashes.SHA256())
-        )
-        self.certificate = _pem(certificate)
+        self.certificate = _root_certificate(self, self, path_length=1)
+
+
+def _root_certificate(root: _Root, issuer: _Root, path_length: int) -> str:
+    """path_length: authorities that may follow it in a chain."""
+    public = root.key.public_key()
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(root.subject)
+        .issuer_name(issuer.subject)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_ALWAYS[0])
+        .not_valid_after(_ALWAYS[1])
+        .add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(issuer.key, hashes.SHA256())
+    )
+    return _pem(certificate)
 
 
 def _requested_key(request: bytes) -> ec.EllipticCurvePublicKey:

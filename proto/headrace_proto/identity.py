@@ -84,8 +84,18 @@ class Identity:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a server that accepts members of the cluster only; `PlaneInterceptor` decides which of them."""
+        used = self.certificate
+
+        def changed_configuration() -> Any:
+            """For each handshake; None: the configuration from before. Strangers can cause it: it is cheap."""
+            nonlocal used
+            if used is (current := self.certificate):
+                return None
+            used = current
+            return self._server_configuration(current)
+
         return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(), self._server_configuration, require_client_authentication=True
+            self._server_configuration(used), changed_configuration, require_client_authentication=True
         )
 
     def channel(self, address: str, peer: Plane, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
@@ -117,8 +127,7 @@ class Identity:
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         return self._key.private_bytes(*form).decode()
 
-    def _server_configuration(self) -> Any:
-        certificate = self.certificate
+    def _server_configuration(self, certificate: Certificate) -> Any:
         pair = (self._key_pem.encode(), certificate.chain.encode())
         return grpc.ssl_server_certificate_configuration([pair], certificate.trust.encode())
 

@@ -210,6 +210,29 @@ def test_rotation_needs_no_restart_and_no_new_connection() -> None:
     asyncio.run(run())
 
 
+def test_a_process_that_was_cut_off_during_a_rotation_still_verifies_the_others() -> None:
+    """It trusts the old authority only; otherwise it could not reach the controller to renew."""
+    old, both, new = authority(), authority((OTHER, SECRET)), authority((OTHER,))
+
+    async def run() -> None:
+        router = member(Plane.ROUTER, old)
+        async with _Served(member(Plane.REPLICA, both)) as served:
+            assert await _call(router, served.address, "Describe") is grpc.StatusCode.OK
+            assert await _call(member(Plane.ROUTER, new), served.address, "Describe") is grpc.StatusCode.OK
+        async with _Served(member(Plane.REPLICA, new)) as served:
+            assert await _call(router, served.address, "Describe") in REFUSED
+
+    asyncio.run(run())
+
+
+def test_a_member_cannot_certify_others() -> None:
+    """A leaf is no authority, whatever its chain contains."""
+    inner = member(Plane.ROUTER)
+    chain = x509.load_pem_x509_certificate(inner.certificate.chain.encode())
+    constraints = chain.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert constraints.critical and not constraints.value.ca
+
+
 def test_a_certificate_is_due_after_a_third_of_its_life() -> None:
     now, issued = 1000.0, authority()
     router = Identity(clock=lambda: now)

@@ -20,9 +20,10 @@ class ClusterSecrets:
         self.current = _read(path) if path is not None else (secrets.token_hex(32).encode(),)
 
     def save(self, path: Path) -> None:
-        """Keeps generated secrets in a private file. Raises StateError."""
-        write_private(path, "".join(f"{secret.decode()}\n" for secret in self.current))
-        self._path = path
+        """Keeps generated secrets in a private file, unless they are from there. Raises StateError."""
+        if path != self._path:
+            write_private(path, "".join(f"{secret.decode()}\n" for secret in self.current))
+            self._path = path
 
     def reread(self) -> bool:
         """Whether the file has other secrets than before, which are `current` then. Raises SpecError."""
