@@ -48,12 +48,13 @@ class Identity:
 
     @classmethod
     def restore(cls, saved: bytes) -> "Identity":
-        """The inverse of `save`."""
+        """The inverse of `save`. Its certificate is due at once: its age is not known."""
         decoded = msgspec.msgpack.decode(saved, type=_Saved)
         key = serialization.load_pem_private_key(decoded.key.encode(), password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         identity = cls(key)
         identity.install(decoded.certificate)
+        identity._renew_at = identity._clock()
         return identity
 
     def save(self) -> bytes:
@@ -80,7 +81,7 @@ class Identity:
 
     def is_due(self, authorities: Sequence[bytes]) -> bool:
         """Whether another certificate is needed. authorities: the fingerprints of those that are valid now."""
-        return self.certificate.authorities != tuple(authorities) or self._clock() > self._renew_at
+        return self.certificate.authorities != tuple(authorities) or self._clock() >= self._renew_at
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a server that accepts members of the cluster only; `PlaneInterceptor` decides which of them."""

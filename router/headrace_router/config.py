@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
@@ -88,6 +89,7 @@ class RouterConfig(RouterSettings):
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
     credentials: SecretBytes = Field(description="encoded RouterCredentials: what makes it a member of its cluster")
+    credentials_file: Path | None = Field(default=None, description="where renewed ones are kept; none = in memory")
     router_id: str = Field(default_factory=new_router_id)
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()

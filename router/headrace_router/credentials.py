@@ -1,12 +1,23 @@
 """What a router needs to be a member of its cluster."""
 
+import contextlib
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Self
 
 import msgspec
+from cryptography import x509
 
 from headrace_proto.authority import ClusterAuthority
+from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
+
+
+class CredentialsError(HeadraceError):
+    """A file with a router's credentials cannot be used."""
 
 
 class RouterCredentials(msgspec.Struct, frozen=True):
@@ -24,8 +35,38 @@ class RouterCredentials(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
-        """Raises msgspec.ValidationError."""
+        """Raises msgspec.MsgspecError."""
         return msgspec.msgpack.decode(encoded, type=cls)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a file that nobody else can read. Raises CredentialsError."""
+        try:
+            if path.stat().st_mode & 0o007:
+                raise CredentialsError(f"other users can read the credentials in {path}: chmod 600 {path}")
+            credentials = cls.decode(path.read_bytes())
+            chain = Identity.restore(credentials.identity).certificate.chain
+        except OSError as error:
+            raise CredentialsError(f"the credentials in {path} cannot be read: {error.strerror}") from error
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise CredentialsError(
+                f"{path} has no credentials of a router: `headrace credentials` makes them"
+            ) from error
+        if x509.load_pem_x509_certificate(chain.encode()).not_valid_after_utc < datetime.now(UTC):
+            raise CredentialsError(f"the credentials in {path} have expired: make others with `headrace credentials`")
+        return credentials
+
+    def write(self, path: Path) -> None:
+        """To a file that only its owner can read, atomically. Raises OSError."""
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.encode())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def encode(self) -> bytes:
         """The inverse of `decode`."""

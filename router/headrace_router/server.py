@@ -55,7 +55,7 @@ class RouterServer:
         self.http_port = 0
         self.grpc_port = 0
         self.metrics_port = 0  # of an address of its own; 0 = it has none
-        credentials = RouterCredentials.decode(config.credentials.get_secret_value())
+        self._credentials = credentials = RouterCredentials.decode(config.credentials.get_secret_value())
         self._identity = Identity.restore(credentials.identity)
         metrics = RouterMetrics()
 
@@ -174,9 +174,21 @@ class RouterServer:
         config = self.config
         self.services.fleet.update(static_list(config.members))
         if config.controller is not None:
-            watch = watch_controller(config.controller, self.info(), self._identity, self.services.fleet)
+            watch = watch_controller(
+                config.controller, self.info(), self._identity, self.services.fleet, self._keep_credentials
+            )
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))
+
+    def _keep_credentials(self) -> None:
+        """For the next start: those in the file expire."""
+        path = self.config.credentials_file
+        if path is None:
+            return
+        try:
+            RouterCredentials(self._identity.save(), self._credentials.tenant_key).write(path)
+        except OSError as error:
+            log.warning("the renewed credentials are not kept", file=str(path), reason=error.strerror)
 
     async def _until_ready(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -1,8 +1,9 @@
 """The cluster's secrets: where they are read, who receives them, and how they are replaced while the cluster runs."""
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from cryptography import x509
 
+from headrace_cluster.cli.router import write_credentials
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
@@ -31,11 +33,27 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity, seal
 from headrace_proto.plane import Certificate, Plane
 from headrace_proto.role import Role
+from headrace_router.credentials import RouterCredentials
 from support import identities
 from support.cluster.fake_driver import FakeDriver
 
 OLD, NEW = b"the first secret of a cluster", b"the second secret of a cluster"
 Eventually = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def private_files() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    path.chmod(0o644)
+    with pytest.raises(SpecError, match="chmod 600"):
+        ClusterSecrets(path)
 
 
 def test_secrets_are_lines_of_a_file(tmp_path: Path) -> None:
@@ -72,6 +90,17 @@ def test_a_generated_secret_is_kept_in_a_private_file(tmp_path: Path) -> None:
     assert ClusterSecrets(path).current == secrets.current and path.stat().st_mode & 0o77 == 0
     path.write_bytes(NEW)
     assert secrets.reread() and secrets.current == (NEW,)
+
+
+def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path) -> None:
+    path, secret_file = tmp_path / "credentials", tmp_path / "secret"
+    secret_file.write_bytes(OLD)
+    write_credentials(path, secret_file)
+    made = RouterCredentials.read(path)
+    assert OLD not in path.read_bytes()
+    assert Identity.restore(made.identity).certificate.authorities == identities.authority((OLD,)).fingerprints
+    with pytest.raises(SpecError, match="cannot be written"):
+        write_credentials(tmp_path / "no folder" / "credentials", secret_file)
 
 
 def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(

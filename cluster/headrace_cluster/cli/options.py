@@ -61,7 +61,8 @@ def takes_settings(
             command({name: value for name, value in given.items() if value is not None}, **arguments)
 
         parameters = [*map(_parameter, chosen), *own]
-        parameters.sort(key=lambda parameter: parameter.name not in ("model", "config"))
+        required = inspect.Parameter.empty
+        parameters.sort(key=lambda each: (each.default is not required, each.name not in ("model", "config")))
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

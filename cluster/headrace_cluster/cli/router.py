@@ -2,31 +2,52 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from pydantic import SecretBytes
+
+from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.router_process import EXIT_CONFIG, admitted, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
+from headrace_proto.authority import ClusterAuthority
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
-from headrace_router.config import RouterConfig
+from headrace_router.config import RouterConfig, new_router_id
+from headrace_router.credentials import RouterCredentials
 
 
-def run_router(spec: ClusterSpec, controller: str) -> int:
-    """Runs until SIGTERM. Raises HeadraceError."""
-    from headrace_cluster.errors import SpecError
-
-    if spec.control.secret_file is None:
+def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> int:
+    """Runs until SIGTERM. credentials: a file of `write_credentials`. Raises HeadraceError."""
+    config = router_config(spec, controller)
+    if credentials is not None:
+        found = SecretBytes(RouterCredentials.read(credentials).encode())
+        config = config.model_copy(update={"credentials": found, "credentials_file": credentials})
+    elif spec.control.secret_file is not None:
+        config = admitted(config, ClusterSecrets(spec.control.secret_file))
+    else:
         raise SpecError(
-            "a router needs the cluster's secret: --secret-file FILE "
+            f"a router needs credentials: --credentials FILE, made by `{program_name()} credentials`, or --secret-file "
             f"(`{program_name()} controller` shows the path of its own)"
         )
     if not port_of(controller):
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
-    return _run()(admitted(router_config(spec, controller), ClusterSecrets(spec.control.secret_file)))
+    return _run()(config)
+
+
+def write_credentials(path: Path, secret_file: Path | None) -> None:
+    """Makes the credentials of one router, for a machine that is not to have the secret. Raises SpecError."""
+    if secret_file is None:
+        raise SpecError("credentials are made from the cluster's secret: --secret-file FILE")
+    authority = ClusterAuthority(ClusterSecrets(secret_file).current)
+    try:
+        RouterCredentials.issue(authority, new_router_id()).write(path)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def run_from_stdin(parent: int) -> int:
@@ -37,7 +58,8 @@ def run_from_stdin(parent: int) -> int:
         config = decode_config(sys.stdin.read())
     except (ValueError, KeyError):
         print(
-            f"headrace: --config-stdin is for `{program_name()} serve`; use --controller and --secret-file",
+            f"headrace: --config-stdin is for `{program_name()} serve`; otherwise pass --controller, and "
+            "--credentials or --secret-file",
             file=sys.stderr,
         )
         return EXIT_CONFIG

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -39,15 +40,24 @@ def static_list(members: tuple[StaticMember, ...]) -> MemberList:
     )
 
 
-async def watch_controller(address: str, info: RouterInfo, identity: Identity, fleet: Fleet[ModelCard]) -> None:
-    """Watches until cancelled. While the controller is unreachable the last list stays in use."""
+async def watch_controller(
+    address: str,
+    info: RouterInfo,
+    identity: Identity,
+    fleet: Fleet[ModelCard],
+    on_renewal: Callable[[], None] = lambda: None,
+) -> None:
+    """Watches until cancelled. While the controller is unreachable the last list stays in use.
+
+    on_renewal: called when the identity has another certificate.
+    """
     backoff = FIRST_BACKOFF
     warned = False
     while True:
         try:
             async with identity.channel(address, Plane.CONTROLLER, (*NO_PROXY, *OWN_CONNECTION)) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, identity, fleet))
+                report = asyncio.create_task(_report(stub, info.id, identity, fleet, on_renewal))
                 try:
                     async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
@@ -68,7 +78,9 @@ async def watch_controller(address: str, info: RouterInfo, identity: Identity, f
         backoff = min(2 * backoff, LAST_BACKOFF)
 
 
-async def _report(stub: Any, router_id: str, identity: Identity, fleet: Fleet[ModelCard]) -> None:
+async def _report(
+    stub: Any, router_id: str, identity: Identity, fleet: Fleet[ModelCard], on_renewal: Callable[[], None]
+) -> None:
     """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call.
 
     Its replies show when this router needs another certificate.
@@ -78,6 +90,7 @@ async def _report(stub: Any, router_id: str, identity: Identity, fleet: Fleet[Mo
             reply = await stub.Report(fleet.report(router_id), timeout=REPORT_SECONDS)
             if identity.is_due(reply.authorities):
                 await _renew(stub, identity)
+                on_renewal()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return

@@ -59,14 +59,9 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         if self.config.model == "crash":
             os._exit(9)
         self.report("loading nothing", 0.5)
-        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
-        replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_secure_port(
-            f"{self.config.host}:{self.config.port}", self._identity.server_credentials()
-        )
-        self._server.start()
+        address = self._listen() if self.rank == 0 else ""
         return ReplicaStarted(
-            address=f"{self.config.host}:{port}",
+            address=address,
             boot_id=self.boot_id,
             pid=os.getpid(),
             device="cpu",
@@ -82,6 +77,15 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             weight_bytes=1 << 20,
             notes=[f"threads asked for: {self.config.cpu_threads}"],
         )
+
+    def _listen(self) -> str:
+        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
+        replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
+        port = self._server.add_secure_port(
+            f"{self.config.host}:{self.config.port}", self._identity.server_credentials()
+        )
+        self._server.start()
+        return f"{self.config.host}:{port}"
 
     def wait(self) -> None:
         """Blocks until stop() or die()."""
