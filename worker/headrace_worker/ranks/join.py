@@ -10,6 +10,7 @@ from headrace_worker.comm import shared_memory
 from headrace_worker.comm.communicators import DeviceCommunicator, OrderedCommunicator
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import device_group, host_group
+from headrace_worker.comm.interface import restrict_nccl
 from headrace_worker.comm.parallel_context import Communicator, ParallelContext, SingleRank
 from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
 from headrace_worker.comm.topology import Topology
@@ -40,6 +41,8 @@ def _join(
     rank, size = topology.rank, topology.size
     store = join_rendezvous(rendezvous, rank, size, detector, opened)
     device = _bind_device(choose_device(config.device), rank)
+    if device.type == "cuda":
+        restrict_nccl(config.host)
     host = host_group(store, "host", config.host, rank, size, detector)
     pipe = host
     if device.type == "cuda" and topology.pp > 1:
