@@ -51,6 +51,7 @@ class Socket:
     address: str
     port: int
     process: str
+    pid: int
 
 
 class Serve:
@@ -129,8 +130,11 @@ class Serve:
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN:
                         address = connection.laddr.ip.removeprefix("::ffff:")
-                        found.append(Socket(address, connection.laddr.port, _title(process)))
+                        found.append(Socket(address, connection.laddr.port, _title(process), process.pid))
         return found
+
+    def running_pids(self) -> set[int]:
+        return {pid for pid, process in self.processes.items() if _alive(process)}
 
     def memory(self, pid: int) -> int:
         """Resident bytes of one of its processes."""

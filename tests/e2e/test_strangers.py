@@ -1,0 +1,84 @@
+"""Every listening socket of a cluster is in docs/sockets.md, and bytes of strangers do no harm at any of them."""
+
+import contextlib
+import random
+import re
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from support.e2e.headrace_process import Serve
+from support.e2e.pinned_stream import PinnedStream
+
+TABLE = Path(__file__).parents[2] / "docs" / "sockets.md"
+TOKENS = 160
+BODY = {"model": "smollm2", "prompt": [504, 3575, 282], "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def _hello() -> bytes:
+    """The first bytes of a TLS client."""
+    sent = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return sent.read()
+
+
+STRANGERS = {
+    "random": random.Random(0).randbytes(4096),
+    "HTTP": b"GET / HTTP/1.1\r\nhost: stranger.example\r\n\r\n",
+    "TLS": _hello(),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff" * 64,
+    "garbage": b"\xff" * (1 << 20),
+}
+
+
+def _owners() -> Counter[str]:
+    """How many sockets each process of the table may have."""
+    rows = re.findall(r"^\| [^|]+ \| `([^`|]+)`", TABLE.read_text(), re.MULTILINE)
+    return Counter(rows)
+
+
+def _owner(process: str, owners: Counter[str]) -> str:
+    return next((name for name in owners if name in process), "")
+
+
+def _send(port: int, sent: bytes) -> None:
+    with socket.socket() as stranger, contextlib.suppress(OSError):
+        stranger.settimeout(1)
+        stranger.connect(("127.0.0.1", port))
+        stranger.sendall(sent)
+        stranger.settimeout(0.3)
+        stranger.recv(4096)
+
+
+def test_every_socket_is_in_the_table_and_no_bytes_do_harm(
+    server: Serve, eventually: Callable[[Callable[[], bool], float, str], None]
+) -> None:
+    owners = _owners()
+    listening = server.listening()
+    assert {entry.address for entry in listening} == {"127.0.0.1"}
+    unlisted = [entry.process for entry in listening if not _owner(entry.process, owners)]
+    assert not unlisted, "add their sockets to docs/sockets.md"
+    per_process = Counter((entry.pid, _owner(entry.process, owners)) for entry in listening)
+    assert not [pair for pair, count in per_process.items() if count > owners[pair[1]]], "more sockets than rows"
+
+    beside = PinnedStream(server.url)
+    beside.body = BODY
+    beside.start()
+    eventually(lambda: beside.events > 2, 60, "that the stream runs")
+    with ThreadPoolExecutor(8) as strangers:
+        work = [strangers.submit(_send, entry.port, sent) for entry in listening for sent in STRANGERS.values()]
+        for each in work:
+            each.result()
+    assert beside.is_alive(), "too fast for this test: raise TOKENS"
+    beside.join(120)
+    assert (beside.failure, beside.finished) == ("", True)
+    assert {entry.port for entry in listening} <= {entry.port for entry in server.listening()}, (
+        "all of them still listen"
+    )
+    assert {entry.pid for entry in listening} <= server.running_pids()
+    assert "Traceback" not in server.stderr_text
