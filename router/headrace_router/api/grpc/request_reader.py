@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from headrace_router.core.errors import RequestTimeoutError
 from headrace_router.core.limits import Limits
@@ -47,6 +48,10 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(
                 self._stream(handler), response_serializer=handler.response_serializer
             )
+        if handler.stream_stream is not None and handler.request_deserializer is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._both(handler), response_serializer=handler.response_serializer
+            )
         return handler
 
     def _unary(self, handler: Any) -> Any:
@@ -69,11 +74,30 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _both(self, handler: Any) -> Any:
+        async def parsed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            async for data in requests:
+                yield await _parse(handler, data, context)
+
+        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+            async for response in handler.stream_stream(parsed(requests, context), context):
+                yield response
+
+        return call
+
     async def _read(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> Any:
         try:
             data = await read_request(requests, self._seconds)
         except RequestTimeoutError as error:
             return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, error.message)
-        if len(data) > SMALL_BYTES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this request may have {SMALL_BYTES} bytes")
+        return await _parse(handler, data, context)
+
+
+async def _parse(handler: Any, data: bytes, context: Any) -> Any:
+    """A small request; the call ends with an error if the bytes are none, for which gRPC would log a traceback."""
+    if len(data) > SMALL_BYTES:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this request may have {SMALL_BYTES} bytes")
+    try:
         return handler.request_deserializer(data)
+    except DecodeError:
+        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of this method")
