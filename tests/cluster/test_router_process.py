@@ -56,8 +56,14 @@ def test_a_config_is_equal_after_the_pipe(config: RouterConfig) -> None:
 
 
 def test_a_router_that_dies_is_restarted_and_stops_in_order(
-    config: RouterConfig, router: RouterProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: RouterConfig,
+    router: RouterProcess,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('a module of the folder in which it was started')")
     router.start()
     _until_listening(config.port)
     assert router.watch(may_restart=True) == ""

@@ -31,7 +31,7 @@ case "$*" in
       echo "  Downloading https://host/whl/torch-2.13.0-cp311.whl (184.1 MB)"
     fi
     sleep "${FAKE_SLOW:-0}"; rm -rf "$TMPDIR"/pip-unpack-* ;;
-  *"-m headrace_cluster"*) shift 2; echo "ran $*" ;;
+  *"-P -m headrace_cluster"*) shift 3; echo "ran $*" ;;
   *importlib.metadata*) exit 1 ;;
   *sys.version_info*) ;;
   *print*) echo fake 3.11 ;;

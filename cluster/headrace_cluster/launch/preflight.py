@@ -67,7 +67,7 @@ class Preflight:
 
 def _start(configs: Sequence[ReplicaConfig]) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
+        [sys.executable, "-P", "-m", _MODULE],  # no module of this folder
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

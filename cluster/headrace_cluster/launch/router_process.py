@@ -97,7 +97,9 @@ class RouterProcess:
         """Starts the process under a new id; the controller lists it once it serves."""
         self._config = admitted(self._config.model_copy(update={"router_id": new_router_id()}), self._secrets)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
-        command = [sys.executable, "-m", "headrace_cluster", "router", "--config-stdin", "--parent", str(os.getpid())]
+        # -P: no module of this folder, which may be anybody's.
+        program = [sys.executable, "-P", "-m", "headrace_cluster"]
+        command = [*program, "router", "--config-stdin", "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr(), start_new_session=True
         )
