@@ -16,7 +16,16 @@ _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (inst
 
 
 HERE = Path(__file__).parent
-PROCESSES = ("death", "guided_ranks", "process_oracle", "process_requests", "recorded_ranks", "rendezvous", "transfers")
+PROCESSES = (
+    "death",
+    "guided_ranks",
+    "loaded_facts",
+    "process_oracle",
+    "process_requests",
+    "recorded_ranks",
+    "rendezvous",
+    "transfers",
+)
 CI = (  # files and folders of tests that take tens of seconds: most start or kill servers or ranks
     "e2e/test_controller_restart.py",
     "e2e/test_process_failures.py",

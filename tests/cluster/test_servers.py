@@ -169,7 +169,7 @@ def test_the_run_ends_after_rays_logs_are_in_its_folder(
     kept: list[bool] = []
     monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
     monkeypatch.setattr("headrace_cluster.launch.serve.open_cleanup", lambda _spec: KeepingCleanup(tmp_path))
-    monkeypatch.setattr("headrace_cluster.launch.serve.check_start", lambda *_arguments, **_options: None)
+    monkeypatch.setattr("headrace_cluster.launch.serve.check_start", lambda spec, *_arguments, **_options: spec)
     monkeypatch.setattr("headrace_cluster.launch.serve.connect", connect)
     monkeypatch.setattr("headrace_cluster.launch.serve.add_log_file", lambda _config: None)
     monkeypatch.setattr(StopSignals, "install", lambda _signals: None)

@@ -1,6 +1,7 @@
 """Checks that end a start before Ray: each case in this process, with its sentence, and without torch."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
+from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import preflight, start_checks
 from headrace_cluster.launch.preflight import Preflight
 from headrace_cluster.launch.start_checks import check_start
@@ -34,6 +36,7 @@ from headrace_proto.private_file import PrivateFileError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.footprint import Footprint
+from headrace_worker.model.source import ModelSource, resolve
 
 PLAIN = Machine(cores=2, memory=16 << 30, gpus=0)
 FOOTPRINT = Footprint(CacheLayout(16, (CacheGroupSpec(0, (0, 1), 2, 16),), 4), 1000, 64)
@@ -118,6 +121,23 @@ def test_every_other_model_needs_the_child(folder: Path) -> None:
 def test_rejected_options_of_the_embedded_model(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     sentence = rejection(spec(fields))
     assert all(word in sentence for word in words), sentence
+
+
+def test_a_revision_of_the_hub_is_pinned_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch that moves while ranks start, or before one is repaired, is no other model for them."""
+    commits = iter(["first", "second", "third"])
+
+    def resolve_fake(source: str, load_format: str, revision: str | None) -> ModelSource:
+        found = resolve(str(folder), load_format)
+        return found if source != "acme/model" else dataclasses.replace(found, commit=revision or next(commits))
+
+    monkeypatch.setattr(start_checks, "resolve", resolve_fake)
+    models = ({"source": "acme/model", "name": "hub", "tp": 2}, {"source": str(folder), "name": "local"})
+    pinned = check_start(spec(*models), lambda stage: None, print, with_router=False)
+    assert [model.revision for model in pinned.models] == ["first", None]
+    assert {config.revision for config in FakePreflight.checked if config.source == "acme/model"} == {"first"}
+    assert replica_config(pinned.models[0], replica_id="r", secret=b"").revision == "first"
+    assert check_start(pinned, lambda stage: None, print, with_router=False) == pinned
 
 
 def test_the_error_names_a_damaged_file_and_with_several_models_the_model(folder: Path) -> None:

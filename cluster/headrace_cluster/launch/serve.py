@@ -139,7 +139,7 @@ class Serve:
         show_message(starting(self._spec.models))
         self._record.save(cleanup)
         with start_display(self._spec.logs.format) as display:
-            check_start(
+            self._spec = check_start(
                 self._spec,
                 lambda stage: display.update("model", stage, 0.0),
                 lambda warning: show_message(warning, "warning"),

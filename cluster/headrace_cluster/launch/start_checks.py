@@ -50,17 +50,24 @@ _UNRELATED = {
 
 def check_start(
     spec: ClusterSpec, report: Callable[[str], None], warn: Callable[[str], None], *, with_router: bool
-) -> None:
-    """Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start."""
-    models = spec.models
+) -> ClusterSpec:
+    """The spec with commits as revisions of the Hub's models: every rank loads these, also when it is repaired.
+
+    Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start.
+    """
     report("checking its files")
     check_tls(spec)
     if with_router:
         check_keys(spec)
     machine = this_machine() if spec.ray.address is None else None
     if machine is not None:
-        check_cpus(models, machine.cores)
-    builds = [build for model in models for build in _builds(spec, model, machine)]
+        check_cpus(spec.models, machine.cores)
+    sources = [_resolve(spec, model) for model in spec.models]
+    pinned = [_pinned(model, source) for model, source in zip(spec.models, sources, strict=True)]
+    spec = spec.model_copy(update={"models": tuple(pinned)})
+    builds = [
+        build for model, source in zip(pinned, sources, strict=True) for build in _builds(spec, model, source, machine)
+    ]
     checked = [build for build in builds if not build.is_plain]
     # Closed after an interrupt, too: it has a child process.
     with contextlib.closing(Preflight([(build.config, build.source.revision) for build in checked])) as preflight:
@@ -81,20 +88,30 @@ def check_start(
             with _prefix_errors(spec, build.model):
                 build.check_cache(need, footprint, machine)
     if machine is None:
-        return
+        return spec
     computing = [need.model for need in on_cpu.values()]
     threads = [excess_threads(model, machine.cores) for model in computing]
     for excess in (oversubscription(computing, machine.cores), *threads):
         if excess is not None:
             warn(excess)
+    return spec
 
 
-def _builds(spec: ClusterSpec, model: ModelSpec, machine: Machine | None) -> "list[_Build]":
+def _resolve(spec: ClusterSpec, model: ModelSpec) -> ModelSource:
+    with _prefix_errors(spec, model):
+        return resolve(model.source, model.load_format, model.revision)
+
+
+def _pinned(model: ModelSpec, source: ModelSource) -> ModelSpec:
+    """A branch or tag may move while ranks are started."""
+    return model if source.commit is None else model.model_copy(update={"revision": source.commit})
+
+
+def _builds(spec: ClusterSpec, model: ModelSpec, source: ModelSource, machine: Machine | None) -> "list[_Build]":
     with _prefix_errors(spec, model):
         device = model.device
         if machine is not None and machine.gpus is not None:
             device = "cuda" if gpus_per_rank(spec.models, model, machine.gpus, "this machine") else "cpu"
-        source = resolve(model.source, model.load_format, model.revision)
         shapes = {(pool.tp, pool.pp): pool for pool in model.pools}
         return [_Build(model, source, pool, device) for pool in shapes.values()]
 

@@ -117,5 +117,6 @@ def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = resolve("acme/model", revision="main")
-    assert (source.revision, source.kind) == ("0123abcd", "safetensors")
+    assert (source.revision, source.kind) == (source.commit, "safetensors") == ("0123abcd", "safetensors")
+    assert source.digest not in ("", source.revision)
     assert requested["revision"] == "main" and not any("bin" in p or p.endswith(".py") for p in requested["patterns"])

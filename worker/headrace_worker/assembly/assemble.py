@@ -26,6 +26,7 @@ from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledRunner
+from headrace_worker.ranks.loaded_facts import loaded_facts
 from headrace_worker.ranks.runner import MultiRankRunner
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
@@ -76,6 +77,8 @@ def assemble_part(
     if team is not None:
         use_device(team.device)
     model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
+    if team is not None:
+        team.check_equal(loaded_facts(config, model))
     max_model_len = request_limit(config.max_model_len, model.facts.max_positions)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     report("sizing the KV cache", 0.0)

@@ -5,7 +5,7 @@ revisions may share KV blocks and continue each other's streams, so it must chan
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -32,7 +32,9 @@ class ModelSource:
     path: Path  # the .gguf file (also for a dummy made from one), else the folder
     revision: str
     weights: tuple[Path, ...]  # safetensors or GGUF files; empty for dummy
+    digest: str  # of the content, whatever the revision is
     embedded: bool = False
+    commit: str | None = None  # of a Hub snapshot
 
     @property
     def is_gguf(self) -> bool:
@@ -112,8 +114,8 @@ def _from_file(name: str, path: Path, load_format: str, *, embedded: bool = Fals
         raise ModelSourceError(f"{name!r} is a GGUF file: use --load-format gguf or auto.")
     digest = content_digest([path])
     if load_format == "dummy":
-        return ModelSource(name, "dummy", path, f"dummy-{digest}", (), embedded)
-    return ModelSource(name, "gguf", path, digest, (path,), embedded)
+        return ModelSource(name, "dummy", path, f"dummy-{digest}", (), digest, embedded)
+    return ModelSource(name, "gguf", path, digest, (path,), digest, embedded)
 
 
 def _from_folder(name: str, folder: Path, load_format: str, revision: str | None = None) -> ModelSource:
@@ -127,9 +129,11 @@ def _from_folder(name: str, folder: Path, load_format: str, revision: str | None
     if not has_config:
         raise ModelSourceError(f"The folder {name!r} contains no config.json: it is not a Hugging Face model folder.")
     if load_format == "dummy":
-        return ModelSource(name, "dummy", folder, revision or f"dummy-{_folder_digest(folder, [])}", ())
+        digest = _folder_digest(folder, [])
+        return ModelSource(name, "dummy", folder, revision or f"dummy-{digest}", (), digest)
     weights = _weight_files(name, folder)
-    return ModelSource(name, "safetensors", folder, revision or _folder_digest(folder, weights), tuple(weights))
+    digest = _folder_digest(folder, weights)
+    return ModelSource(name, "safetensors", folder, revision or digest, tuple(weights), digest)
 
 
 def _folder_digest(folder: Path, weights: list[Path]) -> str:
@@ -188,4 +192,4 @@ def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSourc
             f"The Hugging Face Hub returned no model {wanted!r} ({type(error).__name__}): check its name, "
             f"and set HF_TOKEN if it is private or gated. {hint}"
         ) from error
-    return _from_folder(source, folder, load_format, revision=folder.name)
+    return replace(_from_folder(source, folder, load_format, revision=folder.name), commit=folder.name)

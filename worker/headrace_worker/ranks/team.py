@@ -1,17 +1,22 @@
 """The connections of a rank to its replica's ranks."""
 
+import contextlib
 import hashlib
+import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import Group
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.comm.rendezvous import RendezvousStore
 from headrace_worker.comm.store_all_gather import StoreAllGather
 from headrace_worker.comm.topology import Topology
+from headrace_worker.ranks.loaded_facts import RanksDifferError, describe_difference
 
 
 class Team:
@@ -54,6 +59,15 @@ class Team:
     def new_all_gather(self, name: str) -> StoreAllGather:
         """A sequence of all-gathers beside `gather_all`, for another thread; all ranks create it once."""
         return StoreAllGather(self.store, name, self.topology.rank, self.topology.size)
+
+    def check_equal(self, facts: Mapping[str, str]) -> None:
+        """Raises RanksDifferError on every rank, unless all have the same facts; RankLostError when one is lost."""
+        gather = self.new_all_gather("facts")
+        found = [json.loads(text) for text in gather.gather(json.dumps(dict(facts)))]
+        if difference := describe_difference(found):
+            with contextlib.suppress(RankLostError):  # of the first one that ends, when all have read the facts
+                gather.gather("")
+            raise RanksDifferError(difference)
 
     def local_ranks(self) -> int:
         """How many ranks share this one's memory, itself included."""

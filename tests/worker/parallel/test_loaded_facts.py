@@ -1,0 +1,77 @@
+"""Ranks that have not loaded the same do not serve: each one ends with a sentence that names what differs."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.ranks.loaded_facts import describe_difference, loaded_facts
+from support.ranks.small_replica import SMALL
+
+
+def test_equal_facts_have_no_difference() -> None:
+    assert describe_difference([{"revision": "a", "layout": "b"}] * 3) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["a", "a", "b"], ["rank 2 has another revision (b, not a)"]),
+        (["b", "a", "a"], ["rank 0 has another revision (b, not a)"]),
+        (["a", "b"], ["rank 1 has another revision (b, not a)"]),
+        (["a", "b", "a", "c"], ["rank 1 has another revision (b, not a)", "rank 3 has another revision (c, not a)"]),
+        (["a", "b", "a", None], ["rank 1 has", "rank 3 has another revision (unknown, not a)"]),
+        ([str(rank) for rank in range(20)], ["rank 1 has", "and 15 more"]),
+    ],
+)
+def test_the_ranks_that_differ_are_named(values: list[str | None], expected: list[str]) -> None:
+    sentence = describe_difference([{} if value is None else {"revision": value} for value in values])
+    assert all(part in sentence for part in expected), sentence
+    assert len(sentence) < 1000
+
+
+def change_a_weight(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+
+
+def test_a_changed_file_is_another_content(
+    save_tiny: Any, replica_config: Any, load_ranks: Any, tmp_path: Path
+) -> None:
+    """Also for a model of the Hub, whose revision is a commit; the part of the model makes no difference."""
+    folder = tmp_path / "copy"
+    shutil.copytree(save_tiny("llama"), folder)
+
+    def facts() -> list[dict[str, str]]:
+        config, models = replica_config(folder, tp=2), load_ranks(folder, 2, 1)[0]
+        for model in models:
+            model.source = replace(model.source, revision="a commit")
+        return [loaded_facts(config, model) for model in models]
+
+    first = facts()
+    assert describe_difference(first) == ""
+    change_a_weight(folder)
+    assert "rank 1 has another content of the model's files" in describe_difference([first[0], facts()[1]])
+
+
+def test_every_rank_ends_and_names_the_difference(
+    save_tiny: Any, replica_config: Any, fork_server: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(save_tiny("llama"), folder)
+    change_a_weight(folder)
+    config = replica_config(save_tiny("llama"), tp=2, **SMALL)
+    first = fork_server.start(config, 0, None)
+    opened = bytes.fromhex(fork_server.wait_for(first, "rendezvous", 20))
+    rendezvous = msgspec.msgpack.decode(opened, type=Rendezvous)
+    second = fork_server.start(replace(config, source=str(folder)), 1, rendezvous)
+    for pid in (first, second):
+        outcome = fork_server.ended(pid, 60)
+        assert outcome.startswith("RanksDifferError: ") and "rank 1 has another content of" in outcome, outcome
+        assert str(folder) not in outcome
