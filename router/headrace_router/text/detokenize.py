@@ -60,7 +60,7 @@ class TokenTable:
         if piece is None:
             return b""
         if self._byte_level:
-            mapping = _byte_of_char()
+            mapping = byte_of_char()
             try:
                 return bytes(mapping[char] for char in piece)
             except KeyError:
@@ -113,7 +113,7 @@ class _General:
 
 
 @lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
+def byte_of_char() -> dict[str, int]:
     """The characters that represent the 256 bytes in byte-level vocabularies.
 
     Printable Latin-1 bytes map to themselves; the others, in order, map to characters from U+0100 on (GPT-2's scheme).

@@ -15,6 +15,7 @@ from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.text_encoder import TextEncoder
+from headrace_router.text.token_reach import token_reach
 from headrace_router.text.traced_text import TextTrace, UntraceableTextError
 
 
@@ -46,6 +47,7 @@ class LoadedTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.unknown = _unknown_token(spec)
+        self.reach = token_reach(spec)
         decoder = spec.get("decoder")
         self.tokens = TokenTable(self.tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel")
 
@@ -72,6 +74,7 @@ class ModelCard:
                     facts.bos_token_id if facts.HasField("bos_token_id") else None,
                     facts.add_bos,
                     loaded.unknown,
+                    loaded.reach * self.max_model_len if loaded.reach and self.max_model_len else None,
                 )
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error

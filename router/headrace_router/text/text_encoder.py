@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from headrace_router.core.errors import InvalidRequestError
+from headrace_router.core.errors import ContextLengthError, InvalidRequestError
 
 _ROUNDS = 32  # each one at least halves the spans that it found
 
@@ -37,8 +37,10 @@ class TextEncoder:
         bos_token_id: int | None,
         add_bos: bool,
         unknown: str | None = None,
+        max_chars: int | None = None,
     ) -> None:
-        """unknown: the token for what the vocabulary lacks."""
+        """unknown: the token for what the vocabulary lacks. max_chars: a longer text has too many tokens."""
+        self._max_chars = max_chars
         added = tokenizer.get_added_tokens_decoder()
         self._control = {
             token_id: token.content
@@ -57,7 +59,11 @@ class TextEncoder:
             self._prefix = [bos_token_id, *self._prefix]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one. Raises ControlTokenError."""
+        """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one.
+
+        Raises ControlTokenError, ContextLengthError.
+        """
+        self._check_chars(text, "prompt")
         # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._control.keys().isdisjoint(ids):
@@ -68,9 +74,18 @@ class TextEncoder:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
         trace: called if there are control tokens; text of the same length, in parts of which `is_user` recognizes the
-        user's characters. Raises ControlTokenError.
+        user's characters. Raises ControlTokenError, ContextLengthError.
         """
+        self._check_chars(rendered, "messages")
         return self._encode(rendered, trace, is_user, "messages")
+
+    def _check_chars(self, text: str, param: str) -> None:
+        if self._max_chars is not None and len(text) > self._max_chars:
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters; the model's context holds at most {self._max_chars}. "
+                "Shorten it.",
+                param=param,
+            )
 
     def _encode(self, text: str, trace: Callable[[], str], is_user: Callable[[str], bool], param: str) -> list[int]:
         traced: str | None = None
