@@ -15,7 +15,7 @@ from headrace_cluster.core.adoption import choose_builds, plan_adoption, restore
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport, fingerprint
-from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler, desired_replicas
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
@@ -76,7 +76,7 @@ def _chosen(reports: Reports) -> list[AdoptedBuild]:
 def test_the_newest_complete_build_is_adopted() -> None:
     reports: Reports = {}
     for generation in (2, 9, 10):  # numbers, not text
-        reports |= _pair(ReplicaName("m-0", generation), 10 * generation)
+        reports |= _pair(ReplicaName("m-0", generation), 10 * generation, draining=generation == 2)
     del reports[ReplicaName("m-0", 10), 1]
     (build,) = _chosen(reports)
     assert build.name == ReplicaName("m-0", 9) and build.same
@@ -115,7 +115,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     kept, older, without_group, without_ranks = (
         ReplicaName("m-0", 2), ReplicaName("m-0", 1), ReplicaName("m-1", 1), ReplicaName("m-1", 7)
     )  # fmt: skip
-    reports: Reports = {(name, 0): _report() for name in (kept, older, without_group)}
+    reports: Reports = {(name, 0): _report(draining=name == older) for name in (kept, older, without_group)}
     plan = plan_adoption(reports, {kept, older, without_ranks}, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
     assert [build.name for build in plan.state.builds] == [kept]
     assert plan.state.generations == {"m-0": 2, "m-1": 7}, "numbers are not used again"
@@ -126,6 +126,41 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
 def test_replicas_with_another_secret_are_left_alone() -> None:
     with pytest.raises(AdoptionError, match=r"m-0 runs in this Ray with another secret.*--secret-file"):
         _chosen(_pair(ReplicaName("m-0", 1), 5, authorities=(b"another",)))
+
+
+def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_over() -> None:
+    """Found by the simulation: routers were not connected to the next build when the old one was ended by name."""
+    older, newer = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)
+    reports: Reports = {(name, 0): _report() for name in (ReplicaName("smollm2-0", 1), older, newer)}
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
+    assert [build.name for build in builds] == [older, newer], "of three serving builds, two"
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    restore_records(reconciler, None, AdoptedState(builds, {"smollm2-0": 4}), 100.0)
+    assert reconciler.surges.failed == {}
+
+    def receive(now: float) -> None:
+        for name in (older, newer):
+            reconciler.health_received(name, State.READY, 0.01, now)
+
+    receive(100.5)
+    assert reconciler.actions(102.0) == [], "no router is registered yet: that they are connected means nothing"
+    receive(100.0 + ROUTERS_SECONDS)
+    assert reconciler.actions(100.1 + ROUTERS_SECONDS) == []
+    receive(101.0 + ROUTERS_SECONDS)
+    assert reconciler.actions(101.0 + ROUTERS_SECONDS) == [Stop(older, drain=True)]
+    assert reconciler.records["smollm2-0"].name == newer
+
+
+def test_no_replica_is_built_again_before_the_routers_of_the_last_controller_are_registered() -> None:
+    """Found by the simulation: with no router registered, every router seemed connected to a replica just built."""
+    reconciler = _reconciler()
+    builds = [_build(FIRST), dataclasses.replace(_build(SECOND), same=False)]
+    restore_records(reconciler, None, AdoptedState(builds), 100.0)
+    for now in (100.5, 100.0 + ROUTERS_SECONDS):
+        assert reconciler.actions(now) == []
+        for name in (FIRST, SECOND):
+            reconciler.health_received(name, State.READY, 0.01, now)
+    assert reconciler.actions(100.1 + ROUTERS_SECONDS) == [Stop(SECOND, drain=True)]
 
 
 def test_role_and_draining_are_taken_from_rank_0() -> None:
@@ -295,17 +330,17 @@ def test_the_report_of_a_rank_is_newer_than_the_snapshot() -> None:
 
 
 def _outdated(reconciler: Reconciler) -> list[ReplicaName]:
-    """Two builds of an earlier spec, adopted and heard."""
+    """Two builds of an earlier spec, adopted at 100 s and heard when routers are registered."""
     builds = [dataclasses.replace(_build(name), same=False) for name in (FIRST, SECOND)]
     restore_records(reconciler, None, AdoptedState(builds), 100.0)
     for name in (FIRST, SECOND):
-        reconciler.health_received(name, State.READY, 0.01, 100.0)
+        reconciler.health_received(name, State.READY, 0.01, 100.0 + ROUTERS_SECONDS)
     return [FIRST, SECOND]
 
 
 def test_builds_of_an_earlier_spec_are_replaced_one_by_one_and_drained() -> None:
     reconciler = _reconciler()
-    now, ended = 100.0, []
+    now, ended = 100.0 + ROUTERS_SECONDS, []
     for old in _outdated(reconciler):
         (stop,) = reconciler.actions(now)
         assert stop == Stop(old, drain=True)
@@ -328,11 +363,12 @@ def test_builds_of_an_earlier_spec_are_replaced_one_by_one_and_drained() -> None
 def test_the_only_replica_of_an_earlier_spec_serves_until_the_next_one_does() -> None:
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     restore_records(reconciler, None, AdoptedState([dataclasses.replace(_build(FIRST), same=False)]), 100.0)
-    reconciler.health_received(FIRST, State.READY, 0.01, 100.0)
-    (launch,) = reconciler.actions(100.0)
+    now = 100.0 + ROUTERS_SECONDS
+    reconciler.health_received(FIRST, State.READY, 0.01, now)
+    (launch,) = reconciler.actions(now)
     assert launch == Launch(ReplicaName("smollm2-0", 4), reconciler.records["smollm2-0"].model, Role.BOTH, beside=True)
-    reconciler.start_failed(launch.name, "a bad file", 100.1, final=True)
-    assert reconciler.actions(100.2) == [], "a spec that cannot run replaces nothing"
+    reconciler.start_failed(launch.name, "a bad file", now + 0.1, final=True)
+    assert reconciler.actions(now + 0.2) == [], "a spec that cannot run replaces nothing"
     assert reconciler.records["smollm2-0"].state is State.READY
 
 

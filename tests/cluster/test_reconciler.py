@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import BACKOFF_LIMIT_SECONDS, Reconciler, desired_replicas
-from headrace_cluster.core.record import Launch, State, Stop
+from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.record import BACKOFF_LIMIT_SECONDS, Launch, State, Stop
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.role import Role
@@ -61,7 +61,7 @@ def test_repeated_deaths_back_off_and_are_reported_as_a_crash_loop() -> None:
     assert waits[:5] == [0, 1, 2, 4, 8]
     assert max(waits) == BACKOFF_LIMIT_SECONDS
     reconciler.died(name, "out of memory", now)
-    loop = reconciler.crash_loop(reconciler.records["smollm2-0"], now)
+    loop = reconciler.records["smollm2-0"].crash_loop(now)
     assert "crash loop" in loop and "out of memory" in loop and "next try in" in loop
     assert reconciler.fatal == ""  # it was ready once: the cluster continues
 
@@ -291,7 +291,7 @@ def test_a_drain_resets_a_crash_loop() -> None:
     assert reconciler.actions(now) == []
     reconciler.release("smollm2-0")
     assert len(reconciler.actions(now)) == 1, "an undrain is an explicit retry"
-    assert reconciler.crash_loop(reconciler.records["smollm2-0"], now) == ""
+    assert reconciler.records["smollm2-0"].crash_loop(now) == ""
 
 
 def test_pools_are_built_with_their_shapes_and_keep_a_changed_role() -> None:

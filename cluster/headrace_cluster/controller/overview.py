@@ -42,7 +42,7 @@ class Overview:
         replicas, surges = [], self._reconciler.surges
         for record in self._reconciler.records.values():
             build = self._builds.get(record.name, Build())
-            note = self._drains.note(record) or self._reconciler.crash_loop(record, now) or record.cause
+            note = self._drains.note(record) or record.crash_loop(now) or record.cause
             note = note or self._stage(record) or (OUTDATED if record.outdated else "")
             others = ((other, self._builds.get(other.name, Build())) for other in surges.builds_of(record))
             beside = [build_status(other, known.health, self._stage(other)) for other, known in others]

@@ -4,7 +4,7 @@ rank reports, groups ─▶ plan_adoption   ─▶ builds to adopt; every other 
 ControllerSnapshot   ─▶ restore_records ─▶ the records of a new reconciler, for adopted and for new builds
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
@@ -51,14 +51,14 @@ def plan_adoption(
 def choose_builds(
     reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
 ) -> list[AdoptedBuild]:
-    """Of each replica, the newest build of which all ranks exist and are up.
+    """Of each replica, the newest build of which all ranks exist and are up, and the one that it takes over from.
 
     reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
     of each replica of the spec. authorities: fingerprints of those that this controller has. Raises AdoptionError when
     what serves would be ended by mistake.
     """
     _check_silence(reports)
-    found: dict[str, AdoptedBuild] = {}
+    found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
         ranks = {rank: report for (build, rank), report in reports.items() if build == name}
         up = [report for _, report in sorted(ranks.items()) if report is not None and _is_up(report)]
@@ -72,10 +72,17 @@ def choose_builds(
             )
         facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
         same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
-        found[name.replica_id] = AdoptedBuild(
+        build = AdoptedBuild(
             name, facts, started, Role(up[0].role), up[0].draining, up[0].model, up[0].tp, up[0].pp, same
         )
-    return list(found.values())
+        found.setdefault(name.replica_id, []).append(build)
+    return [build for builds in found.values() for build in _continuing(builds)]
+
+
+def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
+    """The newest one. Of two that serve, routers may not be connected to it yet: then the older one continues, too."""
+    two = builds[-2:]
+    return builds[-1:] if any(build.draining for build in two) else two
 
 
 def _check_silence(reports: Reports) -> None:
@@ -104,7 +111,14 @@ def restore_records(
                 drains[record.name] = known.drain_seconds
         record.generation = max(record.generation, adopted_state.generations.get(record.replica_id, 0))
         record.built = max(record.built, record.generation)
+    adopted: set[str] = set()
     for build in adopted_state.builds:
+        if build.name.replica_id in adopted:  # the older one comes first
+            following = reconciler.adopted_beside(build.name, now)
+            following.outdated = not build.same
+            reconciler.surges.failed.pop(build.name.replica_id, None)
+            continue
+        adopted.add(build.name.replica_id)
         record = reconciler.records.get(build.name.replica_id) or _undesired(reconciler, build)
         record.outdated = not build.same
         # The rank's report is newer than the snapshot: an operator's last call may have come after it.

@@ -63,7 +63,7 @@ class AdoptedBuild:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedState:
-    """What is taken over from an earlier controller."""
+    """What is taken over from an earlier controller; of two builds of a replica, the older one comes first."""
 
     builds: list[AdoptedBuild] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator
 
 from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName, replica_id
-from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
+from headrace_cluster.core.record import (
+    Action,
+    DesiredReplica,
+    Launch,
+    Record,
+    State,
+    Stop,
+    another_answers,
+)
 from headrace_cluster.core.rolling import next_outdated
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.surges import Surges
@@ -19,9 +27,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
 
-FAILURE_WINDOW_SECONDS = 300.0
-CRASH_LOOP_FAILURES = 3
-BACKOFF_LIMIT_SECONDS = 60.0
+ROUTERS_SECONDS = 4.0  # after an adoption, for routers to find this controller: they try again within 3 s
 START_TRIES = 3  # of a replica that was never ready, when it dies without a named error
 
 
@@ -51,6 +57,7 @@ class Reconciler:
         self.records: dict[str, Record] = {}
         self.surges = Surges(health)
         self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
+        self._routers_known_at = 0.0
         self.set_desired(desired)
 
     def set_desired(self, desired: Iterable[DesiredReplica]) -> None:
@@ -123,6 +130,15 @@ class Reconciler:
         record.ever_ready = True
         record.last_health, record.silence_limit = now, self._health.silence_seconds
         record.enter(State.READY, now)
+        self._routers_known_at = now + ROUTERS_SECONDS
+
+    def adopted_beside(self, name: ReplicaName, now: float) -> Record:
+        """The next build of an adopted one is up, too: it takes over as if this controller had started it."""
+        record = self.records[name.replica_id]
+        following = self.surges.restore(record, name.generation)
+        following.last_health, following.silence_limit = now, self._health.silence_seconds
+        following.enter(State.READY, now)
+        return following
 
     def resume(self, gap: float, now: float) -> None:
         """The caller was paused for `gap` seconds and heard nothing meanwhile: they do not count for any replica."""
@@ -143,7 +159,8 @@ class Reconciler:
         if record is None:
             return
         record.last_health = now
-        record.connected = (record.connected or now) if connected else None
+        # "Every router" means nothing before those of the last controller are registered at this one.
+        record.connected = (record.connected or now) if connected and now >= self._routers_known_at else None
         record.silence_limit = stall_limit(step_seconds, self._health.silence_seconds)
         if state is State.READY:
             record.ever_ready = True
@@ -178,7 +195,7 @@ class Reconciler:
             self._surge_failed(record, sentence, lacks_resources=lacks_resources)
             return
         stopping = record.state is State.DRAINING
-        self._fail(record, sentence, now)
+        record.fail(sentence, now)
         tries = len(record.failures)
         if not record.ever_ready and not stopping and (final or tries >= START_TRIES):
             self.unable.setdefault(record.replica_id, sentence)
@@ -193,7 +210,7 @@ class Reconciler:
         elif record.state is State.DRAINING:  # it was being ended
             self.stopped(name, now)
         else:
-            self._fail(record, cause, now)
+            record.fail(cause, now)
 
     def stopped(self, name: ReplicaName, now: float) -> None:
         """A Stop has finished: nothing of that build exists."""
@@ -270,30 +287,10 @@ class Reconciler:
 
     def _replace(self, record: Record, cause: str, now: float) -> list[Action]:
         stop = Stop(record.name, drain=False)
-        self._fail(record, cause, now)
+        record.fail(cause, now)
         return [stop]
-
-    def crash_loop(self, record: Record, now: float) -> str:
-        """A sentence for status when a replica fails repeatedly; else empty."""
-        recent = [when for when in record.failures if now - when <= FAILURE_WINDOW_SECONDS]
-        if len(recent) < CRASH_LOOP_FAILURES:
-            return ""
-        wait = max(0.0, record.not_before - now)
-        return (
-            f"crash loop: failed {len(recent)} times in {FAILURE_WINDOW_SECONDS / 60:.0f} minutes; "
-            f"last: {record.cause or 'unknown'}" + (f"; next try in {wait:.0f} s" if wait else "")
-        )
 
     # -- helpers ----------------------------------------------------------------------------------------------
 
     def _current(self, name: ReplicaName) -> Record | None:
         return next((record for record in self.builds() if record.name == name and not record.down), None)
-
-    def _fail(self, record: Record, cause: str, now: float) -> None:
-        record.failures = [when for when in record.failures if now - when <= FAILURE_WINDOW_SECONDS]
-        record.failures.append(now)
-        tries = len(record.failures)
-        delay = 0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2))
-        record.not_before = now + delay
-        record.cause = cause
-        record.enter(State.DEAD, now)

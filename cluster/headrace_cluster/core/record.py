@@ -8,6 +8,10 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 
+FAILURE_WINDOW_SECONDS = 300.0
+CRASH_LOOP_FAILURES = 3
+BACKOFF_LIMIT_SECONDS = 60.0
+
 
 class State(StrEnum):
     """State of a replica, as `headrace status` prints it."""
@@ -91,6 +95,25 @@ class Record:
     def answers(self) -> bool:
         """Whether routers place requests there now and will continue to."""
         return self.state is State.READY and not self.held and self.role.decodes
+
+    def fail(self, cause: str, now: float) -> None:
+        """Its build has ended, or did not become ready; the next one follows at once, later after pauses."""
+        self.failures = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS] + [now]
+        tries = len(self.failures)
+        self.not_before = now + (0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2)))
+        self.cause = cause
+        self.enter(State.DEAD, now)
+
+    def crash_loop(self, now: float) -> str:
+        """A sentence for status when it fails repeatedly; else empty."""
+        recent = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS]
+        if len(recent) < CRASH_LOOP_FAILURES:
+            return ""
+        wait = max(0.0, self.not_before - now)
+        return (
+            f"crash loop: failed {len(recent)} times in {FAILURE_WINDOW_SECONDS / 60:.0f} minutes; "
+            f"last: {self.cause or 'unknown'}" + (f"; next try in {wait:.0f} s" if wait else "")
+        )
 
     def enter(self, state: State, now: float) -> None:
         """Changes the state; `since` is kept if the state is the same."""

@@ -29,6 +29,13 @@ class Surges:
         if allow_gap:
             self._allow_gap.add(record.replica_id)
 
+    def restore(self, record: Record, generation: int) -> Record:
+        """The next build of an adopted replica, which an earlier controller started beside it."""
+        following = Record(record.replica_id, record.model, record.role, generation, built=generation, ever_ready=True)
+        self._next[record.replica_id] = following
+        record.built = max(record.built, generation)
+        return following
+
     def builds(self) -> Iterator[Record]:
         """Every build that is not in the reconciler's records."""
         yield from self._next.values()
