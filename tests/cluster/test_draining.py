@@ -256,7 +256,7 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
     view: Any = SimpleNamespace(
         failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
     )
-    ray, monitor = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=lambda: view)
+    ray, monitor = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: view)
     secrets = ClusterSecrets(None)
     cluster = running_cluster.RunningCluster(ray, monitor, None, secrets, view)  # type: ignore[arg-type]
     cluster.watch(threading.Event())

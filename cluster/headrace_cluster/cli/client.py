@@ -187,7 +187,8 @@ class _AdminAddress:
     tls: Callable[[], ssl.SSLContext | None]  # per call: a long command may outlast a certificate
 
     def call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        connection = open_connection(self.host, self.port, timeout, self.tls())
+        context = self.tls()
+        connection = open_connection(self.host, self.port, timeout, context)
         try:
             sent = json.dumps(body) if body is not None else None
             connection.request(method, path, sent, {"Authorization": f"Bearer {self.key}"})
@@ -196,7 +197,7 @@ class _AdminAddress:
                 raise ServerError(_sentence(response))
             document: dict[str, Any] = json.load(response)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if failed := tls_failure(host_port(self.host, self.port), error):
+            if context is not None and (failed := tls_failure(host_port(self.host, self.port), error)):
                 raise failed from error
             raise NotRunningError(
                 f"no server answers on admin port {self.port}; start one with: {program_name()} serve"

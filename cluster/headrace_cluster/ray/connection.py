@@ -12,8 +12,8 @@ from headrace_cluster.errors import RayLostError
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RAY_FOLDER, link_ray_logs
-from headrace_cluster.ray import gcs_restart, local_ray
-from headrace_cluster.ray.gcs_restart import GcsRestart, GcsWatch
+from headrace_cluster.ray import local_ray
+from headrace_cluster.ray.gcs_restart import GcsRestart, GcsWatch, start_gcs
 from headrace_cluster.ray.local_ray import RayLink
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 
@@ -102,7 +102,7 @@ class OwnRay(RayConnection):
         super().__init__(spec, local_ray.start_own(spec, token_file, cleanup.ray_folder))
         link_ray_logs(logs, cleanup.ray_folder)
         self.token_file = str(token_file)
-        self._gcs = GcsWatch(GcsRestart(gcs_restart.is_dead, gcs_restart.start))
+        self._gcs = GcsWatch(GcsRestart(lambda: local_ray.dead_processes() == ["gcs_server"], start_gcs))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

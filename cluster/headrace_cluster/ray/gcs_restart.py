@@ -87,14 +87,7 @@ class GcsWatch:
                 self._messages.append(message)
 
 
-def is_dead() -> bool:
-    """Whether the GCS of our own Ray has ended while its raylet runs: without a raylet every replica is lost."""
-    from headrace_cluster.ray.local_ray import dead_processes
-
-    return dead_processes() == ["gcs_server"]
-
-
-def start() -> None:
+def start_gcs() -> None:
     """Starts the GCS of our own Ray again, with the same arguments and on the same port."""
     from ray._private import services, worker
 

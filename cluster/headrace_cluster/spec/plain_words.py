@@ -35,6 +35,7 @@ EXAMPLES = {
     "routers": "{port: 8000}",
     "auth": "{keys_file: keys.txt}",
     "keys": "[a-long-secret]",
+    "tls": "{cert: cert.pem, key: key.pem}",
     "limits": "{messages: 64}",
     "admin": "{port: 8002}",
     "control": "{port: 8003}",
