@@ -114,7 +114,7 @@ class ControllerActor:
     async def use_secrets(self, sealed: bytes) -> None:
         """The cluster's secrets have changed. sealed: ControllerSecrets."""
         self._use(sealed)
-        self._renew_certificates()
+        self._supervisor.renew_certificates()
         log.info("the cluster's secrets have changed: every member gets another certificate")
 
     async def is_watched(self) -> bool:
@@ -159,12 +159,8 @@ class ControllerActor:
         while True:
             await asyncio.sleep(DUE_SECONDS)
             if self._identity.is_due(self._authority().fingerprints):
-                self._renew_certificates()
-
-    def _renew_certificates(self) -> None:
-        """Of all members but the routers, which ask for theirs."""
-        self._certify_own()
-        self._supervisor.renew_certificates()
+                self._certify_own()
+                self._supervisor.renew_certificates()  # routers ask for theirs
 
     def _certify_own(self) -> None:
         own = self._authority().certify(self._identity.request, Plane.CONTROLLER, self._spec.cluster)
