@@ -65,7 +65,9 @@ TEMPLATES = [
         "{{ m.content.replace('x', '').strip() }}",
         "{{ m.content | upper }}{{ m.content.lower() }}",
         "{{ m.content.split('</think>')[-1].lstrip('\n') }}",
-        "{{ m.content | tojson }}",
+        "{{ m.content | tojson }}{{ messages | tojson }}",
+        "{{ m.content.partition(':')[2] or m.content }}{% set ns = namespace(t='') %}{% set ns.t = ns.t + m.content %}"
+        "{{ ns.t.rstrip() if m.content.endswith('!') and m.content not in ['a', 'b'] else ns.t }}",
         "{% if m.content.startswith('<think>') and '</think>' in m.content %}<think>{{ m.content[7:] }}{% else %}"
         "{{ m.content | reverse | reverse }}{% endif %}",
         "{{ messages | map(attribute='content') | join('') }}",
@@ -162,6 +164,16 @@ def test_no_form_of_a_control_token_ends_a_turn(normalizer: str, form: str) -> N
     own = _control_in(tokenizer, tokenizer.encode(inert, add_special_tokens=False).ids)
     assert _control_in(tokenizer, ids) == own
     assert len(own) == (1 if normalizer == "spaces" else 5)  # there a control token is one at the start only
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_without_control_tokens_is_encoded_as_rendered(template: str) -> None:
+    tokenizer = _tokenizer("none")
+    card = _card(tokenizer, template)
+    for content in ('say "hi" \\ and\n wait!', " \n", "", "a", "x: </b> 日本 \u0301 \U000f0000 \x00", "a <think"):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+        rendered = card.template.render(messages)
+        assert card.encode_chat(messages) == tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
 def test_a_template_joins_two_halves_of_a_control_token() -> None:

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.traced_text import TracedText
+from headrace_router.text.traced_text import traced_json
 
 _LARGEST_PRODUCT = 1 << 20  # characters or entries
 _LARGEST_NUMBER_BITS = 1 << 12
@@ -140,7 +140,7 @@ def _tojson(
     def dump(value: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    return value.to_json(dump) if isinstance(value, TracedText) else dump(value)
+    return traced_json(value, dump)
 
 
 def _raise_exception(message: str) -> None:

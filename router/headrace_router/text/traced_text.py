@@ -94,8 +94,21 @@ class TracedText(str):
     def __iter__(self) -> Iterator[str]:
         return map(self._trace.text, self._plain)
 
-    def to_json(self, dump: Callable[[str], str]) -> str:
-        return self._trace.text(dump(self._plain))
+
+def traced_json(value: Any, dump: Callable[[Any], str]) -> str:
+    """What `dump` makes of a value; all of it is the user's if the value contains traced text."""
+    traces: list[TextTrace] = []
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, TracedText):
+            traces.append(part._trace)
+            return part._plain
+        if isinstance(part, dict):
+            return {plain(key): plain(entry) for key, entry in part.items()}
+        return list(map(plain, part)) if isinstance(part, (list, tuple)) else part
+
+    text = dump(plain(value))
+    return traces[0].text(text) if traces else text
 
 
 def _as_plain(value: Any) -> Any:
