@@ -139,14 +139,14 @@ def summarise(timings: list[Timing], seconds: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def own_server(model: str) -> Iterator[str]:
-    """Runs `headrace serve` on free ports; yields its URL."""
+def own_server(model: str, *more: str) -> Iterator[str]:
+    """Runs `headrace serve` on free ports, with `more` flags; yields its URL."""
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "serve.log"
         environ = os.environ | {"HEADRACE_HOME": home, "NO_COLOR": "1"}
         flags = ["--port", "0", "--grpc-port", "0", "--admin-port", "0", "--kv-cache-memory", "2GiB"]
         with log.open("w") as file:
-            command = [sys.executable, "-m", "headrace_cluster", "serve", model, *flags]
+            command = [sys.executable, "-m", "headrace_cluster", "serve", model, *flags, *more]
             process = subprocess.Popen(command, env=environ, stderr=file, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + START_SECONDS
