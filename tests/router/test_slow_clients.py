@@ -181,6 +181,28 @@ def test_all_connections_are_bounded(harness: Any, make_replica: Any, connect: A
     assert len(opened) == 2
 
 
+def test_one_key_keeps_half_of_the_connections(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
+    other = "a-key-of-another-tenant"
+    harness.start([make_replica()], limits={"connections": 4}, auth={"keys": [KEY, other]})
+
+    def get_models(sock: socket.socket, key: str) -> bytes:
+        sock.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %s\r\n\r\n" % key.encode())
+        return _answer(sock)
+
+    opened = [connect() for _ in range(4)]
+    answers = [get_models(sock, KEY) for sock in opened for _ in range(2) if sock not in opened[2:]]
+    assert all(answer.startswith(b"HTTP/1.1 200") and b"connection: close" not in answer for answer in answers)
+    for sock in opened[2:]:
+        answer = get_models(sock, KEY)
+        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+        eventually(lambda: _connections(harness) < 4)
+        free = connect()
+        assert b"connection: close" not in get_models(free, other)
+    opened[0].close()
+    eventually(lambda: _connections(harness) == 3)
+    assert b"connection: close" not in get_models(connect(), KEY)
+
+
 @pytest.mark.parametrize("length", [b"content-length: 1000000000", b"transfer-encoding: chunked"])
 def test_the_body_of_a_refused_request_is_not_read(
     harness: Any, make_replica: Any, connect: Any, eventually: Any, length: bytes

@@ -1,10 +1,11 @@
-"""Counts open connections, in all and per client address."""
+"""Counts open connections: in all, per client address, and per tenant once its key is known."""
 
 import ipaddress
 from collections import Counter
 
 from headrace_router.core.limits import Limits
 
+TENANT_SHARE = 2
 IPV6_NETWORK = 64  # bits: one client can use any address of its /64
 
 
@@ -15,6 +16,7 @@ class ConnectionCounter:
         self._limits = limits
         self._total = 0
         self._per_client: Counter[str] = Counter()
+        self._per_tenant: Counter[str] = Counter()
 
     def add(self, address: str) -> bool:
         """Counts a connection; False = it exceeds a limit and is not counted."""
@@ -32,6 +34,23 @@ class ConnectionCounter:
         self._per_client[client] -= 1
         if not self._per_client[client]:
             del self._per_client[client]
+
+    def assign(self, tenant: str, previous: str | None) -> bool:
+        """A connection has sent a tenant's key, and `previous`'s before; False = the tenant has more than its share.
+
+        Such a connection is closed once its request is answered, so that others find a place.
+        """
+        if tenant != previous:
+            self.unassign(previous)
+            self._per_tenant[tenant] += 1
+        return self._per_tenant[tenant] <= max(1, self._limits.connections // TENANT_SHARE)
+
+    def unassign(self, tenant: str | None) -> None:
+        """A connection of the tenant has ended."""
+        if tenant is not None:
+            self._per_tenant[tenant] -= 1
+            if not self._per_tenant[tenant]:
+                del self._per_tenant[tenant]
 
 
 def _client(address: str) -> str:

@@ -41,6 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
             0  # since the parser completed headers, delivered a piece of a body or ended a message
         )
         self._closing = False
+        self._tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._writes = WriteWatch(transport, self.limits.write_seconds)
@@ -57,6 +58,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._counted:
             self.counter.remove(self._address)
+        self.counter.unassign(self._tenant)
+        self._tenant = None
         self._closing = True
         self._stop_timers()
         self._writes.stop()
@@ -97,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope["state"]["body_is_unread"] = lambda: cycle.more_body
+        self.scope["state"]["assign_connection"] = self._assign
 
     def on_body(self, body: bytes) -> None:
         self._undelivered_bytes = 0
@@ -160,6 +164,13 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def _address(self) -> str:
         return self.client[0] if self.client else ""
+
+    def _assign(self, tenant: str) -> bool:
+        """The key of a request is known; False = its tenant has more than its share of the connections."""
+        if self._closing:
+            return True
+        previous, self._tenant = self._tenant, tenant
+        return self.counter.assign(tenant, previous)
 
     def _count(self, size: int) -> None:
         self._parsed_bytes += size
