@@ -309,11 +309,16 @@ SIMULATED = {  # decisions that the simulation runs as in production
     "headrace_router.core.fleet.Fleet",
     "headrace_router.core.choice_run.ChoiceRun",
     "headrace_router.core.policy.LeastLoad",
+    "headrace_cluster.controller.supervisor.Supervisor",
+    "headrace_cluster.controller.control_service.ControlService",
+    "headrace_cluster.controller.record_keeper.keep_record",
+    "headrace_cluster.core.adoption.plan_adoption",
+    "headrace_cluster.launch.controller_monitor.ControllerMonitor",
 }
 REPLACED = {  # what the simulation has its own of: devices, threads, sockets
     *(f"headrace_worker.{folder}" for folder in ("runner", "kv_transfer", "ranks", "sampler")),
     *(f"headrace_router.{folder}" for folder in ("dispatch", "replicas", "access", "api")),
-    *("headrace_cluster.ray", "headrace_cluster.controller"),
+    "headrace_cluster.ray",
 }
 
 

@@ -32,6 +32,7 @@ from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity, seal
 from headrace_proto.plane import Certificate, Plane
+from headrace_proto.private_file import PrivateFileError
 from headrace_proto.role import Role
 from headrace_router.credentials import RouterCredentials
 from support import identities
@@ -52,7 +53,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(OLD)
     path.chmod(0o644)
-    with pytest.raises(SpecError, match="chmod 600"):
+    with pytest.raises(PrivateFileError, match="chmod 600"):
         ClusterSecrets(path)
 
 
@@ -120,13 +121,27 @@ def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
             path.write_bytes(contents.pop(0))
         return SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=len(seen) == 6)
 
-    ray, monitor, view = SimpleNamespace(check=lambda: None), SimpleNamespace(poll=poll), SimpleNamespace()
+    ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=poll), SimpleNamespace()
     running_cluster.RunningCluster(ray, monitor, None, secrets, view).watch(threading.Event())  # type: ignore[arg-type]
     assert seen == [(OLD,), (OLD,), (NEW,), (NEW,), (NEW,), (NEW,)]
     assert [words[0].partition(":")[0] for words in shown] == [
         "the secret file has changed",
         f"a secret in {path} is too short",
     ]
+
+
+def test_serve_continues_when_others_can_read_the_secret_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: shown.append(words[0]))
+    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    secrets = ClusterSecrets(path)
+    path.chmod(0o644)
+    stopped: Any = SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=True)
+    ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: stopped), SimpleNamespace()
+    running_cluster.RunningCluster(ray, monitor, None, secrets, view).watch(threading.Event())  # type: ignore[arg-type]
+    assert ["chmod 600" in sentence for sentence in shown] == [True] and secrets.current == (OLD,)
 
 
 def test_no_argument_of_an_actor_has_a_secret(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Sequence
 
 from headrace_cluster.core.view import BUILT_AGAIN, RouterPlace, View
-from headrace_cluster.errors import ReplicaFailedError, SpecError
+from headrace_cluster.errors import ReplicaFailedError
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
 from headrace_cluster.launch.display import StartDisplay, show_message
 from headrace_cluster.launch.router_group import RouterGroup
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray.connection import RayConnection
+from headrace_proto.errors import HeadraceError
 from headrace_proto.quantities import counted
 
 POLL_SECONDS = 0.3  # between two polls of a starting cluster
@@ -73,7 +74,7 @@ class RunningCluster:
         try:
             if self._secrets.reread():
                 show_message("the secret file has changed: every process gets another certificate")
-        except SpecError as error:
+        except HeadraceError as error:
             problem = str(error)
         if problem and problem != self._secret_problem:
             show_message(f"{problem}; the secrets from before stay valid", "warning")

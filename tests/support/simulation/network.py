@@ -27,3 +27,21 @@ class Network:
     def connected(self, one: str, other: str) -> bool:
         """Whether a new connection can be opened: both directions work."""
         return max(self.open_at(one, other), self.open_at(other, one)) <= self._world.now
+
+
+class Keepalive:
+    """Of the server of one connection: whether the other end has not answered for too long."""
+
+    def __init__(self, network: Network, world: World, server: str, client: str) -> None:
+        self._network = network
+        self._world = world
+        self._ends = server, client
+        self._cut_since: float | None = None
+
+    def expired(self) -> bool:
+        """To be called repeatedly."""
+        if self._network.connected(*self._ends):
+            self._cut_since = None
+            return False
+        self._cut_since = self._world.now if self._cut_since is None else self._cut_since
+        return self._world.now - self._cut_since > KEEPALIVE_SECONDS

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.request import Output
 from headrace_worker.server.convert import fill_delta, merge_output
+from support.simulation.network import Keepalive
 from support.simulation.world import Fifo, InvariantViolation
 
 if TYPE_CHECKING:
@@ -31,11 +32,15 @@ class RouterStream:
         self._down = Fifo(world, link.router, self._router_receives)
         self._pending: dict[bytes, pb.Delta] = {}
         self._flushing = False
+        self._network = replica.cluster.network
+        self._keepalive = Keepalive(self._network, world, replica.address, link.router.name)
         replica.connected(self)
         self._down.put(pb.ReplicaFrame(hello=replica.identity, step=replica.steps, load=replica.load()))
 
     def send(self, frame: pb.RouterFrame) -> None:
         """Sends a frame of the router."""
+        until = self._network.open_at(self._link.router.name, self.replica.address)
+        self._up.held_until = max(self._up.held_until, until)
         self._up.put(frame)
         for cancel in frame.cancels:
             self._world.at(CANCEL_SECONDS, partial(self._check_cancelled, cancel.attempt_id))
@@ -56,7 +61,8 @@ class RouterStream:
     @property
     def healthy(self) -> bool:
         """Whether everything that was sent has arrived."""
-        return self._router_open and self._replica_open and not self._held and not self.replica.unhealthy
+        uncut = self._network.connected(self._link.router.name, self.replica.address)
+        return self._router_open and self._replica_open and not self._held and uncut and not self.replica.unhealthy
 
     def hold(self, until: float) -> None:
         self._held = True
@@ -64,12 +70,20 @@ class RouterStream:
 
     def disconnect(self) -> None:
         """Both ends detect it, each after its own delay."""
-        world = self._world
-        world.at(world.delay(), self._end_router, self._link.router)
-        world.at(world.delay(), self._end_replica, self.replica)
+        world, router, replica = self._world, self._link.router, self.replica
+        to_router = self._network.open_at(replica.address, router.name) - world.now
+        to_replica = self._network.open_at(router.name, replica.address) - world.now
+        world.at(max(world.delay(), to_router), self._end_router, router)
+        world.at(max(world.delay(), to_replica), self._end_replica, replica)
 
     def _flush(self) -> None:
         self._flushing = False
+        if self._keepalive.expired():
+            self._end_replica()
+            self.disconnect()
+            return
+        until = self._network.open_at(self.replica.address, self._link.router.name)
+        self._down.held_until = max(self._down.held_until, until)
         deltas, self._pending = list(self._pending.values()), {}
         load, accepted = self.replica.load(), self.accepted
         frame = pb.ReplicaFrame(step=self.replica.steps, load=load, deltas=deltas, submits=accepted)

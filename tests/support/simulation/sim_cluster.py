@@ -119,6 +119,8 @@ class Cluster:
 
     def disconnect(self, replica: SimReplica) -> None:
         """Its process has ended: all its connections are closed."""
+        for health_stream in replica.health_streams:
+            health_stream.disconnect()
         for stream in self.streams_of(replica):
             stream.disconnect()
         for worker in replica.ranks.transfer_workers:

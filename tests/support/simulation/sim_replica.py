@@ -25,6 +25,7 @@ from support.simulation.transfer_stream import TransferStream
 from support.simulation.world import Fifo, InvariantViolation, World
 
 if TYPE_CHECKING:
+    from support.simulation.health_stream import HealthStream
     from support.simulation.pair_group import SimPairGroup
     from support.simulation.sim_cluster import Cluster
 
@@ -53,6 +54,8 @@ class SimReplica:
     def __init__(self, cluster: "Cluster", shape: Shape, model: Model, generation: int) -> None:
         self.alive = True
         self.frozen_until = 0.0
+        self.frozen_at = 0.0  # beginning of the last time that it was frozen
+        self.refuses_until = 0.0  # as if its queue were full
         self.stopped = False
         self._spent = 0.0  # seconds of the current turn
         self.draining = False
@@ -85,6 +88,7 @@ class SimReplica:
         self.targets: dict[str, TransferStream] = {}
         self.orphans: dict[tuple[str, int], float] = {}  # grants without a fetch, with the time of their first check
         self.steps = 0
+        self.health_streams: list[HealthStream] = []
         self._streams: list[RouterStream] = []
         self._owners: dict[bytes, RouterStream] = {}
         self._ended: set[bytes] = set()
@@ -106,6 +110,12 @@ class SimReplica:
     def load(self) -> pb.Load:
         """As the server reports it after the last turn."""
         return to_load(self.engine.load(), self.steps, self.draining)
+
+    def health(self) -> pb.ReplicaHealth:
+        """As the server reports it to the controller."""
+        state = pb.REPLICA_STATE_DRAINING if self.draining else pb.REPLICA_STATE_READY
+        routers = len(self._streams)
+        return pb.ReplicaHealth(identity=self.identity, state=state, step=self.steps, load=self.load(), routers=routers)
 
     # -- interface --------------------------------------------------------------------------------------------
 
@@ -134,6 +144,8 @@ class SimReplica:
             stream.accepted += 1
             if self.draining:
                 return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="draining")
+            if self.world.now < self.refuses_until:
+                return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="full")
             return self.engine.submit(request)
 
         self._enqueue(accept)

@@ -28,6 +28,7 @@ class SimRequest:
 
     def __init__(self, router: "SimRouter", spec: ClientRequest, revision: str = "r") -> None:
         self.spec = spec
+        self.revision = revision
         self.outcome = ""
         self.tokens: list[int] = []
         self.failure: Exception | None = None
@@ -71,6 +72,11 @@ class SimRequest:
         if not self.outcome:
             self.run.cancel()
             self._end("disconnected")
+
+    def connection_lost(self) -> None:
+        """The router's process ended, and the client's connection with it."""
+        self.run.cancel()
+        self._end("connection lost")
 
     def move(self) -> bool:
         """Moves a stream to another replica, as the rebalancer does. Returns whether there was one to move."""
@@ -165,9 +171,12 @@ class SimPlacement:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return state
-        return self.router.fleet.place(
+        chosen = self.router.fleet.place(
             request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent
         )
+        if chosen is not None:
+            self.router.placed(chosen)
+        return chosen
 
     def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
         """Any other replica, reachable or not; rarely the target itself."""

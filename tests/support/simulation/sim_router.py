@@ -11,7 +11,7 @@ from support.simulation.client_request import ClientRequest
 from support.simulation.router_stream import RouterStream
 from support.simulation.sim_link import SimLink
 from support.simulation.sim_model import BLOCK
-from support.simulation.sim_request import SimRequest
+from support.simulation.sim_request import SimRequest, State
 
 if TYPE_CHECKING:
     from support.simulation.sim_cluster import Cluster
@@ -62,7 +62,7 @@ class SimRouter:
         """Starts the production server's maintenance, which runs while there are clients."""
         if not self._maintaining:
             self._maintaining = True
-            self._maintain()
+            self._tick()
 
     def arrive(self, spec: ClientRequest) -> None:
         request = SimRequest(self, spec)
@@ -73,7 +73,18 @@ class SimRouter:
     def update(self, members: control.MemberList) -> None:
         self.fleet.update(members)
 
-    def _maintain(self) -> None:
+    def placed(self, state: State) -> None:
+        """A request is placed on a replica."""
+
+    def _tick(self) -> None:
+        self.maintain()
+        if self.cluster.busy:
+            self.world.at(MAINTENANCE_SECONDS, self._tick, self)
+        else:
+            self._maintaining = False
+
+    def maintain(self) -> None:
+        """As production's server does several times a second."""
         for link in list(self.links):
             link.check_stall()
         held = {id(attempt) for state in self.fleet.replicas if state.stalled for attempt in state.attempts.values()}
@@ -81,10 +92,6 @@ class SimRouter:
         left = {id(attempt) for state in self.fleet.replicas for attempt in state.attempts.values()}
         self.stalled += len(held - left)
         self.fleet.rebalance(self.clock())
-        if self.cluster.busy:
-            self.world.at(MAINTENANCE_SECONDS, self._maintain, self)
-        else:
-            self._maintaining = False
 
     def _open(self, member: control.Member) -> SimLink:
         return SimLink(self, member)

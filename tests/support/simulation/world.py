@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from random import Random
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 MAX_EVENTS = 60_000
 
@@ -46,6 +47,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.tracing = tracing
+        self.violation: InvariantViolation | None = None
         self._max_events = max_events
         self._heap: list[tuple[float, int, Owner | None, Callable[[], None]]] = []
         self._count = 0
@@ -70,10 +72,18 @@ class World:
         """Callers check `tracing` first, as most runs are not traced."""
         print(f"{self.now:9.4f}  {sentence}")
 
-    def run(self) -> None:
-        """Runs until no event is left. Raises InvariantViolation when there are too many."""
+    def fail(self, sentence: str) -> NoReturn:
+        """An invariant does not hold. `run` raises it, too: code under test may have caught this exception."""
+        self.violation = self.violation or InvariantViolation(sentence)
+        raise self.violation
+
+    def run(self, until: float = inf, done: Callable[[], bool] = lambda: False) -> None:
+        """Runs until no event is left, until a time, or until `done`; an event may call it, as a call that blocks.
+
+        Raises InvariantViolation, also when there are too many events.
+        """
         heap = self._heap
-        while heap:
+        while heap and heap[0][0] <= until and not done():
             due, number, owner, action = heappop(heap)
             if owner is not None:
                 if not owner.alive:
@@ -86,3 +96,7 @@ class World:
             if self.events > self._max_events:
                 raise InvariantViolation(f"the cluster does not become idle within {self._max_events} events")
             action()
+            if self.violation is not None:
+                raise self.violation
+        if until < inf and not done():
+            self.now = max(self.now, until)

@@ -1,0 +1,62 @@
+"""Seeded fault schedules over the production controller, on a simulated Ray, with several routers (docs/reliability.md
+R19, I12, I13, I19, I20, I22). HEADRACE_SIMULATION_SEEDS=N runs seeds up to N instead; a failure contains the command
+that replays it.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from support.simulation.control_schedule import ControlSchedule
+
+SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
+FAST, CI, LAST = (SEEDS, SEEDS, SEEDS) if SEEDS else (40, 200, 20_000)  # the rest is slow
+SHARE = 40  # seeds per test
+REGRESSION_SEEDS: dict[int, str] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Faults are part of the simulation and are not logged."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+def _run(seed: int) -> Counter[str]:
+    try:
+        return ControlSchedule(seed).run()
+    except Exception as error:
+        replay = f"PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule {seed}"
+        raise AssertionError(f"seed {seed}: {error}\nreplay: {replay}") from error
+
+
+@pytest.mark.parametrize("seed", REGRESSION_SEEDS)
+def test_seeds_that_failed_once(seed: int) -> None:
+    _run(seed)
+
+
+def _marks(first: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if first >= CI else [pytest.mark.ci] if first >= FAST else []
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=_marks(first)) for first in range(0, LAST, SHARE)])
+def test_no_schedule_violates_an_invariant(first: int) -> None:
+    total: Counter[str] = Counter()
+    seeds = range(first, min(first + SHARE, LAST))
+    for seed in seeds:
+        total += _run(seed)
+    # Faults had an effect: controllers were replaced, replicas built again, clients disconnected.
+    assert total["FINISH_LENGTH"] > 5 * len(seeds)
+    if len(seeds) >= SHARE:
+        assert total["controllers"] > 1.2 * len(seeds) and total["builds"] > 2.2 * len(seeds)
+        assert total["disconnected"] and total["deadline"]
+
+
+def test_a_seed_is_one_schedule() -> None:
+    """The same events in the same order: otherwise a failing seed could not be replayed."""
+    assert _run(7) == _run(7)

@@ -1,0 +1,158 @@
+"""What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I12, I13, I19, I20, I22)."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from headrace_cluster.core.adoption import AdoptionPlan, Reports
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.record import Record, State
+from headrace_proto import control_pb2 as control
+from support.simulation.rank_process import RankProcess, address_of
+
+if TYPE_CHECKING:
+    from support.simulation.managed_cluster import ManagedCluster
+    from support.simulation.managed_router import ManagedRouter
+    from support.simulation.sim_controller import SimController
+
+DEAD_SECONDS = 2.8  # after its end, or after the last sign of life, until a replica gets no requests (I12, I13)
+REPORTED_SECONDS = 4.0  # of reports, until the controller must know what they say
+SETTLED_SECONDS = 3.0  # after its readiness or a fault, until a build must be listed and ready
+
+
+class ControlChecks:
+    """Each check ends the schedule; `disturbed` names builds that a fault touched, with the time until it counts."""
+
+    def __init__(self, cluster: "ManagedCluster") -> None:
+        self.harmless = False  # no fault touches a replica, so that none may fail, nor any request
+        self.affected: set[str] = set()  # routers that a fault touched
+        self.stops: deque[tuple[float, SimController]] = deque()  # of builds that were up and not replaced in order
+        self._cluster = cluster
+        self._world = cluster.world
+        self._up: dict[ReplicaName, float] = {}  # builds that were up, since when
+        self._ended: dict[str, float] = {}  # addresses of builds, with the time of their end
+        self._disturbed: dict[str, float] = {}  # addresses, until when a fault explains silence
+        self._all_ready: set[str] = set()  # routers that once had all replicas
+
+    def disturb(self, build: ReplicaName, seconds: float) -> None:
+        """A fault of so many seconds makes this build silent to someone."""
+        address = address_of(build)
+        self._disturbed[address] = max(self._disturbed.get(address, 0.0), self._world.now + seconds)
+
+    @property
+    def builds(self) -> int:
+        """That were up."""
+        return len(self._up)
+
+    # -- builds ------------------------------------------------------------------------------------------------
+
+    def build_up(self, name: ReplicaName) -> None:
+        """Its ranks are loaded."""
+        if name in self._up:
+            self._world.fail(f"the number of {name} is used twice")
+        newer = [other for other in self._up if other.replica_id == name.replica_id and other > name]
+        if newer:
+            self._world.fail(f"{name} is up after {newer[0]}")
+        self._up[name] = self._world.now
+        self._ended.pop(address_of(name), None)
+
+    def rank_ended(self, rank: RankProcess, cause: str) -> None:
+        """A rank's process has ended."""
+        self._ended.setdefault(rank.address, self._world.now)
+        if self.harmless and cause not in ("stopped", "not adopted", "its placement group was removed"):
+            self._world.fail(f"{rank.name} ended in a schedule without faults of replicas: {cause}")
+
+    def stopping(self, controller: "SimController", name: ReplicaName) -> None:
+        """A controller ends a build (R19): in order, or because it is down, or because nobody receives from it."""
+        ranks = self._cluster.ranks_of(name)
+        up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
+        if self._cluster.stopping or not up or len(up) < up[0].config.tp:
+            return
+        replica = self._cluster.build(name.replica_id, name.generation)
+        if replica is None or replica.draining or self._replaced_in_order(controller, name):
+            return
+        now = self._world.now
+        if self.harmless or self._disturbed.get(address_of(name), 0.0) < now - DEAD_SECONDS:
+            self._world.fail(f"the controller stops {name}, which is up, and whose silence no fault explains")
+        if any(self._receives(router, name) for router in self._cluster.live_routers) and controller.receives_reports:
+            self._world.fail(f"the controller stops {name}, from which a router receives")
+        self.stops.append((now, controller))
+        recent = [at for at, by in self.stops if by is controller and now - at < 55.0]
+        if len(recent) > controller.spec.health.stops_per_minute:
+            self._world.fail("the controller stops more replicas in a minute than it may")
+
+    def _replaced_in_order(self, controller: "SimController", name: ReplicaName) -> bool:
+        record = self._record(controller, name)
+        if record is None or "was not ready after" in record.cause:  # not the current build, or never used
+            return True
+        return record.held or record.rolling or record.outdated or record.state is State.DRAINING
+
+    @staticmethod
+    def _record(controller: "SimController", name: ReplicaName) -> Record | None:
+        """Also of a build that was just declared dead."""
+        records = controller.supervisor.reconciler.builds()
+        return next((record for record in records if record.name == name), None)
+
+    def _receives(self, router: "ManagedRouter", name: ReplicaName) -> bool:
+        """Whether a router receives from a build, and its reports have arrived, for longer than these count."""
+        since = max(router.heard_since.get(name, self._world.now), router.control.connected_since)
+        return self._world.now - since > REPORTED_SECONDS
+
+    def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
+        """A controller has chosen what continues: of each replica, the newest build that is up (I19)."""
+        kept: Mapping[str, ReplicaName] = {build.name.replica_id: build.name for build in plan.state.builds}
+        for name in self._up:
+            ranks = self._cluster.ranks_of(name)
+            up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
+            found = [reports.get((name, rank.rank)) for rank in ranks]
+            answered = all(report is not None and report.started is not None for report in found)
+            whole = bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks)
+            if not whole or not answered or self._world.now - self._up[name] < SETTLED_SECONDS:
+                continue
+            if name.replica_id not in kept or kept[name.replica_id] < name:
+                if name not in self._cluster.ray.groups:
+                    continue
+                self._world.fail(f"{name} is up, and a new controller does not adopt it")
+
+    # -- routers -----------------------------------------------------------------------------------------------
+
+    def listed(self, router: "ManagedRouter", members: control.MemberList) -> None:
+        """A router receives a list: no build that serves is missing (I19)."""
+        listed = {member.address for member in members.members}
+        now = self._world.now
+        if max(self._cluster.network.open_at("controller", router.name), router.frozen_until) > now - SETTLED_SECONDS:
+            return  # lists of an earlier time arrive late
+        for name, since in self._up.items():
+            replica = self._cluster.build(name.replica_id, name.generation)
+            if replica is None or replica.draining or replica.stopped or now - since < SETTLED_SECONDS:
+                continue
+            current = [record for record in self._known(name) if record.name == name]
+            serves = bool(current) and current[0].state in (State.READY, State.UNHEALTHY)
+            if replica.address not in listed and serves and now - current[0].since > SETTLED_SECONDS:
+                self._world.fail(f"{router.name} receives a list without {name}, which serves")
+
+    def _known(self, name: ReplicaName) -> list[Record]:
+        controller = self._cluster.controller
+        return [] if controller is None else list(controller.supervisor.reconciler.builds())
+
+    def placed(self, router: "ManagedRouter", address: str) -> None:
+        """A router places a request: not on a replica that has been dead or frozen for long (I12, I13)."""
+        now = self._world.now
+        replica = self._cluster.replica_at(address)
+        if router.frozen_until > now - SETTLED_SECONDS:
+            return
+        if replica is None:
+            if now - self._ended.get(address, now) > DEAD_SECONDS:
+                self._world.fail(f"{router.name} places a request on {address}, which ended long ago")
+        elif replica.frozen_until > now and now - replica.frozen_at > DEAD_SECONDS:
+            self._world.fail(f"{router.name} places a request on {address}, which is frozen")
+
+    def ready(self, router: "ManagedRouter") -> None:
+        """In schedules without faults of replicas: all of them but one serve at every time (I20)."""
+        if not self.harmless or self._cluster.stopping:
+            return
+        ready, count = {state.replica_id for state in router.fleet.replicas if state.ready}, self._cluster.size
+        if len(ready) >= count:
+            self._all_ready.add(router.name)
+        elif router.name in self._all_ready - self.affected and len(ready) < max(1, count - 1):
+            self._world.fail(f"only {sorted(ready)} of {count} replicas are ready at {router.name}")

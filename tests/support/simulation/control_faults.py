@@ -1,0 +1,145 @@
+"""Faults of the control plane: none touches a replica, so that no request may fail (docs/reliability.md I19)."""
+
+from collections.abc import Callable
+
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.record import State
+from headrace_cluster.errors import DrainError
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from support.simulation.managed_cluster import ManagedCluster
+from support.simulation.rank_process import address_of
+
+BRIEF = (0.3, 1.5, 4.0, 8.0)  # seconds; shorter than a replica may be silent until it is replaced
+LONG = (0.5, 3.0, 12.0, 60.0)
+
+
+class ControlFaults:
+    """Each fault chooses its target when it starts."""
+
+    def __init__(self, cluster: ManagedCluster, next_spec: Callable[[], ClusterSpec]) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._next_spec = next_spec
+        self.kinds: list[Callable[[], None]] = [
+            self.kill_controller,
+            self.kill_controller,
+            self.freeze_controller,
+            self.silence_gcs,
+            self.fail_gcs,
+            self.cut_controller_from_replica,
+            self.cut_controller_from_all,
+            self.cut_next_controller,
+            self.cut_controller_from_router,
+            self.replace_keeper,
+            self.roll,
+            self.roll,
+            self.roll,
+        ]
+
+    def kill_controller(self) -> None:
+        controller = self._cluster.controller
+        if controller is not None and controller.alive:
+            self.log("the controller is killed")
+            controller.kill()
+
+    def freeze_controller(self) -> None:
+        controller = self._cluster.controller
+        if controller is not None:
+            controller.frozen_until = self._world.now + self.seconds(LONG, "the controller is stopped")
+
+    def silence_gcs(self) -> None:
+        self._cluster.ray.silent_until = self._world.now + self.seconds(LONG, "the GCS answers nothing")
+
+    def fail_gcs(self) -> None:
+        self._cluster.ray.failing_until = self._world.now + self.seconds(BRIEF, "the GCS answers errors")
+
+    def cut_controller_from_replica(self) -> None:
+        build = self.choose_build()
+        if build is not None:
+            self._cut(address_of(build), self.seconds(BRIEF, f"the controller is cut from {build}"))
+
+    def cut_controller_from_all(self) -> None:
+        """With a single replica: no longer than that one may be silent."""
+        builds = self.builds()
+        seconds = self.seconds(BRIEF if len(builds) < 2 else LONG, "the controller is cut from all replicas")
+        for build in builds:
+            self._cut(address_of(build), seconds, both=True)
+
+    def cut_next_controller(self) -> None:
+        """It is killed, and the next one does not reach the replicas at first."""
+        self.cut_controller_from_all()
+        self.kill_controller()
+
+    def cut_controller_from_router(self) -> None:
+        routers = self._cluster.live_routers
+        if routers:
+            router = self._world.random.choice(routers)
+            self._cut(router.name, self.seconds(LONG, f"the controller is cut from {router.name}"))
+
+    def replace_keeper(self) -> None:
+        """It is killed, with its routers; a later one attaches, perhaps with another spec."""
+        cluster = self._cluster
+        assert cluster.keeper is not None
+        if cluster.keeper.alive:
+            self.log("the keeper is killed")
+            cluster.keeper.kill()
+            routers = self._world.random.randrange(1, 3)
+            self._world.at(
+                self._world.random.uniform(0.5, 4.0), lambda: cluster.start_keeper(self._next_spec(), routers)
+            )
+
+    def roll(self) -> None:
+        """An operator builds a replica again."""
+        controller = self._cluster.controller
+        if controller is None or not controller.alive or controller.frozen or not controller.opened_in_order:
+            return
+        reconciler, random = controller.supervisor.reconciler, self._world.random
+        records = list(reconciler.records.values())
+        ready = [record.replica_id for record in records if record.state is State.READY]
+        # As the command line: the next one is not rolled before every router is connected to the last one.
+        busy = any(record.rolling or record.state is not State.READY or not record.connected for record in records)
+        if not ready or busy or reconciler.surges.leaving or self._surging():
+            return
+        replica_id = random.choice(ready)
+        self.log(f"{replica_id} is rolled")
+        try:
+            controller.call(lambda: controller.supervisor.drains.roll(replica_id, allow_gap=False))
+        except DrainError as error:
+            self.log(str(error))
+
+    def _surging(self) -> bool:
+        controller = self._cluster.controller
+        assert controller is not None
+        reconciler = controller.supervisor.reconciler
+        return any(reconciler.surges.following(record) is not None for record in reconciler.records.values())
+
+    # -- targets -----------------------------------------------------------------------------------------------
+
+    def builds(self) -> list[ReplicaName]:
+        """Those of which a rank is alive."""
+        return sorted({name for name, _ in self._cluster.ray.ranks})
+
+    def choose_build(self) -> ReplicaName | None:
+        builds = self.builds()
+        return self._world.random.choice(builds) if builds else None
+
+    def seconds(self, choices: tuple[float, ...], sentence: str) -> float:
+        seconds = self._world.random.choice(choices)
+        self.log(f"{sentence} for {seconds} s")
+        return seconds
+
+    def log(self, sentence: str) -> None:
+        if self._world.tracing:
+            self._world.log(f"*** {sentence}")
+
+    def _cut(self, name: str, seconds: float, *, both: bool = False) -> None:
+        """Cuts the controller from a process, in a random direction or in both."""
+        network, until = self._cluster.network, self._world.now + seconds
+        for build in self.builds():
+            if address_of(build) == name:
+                self._cluster.checks.disturb(build, seconds)
+        directions = self._world.random.choice(((0,), (1,), (0, 1)))
+        if both or 0 in directions:
+            network.cut("controller", name, until)
+        if both or 1 in directions:
+            network.cut(name, "controller", until)

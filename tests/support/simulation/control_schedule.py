@@ -1,0 +1,208 @@
+"""One seed of a cluster with a controller: its faults, its recovery and its stop.
+
+`PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule SEED` prints its events;
+`… FIRST --until STOP` runs many.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import structlog
+
+from headrace_cluster.core.record import State
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from support.simulation.client_request import ClientRequest, Phase
+from support.simulation.control_faults import ControlFaults
+from support.simulation.managed_cluster import ManagedCluster
+from support.simulation.replica_faults import ReplicaFaults
+from support.simulation.sim_ray import SimNode
+from support.simulation.world import World
+
+FIRST_FAULT, LAST_FAULT = 6.0, 18.0
+FIRST_REQUEST, LAST_REQUEST = 5.0, 20.0
+RECOVERY_SECONDS = 300.0
+STOP_SECONDS = 90.0
+SERVED = {"FINISH_LENGTH", "FINISH_DEADLINE", "disconnected", "deadline", "connection lost"}
+MAX_EVENTS = 300_000
+
+
+class ControlSchedule:
+    """`run` it once."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self.world = World(seed, tracing=tracing, max_events=MAX_EVENTS)
+        random = self.random = self.world.random
+        self.count = random.choice((1, 2, 2, 3))
+        self.ranks = random.choice((1, 1, 1, 2))
+        self._revisions = self._changes = 0
+        spare = random.choice((0, 1, 1))  # room for a second build
+        nodes = [SimNode(f"node-{number}", self.ranks) for number in range(self.count + spare)]
+        self.cluster = ManagedCluster(self.world, nodes, self.count)
+        self.control_faults = ControlFaults(self.cluster, self.next_spec)
+        self.replica_faults = ReplicaFaults(self.cluster, self.control_faults)
+
+    def next_spec(self) -> ClusterSpec:
+        """The same replicas, often in another revision."""
+        self._revisions += self.random.random() < 0.2
+        self._changes += self.random.random() < 0.5
+        model = {
+            "name": "m",
+            "source": "m",
+            "device": "cpu",
+            "replicas": self.count,
+            "tp": self.ranks,
+            "revision": f"r{self._revisions}",
+            "max_num_seqs": 8 + self._changes,
+        }
+        health = {"start_seconds": 30, "drain_seconds": 2}
+        return parse_spec({"cluster": "simulated", "models": [model], "health": health})
+
+    def run(self) -> Counter[str]:
+        """Counts of outcomes by name. Raises InvariantViolation."""
+        try:
+            return self._run()
+        finally:
+            for controller in self.cluster.controllers:
+                controller.loop.close()
+
+    def _run(self) -> Counter[str]:
+        world, cluster = self.world, self.cluster
+        kinds = self._plan()
+        cluster.start_keeper(self.next_spec(), self.random.randrange(1, 4))
+        cluster.schedule_requests(self._requests())
+        for kind in kinds:
+            world.at(self.random.uniform(FIRST_FAULT, LAST_FAULT), kind)
+        world.run(LAST_REQUEST + 1.0)
+        self._recover()
+        self._stop()
+        self._check_requests(only=kinds[0] if len(kinds) == 1 else None)
+        outcomes = Counter(request.outcome for request in cluster.requests)
+        outcomes["controllers"] = len(cluster.controllers)
+        outcomes["routers"] = len(cluster.managed_routers)
+        outcomes["builds"] = cluster.checks.builds
+        outcomes["events"] = world.events
+        return outcomes
+
+    def _plan(self) -> list[Callable[[], None]]:
+        """The faults of one family: those of the control plane, cuts between routers and replicas, or all."""
+        family, count = self.world.seed % 4, self.random.choice((1, 2, 2, 3, 5))
+        checks = self.cluster.checks
+        if family < 2:
+            checks.harmless = True
+            return self.random.choices(self.control_faults.kinds, k=count)
+        if family == 2:
+            checks.harmless = True
+            cuts = [self.replica_faults.cut_router_from_replica, self.control_faults.cut_controller_from_replica]
+            return self.random.choices(cuts, k=count)
+        kinds = self.replica_faults.kinds
+        return self.random.choices(kinds + self.random.choice(([], self.control_faults.kinds)), k=count)
+
+    def _check_requests(self, only: Callable[[], None] | None) -> None:
+        """No request fails for a fault that touches no replica, or one of several (I12, I19, I20, I22)."""
+        checks, newest = self.cluster.checks, f"r{self._revisions}"
+        if not checks.harmless and not (self.count > 1 and only == self.replica_faults.kill_rank):
+            return
+        for router in self.cluster.managed_routers:
+            failed = [request for request in router.requests if request.outcome not in SERVED]
+            if router.name not in checks.affected and any(request.revision == newest for request in failed):
+                self.world.fail(f"a request of {router.name} failed: {failed[0].outcome}")
+
+    def _recover(self) -> None:
+        """Until every replica serves as the spec describes it, and every request has ended."""
+        until = self.world.now + RECOVERY_SECONDS
+        while (missing := self._missing()) and self.world.now < until:
+            self.world.run(self.world.now + 1.0)
+            self._undrain()
+        if missing:
+            self.world.fail(f"{missing} after {RECOVERY_SECONDS:.0f} s without faults")
+
+    def _undrain(self) -> None:
+        """What an operator does: a replica whose rollout was not in the record when its controller was lost is held."""
+        controller = self.cluster.controller
+        if controller is None or not controller.alive or controller.frozen:
+            return
+        for record in list(controller.supervisor.reconciler.records.values()):
+            if record.state is State.DRAINED:
+                controller.call(partial(controller.supervisor.drains.end, record.replica_id))
+
+    def _missing(self) -> str:
+        cluster = self.cluster
+        controller = cluster.controller
+        if self.world.now < cluster.ray.silent_until or cluster.ray.failing:
+            return "the GCS does not answer"
+        if cluster.requests_to_come or any(not request.outcome for request in cluster.requests):
+            return "requests have not ended"
+        if controller is None or not controller.alive or controller.frozen or not cluster.live_routers:
+            return "there is no controller, or no router"
+        reconciler = controller.supervisor.reconciler
+        records = list(reconciler.builds())
+        if any(record.state is not State.READY or record.rolling for record in records) or len(records) != self.count:
+            return f"replicas are not ready: {[(record.name, str(record.state), record.cause) for record in records]}"
+        if any(record.outdated and record.replica_id not in reconciler.surges.failed for record in records):
+            return "replicas run as an earlier spec describes them"
+        names = {record.name for record in records}
+        if names != {name for name, _ in cluster.ray.ranks} or names != set(cluster.ray.groups):
+            return f"Ray has {sorted({name for name, _ in cluster.ray.ranks})}, {sorted(cluster.ray.groups)}"
+        for router in cluster.live_routers:
+            if {state.replica_id for state in router.fleet.replicas if state.ready} != {n.replica_id for n in names}:
+                return f"{router.name} does not use all replicas"
+        return ""
+
+    def _stop(self) -> None:
+        """An orderly stop leaves nothing in Ray."""
+        cluster, world = self.cluster, self.world
+        cluster.stopping = True
+        controller = cluster.controller
+        assert controller is not None
+        task = controller.stop()
+        world.run(world.now + STOP_SECONDS, lambda: task.done() and not (cluster.ray.ranks or cluster.ray.groups))
+        if not task.done() or cluster.ray.ranks or cluster.ray.groups:
+            world.fail(f"a stop leaves {sorted(cluster.ray.ranks)} and {sorted(cluster.ray.groups)}")
+        task.result()
+
+    def _requests(self) -> list[ClientRequest]:
+        return [_request(self.random, number) for number in range(self.random.randrange(6, 12))]
+
+
+def _request(random: Random, number: int) -> ClientRequest:
+    return ClientRequest(
+        number=number,
+        arrival=random.uniform(FIRST_REQUEST, LAST_REQUEST),
+        prompt=[random.randrange(10, 900) for _ in range(random.randrange(1, 20))],
+        max_tokens=random.choice((4, 10, 25, 50)),
+        salt=random.choice((b"", b"tenant")),
+        priority=0,
+        deadline=random.choice((0.3, 2.0)) if random.random() < 0.05 else None,
+        disconnects_in=random.choice((Phase.FIRST_TOKEN, Phase.DECODE)) if random.random() < 0.15 else None,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    if options.until is None:
+        print(ControlSchedule(options.seed, tracing=True).run())
+        return
+    total: Counter[str] = Counter()
+    failed, began = 0, time.process_time()
+    for seed in range(options.seed, options.until):
+        try:
+            total += ControlSchedule(seed).run()
+        except Exception as error:
+            failed += 1
+            print(seed, type(error).__name__, str(error)[:300], flush=True)
+    print(total, f"{time.process_time() - began:.1f} s, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A controller's process: production supervisor, member list and record, on a simulated Ray."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from headrace_cluster.controller.control_service import ControlService
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.record_keeper import keep_record
+from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.snapshot import ControllerSnapshot
+from headrace_cluster.core.view import View
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.process_specs import HealthSpec
+from headrace_proto import control_pb2 as control
+from headrace_proto import replica_pb2 as pb
+from headrace_proto.identity import Identity
+from support import identities
+from support.simulation.health_stream import HealthStream
+from support.simulation.sim_driver import SimDriver
+from support.simulation.virtual_loop import VirtualLoop
+from support.simulation.world import Fifo
+
+if TYPE_CHECKING:
+    from support.simulation.managed_cluster import ManagedCluster
+
+SNAPSHOT = "snapshot"
+
+
+class SimController:
+    """Owns its events. `open` it once; `kill` loses everything but what the record and the ranks hold."""
+
+    def __init__(self, cluster: "ManagedCluster", spec: ClusterSpec, rate: float, *, receives_reports: bool) -> None:
+        """rate: seconds of its clock per second. receives_reports: false for one of the release before."""
+        self.alive = True
+        self.frozen_until = 0.0
+        self.name = "controller"
+        self.spec = spec
+        self.cluster = cluster
+        self.receives_reports = receives_reports
+        self.listening = False
+        self.loop = VirtualLoop(cluster.world, self, rate)  # type: ignore[abstract]
+        self._opening: asyncio.Task[None] | None = None
+        with self.loop.entered():
+            self._membership = Membership(self.loop.time)
+            self.service = ControlService(self._membership, identities.authority)
+            self.supervisor = Supervisor(
+                spec,
+                SimDriver(self),
+                self._membership,
+                identities.controller(),
+                self.loop.time,
+                cluster.world.random.random,
+                self._watch_health,
+            )
+
+    @property
+    def frozen(self) -> bool:
+        return self.frozen_until > self.cluster.world.now
+
+    def open(self) -> None:
+        """Begins to listen, to adopt and to reconcile."""
+        with self.loop.entered():
+            self._opening = asyncio.create_task(self._open())
+
+    @property
+    def opened(self) -> bool:
+        """Whether `open` has ended. Raises its error."""
+        if self._opening is None or not self._opening.done():
+            return False
+        self._opening.result()
+        return True
+
+    @property
+    def opened_in_order(self) -> bool:
+        """Whether it reconciles."""
+        return self.supervisor._loop is not None
+
+    async def _open(self) -> None:
+        driver = cast(SimDriver, self.supervisor._driver)
+        self.listening = True
+        record = await driver.call_gcs(lambda: self.cluster.ray.values.get(SNAPSHOT))
+        snapshot = msgspec.msgpack.decode(record, type=ControllerSnapshot) if record else None
+        adopted = await self.supervisor.adopt(snapshot)
+        if self.cluster.world.tracing:
+            self.cluster.world.log(f"a controller adopts {adopted} builds; record: {snapshot}")
+        self.supervisor.start()
+        self.loop.create_task(keep_record(self.supervisor, partial(self._save, driver)))
+
+    async def _save(self, driver: SimDriver, snapshot: ControllerSnapshot) -> None:
+        encoded = msgspec.msgpack.encode(snapshot)
+        await driver.call_gcs(lambda: self.cluster.ray.values.update({SNAPSHOT: encoded}))
+
+    def view(self) -> View:
+        reconciler = self.supervisor.reconciler
+        return View(
+            ready=reconciler.ready,
+            fatal=reconciler.fatal,
+            stop_requested=False,
+            progress=[],
+            started={},
+            roles={},
+            routers=[],
+            failures={},
+        )
+
+    def kill(self) -> None:
+        """At once; the streams of routers end."""
+        self.alive = False
+        for router in self.cluster.managed_routers:
+            router.control.disconnected_from(self)
+
+    def call(self, work: Callable[[], object]) -> None:
+        """An operator's call, now."""
+        with self.loop.entered():
+            work()
+
+    def stop(self) -> "asyncio.Task[None]":
+        """Ends the cluster in order."""
+        with self.loop.entered():
+            return asyncio.create_task(self.supervisor.stop())
+
+    # -- routers -----------------------------------------------------------------------------------------------
+
+    def watch(self, info: control.RouterInfo, lists: Fifo) -> "asyncio.Task[None]":
+        """A router's stream of member lists, until its task is cancelled."""
+
+        async def send() -> None:
+            async for members in self.service.Watch(control.WatchRequest(router=info), None):
+                lists.held_until = max(lists.held_until, self.cluster.network.open_at(self.name, info.id))
+                lists.put(members)
+
+        with self.loop.entered():
+            return asyncio.create_task(send())
+
+    def report(self, report: control.RouterReport) -> None:
+        """A router's report arrives."""
+        self.loop.create_task(self.service.Report(report, None))
+
+    # -- replicas ----------------------------------------------------------------------------------------------
+
+    async def _watch_health(
+        self, address: str, identity: Identity, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
+    ) -> None:
+        """As `watch_health`, over simulated connections."""
+        while True:
+            replica = self.cluster.replica_at(address)
+            if replica is not None and self.cluster.network.connected(self.name, address):
+                await HealthStream(self, replica, health.interval_seconds, on_health).ended.wait()
+            await asyncio.sleep(health.interval_seconds)

@@ -1,0 +1,232 @@
+"""The controller's driver on a simulated Ray: what `ray/driver.py` and `ray/rank_group.py` do, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace_cluster.core.adoption import plan_adoption
+from headrace_cluster.core.driver import (
+    STOP_SECONDS,
+    AdoptedState,
+    Progress,
+    RankFacts,
+    StartFailedError,
+)
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.placement import waiting_sentence
+from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, fingerprint, replica_config
+from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.role import Role
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from support.simulation.rank_process import RankProcess
+from support.simulation.sim_ray import PROCESS_SECONDS, SimRayError
+
+if TYPE_CHECKING:
+    from support.simulation.sim_controller import SimController
+
+T = TypeVar("T")
+AUTHORITIES = (b"the authority",)
+NOTE_SECONDS = 2.0
+PLACE_POLL_SECONDS = 0.1
+LATE_POLL_SECONDS = 1.0
+REPORT_SECONDS = 5.0
+REPORT_TRIES = 3
+
+
+def rank_config(name: ReplicaName, model: ModelSpec, role: Role) -> ReplicaConfig:
+    """What each rank of a build receives."""
+    return replica_config(
+        model,
+        replica_id=name.replica_id,
+        generation=name.generation,
+        source=model.source,
+        role=role,
+        profile_dir=None,
+        cpu_threads=1,
+        host="127.0.0.1",
+    )
+
+
+class SimDriver:
+    """A `ReplicaDriver` of one controller process."""
+
+    def __init__(self, controller: "SimController") -> None:
+        self._controller = controller
+        self._cluster = controller.cluster
+        self._ray = controller.cluster.ray
+        self._world = controller.cluster.world
+        self._groups: dict[ReplicaName, list[RankProcess]] = {}
+
+    async def launch(
+        self,
+        name: ReplicaName,
+        model: ModelSpec,
+        role: Role,
+        on_wait: Callable[[str], None],
+        seconds: float | None = None,
+    ) -> list[RankFacts]:
+        ray = self._ray
+        group = await self.call_gcs(lambda: ray.create_group(name, model.tp))
+        began = self._controller.loop.time()
+        while await self.call_gcs(lambda: group.pending):
+            waited = self._controller.loop.time() - began
+            if waited > NOTE_SECONDS or (seconds is not None and waited > seconds):
+                reason = waiting_sentence(model, 0, {"CPU": 0})
+                if seconds is not None and waited > seconds:
+                    await self.call_gcs(lambda: ray.remove_group(name))
+                    raise PlacementError(f"{name.replica_id}: {reason}")
+                on_wait(reason)
+            await asyncio.sleep(PLACE_POLL_SECONDS if waited < NOTE_SECONDS else LATE_POLL_SECONDS)
+        on_wait("")
+        config = rank_config(name, model, role)
+        ranks = await self.call_gcs(lambda: [ray.create_rank(group, rank, config) for rank in range(model.ranks)])
+        self._groups[name] = ranks
+        await asyncio.sleep(self._world.random.uniform(*PROCESS_SECONDS))
+        if not all(rank.alive for rank in ranks):
+            raise StartFailedError(f"a rank of {name.replica_id} could not be created", final=False)
+        return [RankFacts(rank.rank, rank.pid, rank.node) for rank in ranks]
+
+    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+        expected = {
+            replica.replica_id: fingerprint(
+                rank_config(ReplicaName(replica.replica_id, 0), replica.model, replica.role)
+            )
+            for replica in replicas
+        }
+        ranks = await self.call_gcs(lambda: dict(self._ray.ranks))
+        reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(ranks)
+        for _ in range(REPORT_TRIES):
+            silent = [key for key, report in reports.items() if report is None]
+            found = await asyncio.gather(
+                *(self._call_rank(ranks[key], ranks[key].report, REPORT_SECONDS) for key in silent)
+            )
+            reports |= zip(silent, found, strict=True)
+        groups = await self.call_gcs(lambda: set(self._ray.groups))
+        plan = plan_adoption(reports, groups, expected, AUTHORITIES)
+        self._cluster.checks.adopted(self._controller, plan, reports)
+        for key in plan.ended_ranks:
+            await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023
+        for name in plan.ended_groups:
+            await self.call_gcs(lambda: self._ray.remove_group(name))  # noqa: B023
+        for build in plan.state.builds:
+            self._groups[build.name] = [ranks[build.name, facts.rank] for facts in build.ranks]
+        return plan.state
+
+    async def start(self, name: ReplicaName) -> ReplicaStarted:
+        """Each rank loads for a while; rank 0 makes the engine when all have."""
+        ranks, world = self._groups[name], self._world
+        for rank in ranks:
+            world.at(world.random.uniform(*self._ray.load_seconds), lambda rank=rank: self._load(rank), rank)  # type: ignore[misc]
+        while True:
+            await asyncio.sleep(PLACE_POLL_SECONDS)
+            causes = [rank.cause for rank in ranks if rank.cause is not None]
+            if causes:
+                raise StartFailedError(causes[0], final=False, lacks_resources=world.chance(0.3))
+            if any(not rank.alive for rank in ranks):
+                raise StartFailedError(f"a rank of {name.replica_id} was killed while it started", final=False)
+            started = [rank.started for rank in ranks if rank.started is not None]
+            if len(started) == len(ranks):
+                return started[0]
+
+    async def admit(self, name: ReplicaName) -> None:
+        def install(rank: RankProcess) -> bool:
+            rank.authorities = AUTHORITIES
+            return True
+
+        if not await self._call_rank(self._groups[name][0], lambda: install(self._groups[name][0]), REPORT_SECONDS):
+            raise SimRayError("the rank does not reply")
+
+    def _load(self, rank: RankProcess) -> None:
+        rank.authorities = AUTHORITIES
+        if self._ray.failing_starts:
+            self._ray.failing_starts -= 1
+            rank.end_loop("too little memory")
+            return
+        self._cluster.rank_loaded(rank)
+
+    async def progress(self, name: ReplicaName) -> Progress | None:
+        return Progress("loading", 0.5)
+
+    async def wait_for_death(self, name: ReplicaName) -> str:
+        if self._ray.failing and self._world.chance(0.3):
+            raise SimRayError("the GCS fails")
+        end: asyncio.Future[str] = self._controller.loop.create_future()
+
+        def ended(rank: RankProcess, *, killed: bool) -> None:
+            if not end.done():
+                end.set_result(f"{rank.name} {'was killed' if killed else f'ended: {rank.cause}'}")
+
+        for rank in self._groups[name]:
+            rank.watch(lambda killed, rank=rank: self._post(lambda: ended(rank, killed=killed)))  # type: ignore[misc]
+        return await end
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        return []
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        raise RoleError("the simulation changes no roles")
+
+    async def drain(self, name: ReplicaName) -> None:
+        def drain(rank: RankProcess) -> None:
+            rank.draining = True
+            self._cluster.drain(rank)
+
+        ranks = self._groups.get(name, [])
+        await asyncio.gather(*(self._call_rank(rank, lambda rank=rank: drain(rank), STOP_SECONDS) for rank in ranks))  # type: ignore[misc]
+
+    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
+        self._cluster.checks.stopping(self._controller, name)
+        ranks = self._groups.get(name, [])
+        await asyncio.gather(
+            *(self._call_rank(rank, lambda rank=rank: self._cluster.stop(rank), seconds) for rank in ranks)  # type: ignore[misc]
+        )
+        for rank in ranks:
+            await self.call_gcs(lambda: self._ray.kill(rank, "stopped"))  # noqa: B023
+        await self.call_gcs(lambda: self._ray.remove_group(name))
+        self._groups.pop(name, None)
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    async def call_gcs(self, work: Callable[[], T]) -> T:
+        """Waits while the GCS is silent. Raises SimRayError while it fails."""
+        await asyncio.sleep(self._world.delay())
+        if self._world.now < self._ray.silent_until:
+            await asyncio.sleep(1.1 * (self._ray.silent_until - self._world.now))  # of a clock that may be fast
+        if self._ray.failing:
+            raise SimRayError("the GCS fails")
+        return work()
+
+    async def _call_rank(self, rank: RankProcess, work: Callable[[], T], seconds: float) -> T | None:
+        """Calls a rank's process directly; None if it does not answer within `seconds`, or has ended."""
+        reply: asyncio.Future[Any] = self._controller.loop.create_future()
+
+        def answer(result: object) -> None:
+            if not reply.done():
+                reply.set_result(result)
+
+        def execute() -> None:
+            result = work()
+            if self._cluster.network.connected(self._controller.name, rank.address):
+                self._post(lambda: answer(result))
+
+        if rank.alive and self._cluster.network.connected(self._controller.name, rank.address):
+            self._world.at(self._world.delay(), execute, rank)
+        elif not rank.alive:
+            self._post(lambda: answer(None))
+        try:
+            async with asyncio.timeout(seconds):
+                result: T | None = await reply
+        except TimeoutError:
+            return None
+        return result
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """An event of the controller's process, after a delay."""
+
+        def entered() -> None:
+            with self._controller.loop.entered():
+                call()
+
+        self._world.at(self._world.delay(), entered, self._controller)
