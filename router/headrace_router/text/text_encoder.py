@@ -95,7 +95,8 @@ class TextEncoder:
             spans = self._control_spans(text, encoding, ids)
             if spans and traced is None:
                 traced = trace()
-            spans = [(start, end) for start, end in spans if is_user((traced or "")[start:end])]
+            # A control token without a place in the text may be anyone's.
+            spans = [(start, end) for start, end in spans if start == end or is_user((traced or "")[start:end])]
             if not spans:
                 return [token_id for token_id in ids if token_id != self._cut_id]
             if any(end - start < 2 for start, end in spans):
