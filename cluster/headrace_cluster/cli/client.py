@@ -18,7 +18,7 @@ from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.state import ServeState, describe
-from headrace_cluster.local.tls_client import open_connection, present, tls_failure, tls_of, trusted
+from headrace_cluster.local.tls_client import not_accepted, open_connection, present, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
 from headrace_proto.errors import HeadraceError
@@ -187,8 +187,7 @@ class _AdminAddress:
     tls: Callable[[], ssl.SSLContext | None]  # per call: a long command may outlast a certificate
 
     def call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        context = self.tls()
-        connection = open_connection(self.host, self.port, timeout, context)
+        connection = open_connection(self.host, self.port, timeout, self.tls())
         try:
             sent = json.dumps(body) if body is not None else None
             connection.request(method, path, sent, {"Authorization": f"Bearer {self.key}"})
@@ -197,8 +196,8 @@ class _AdminAddress:
                 raise ServerError(_sentence(response))
             document: dict[str, Any] = json.load(response)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if context is not None and (failed := tls_failure(host_port(self.host, self.port), error)):
-                raise failed from error
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise not_accepted(host_port(self.host, self.port), error) from error
             raise NotRunningError(
                 f"no server answers on admin port {self.port}; start one with: {program_name()} serve"
             ) from error
