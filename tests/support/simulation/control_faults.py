@@ -36,6 +36,14 @@ class ControlFaults:
             self.roll,
         ]
 
+        self.rollouts: list[Callable[[], None]] = [
+            self.roll,
+            self.roll,
+            self.replace_keeper,
+            self.kill_controller,
+            self.kill_controller,
+        ]
+
     def kill_controller(self) -> None:
         controller = self._cluster.controller
         if controller is not None and controller.alive:

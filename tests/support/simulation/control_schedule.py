@@ -90,12 +90,15 @@ class ControlSchedule:
         return outcomes
 
     def _plan(self) -> list[Callable[[], None]]:
-        """The faults of one family: those of the control plane, cuts between routers and replicas, or all."""
+        """Faults of one family: of the control plane; losses during rollouts; cuts of one direction; of all."""
         family, count = self.world.seed % 4, self.random.choice((1, 2, 2, 3, 5))
         checks = self.cluster.checks
-        if family < 2:
+        if family == 0:
             checks.harmless = True
             return self.random.choices(self.control_faults.kinds, k=count)
+        if family == 1:
+            checks.harmless = True
+            return self.random.choices(self.control_faults.rollouts, k=2 + count)
         if family == 2:
             checks.harmless = True
             cuts = [self.replica_faults.cut_router_from_replica, self.control_faults.cut_controller_from_replica]

@@ -100,6 +100,7 @@ class ManagedCluster(Cluster):
         shape = Shape(name.replica_id, 1, 1, BLOCKS, ROWS, 64, 0, STEP_SECONDS, config.revision or "r")
         replica = SimReplica(self, shape, self._model, name.generation)
         replica.address = rank.address
+        replica.reports_submits = self.world.chance(0.8)
         self._replicas[replica.address] = replica
         started = ReplicaStarted(
             model="m",

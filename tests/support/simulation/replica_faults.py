@@ -107,7 +107,7 @@ class ReplicaFaults:
         if streams:
             stream = self._world.random.choice(streams)
             self._control.log(f"a frame of {stream.replica.address} is cut")
-            stream.message_faults += self._world.random.randrange(1, 3)
+            stream.cut_frames += self._world.random.randrange(1, 3)
 
     def freeze_router(self) -> None:
         routers = self._cluster.live_routers

@@ -24,6 +24,7 @@ class RouterStream:
         self.attempts: set[bytes] = set()  # at the replica
         self.accepted = 0  # submits that the replica's loop has taken
         self.message_faults = 0  # frames that will be lost or duplicated
+        self.cut_frames = 0  # frames in whose middle the connection ends
         self._link = link
         self._router_open = self._replica_open = True
         self._held = False
@@ -39,6 +40,8 @@ class RouterStream:
 
     def send(self, frame: pb.RouterFrame) -> None:
         """Sends a frame of the router."""
+        if self._cut_frame():
+            return
         until = self._network.open_at(self._link.router.name, self.replica.address)
         self._up.held_until = max(self._up.held_until, until)
         self._up.put(frame)
@@ -78,6 +81,8 @@ class RouterStream:
 
     def _flush(self) -> None:
         self._flushing = False
+        if self._pending and self._cut_frame():
+            return
         if self._keepalive.expired():
             self._end_replica()
             self.disconnect()
@@ -87,6 +92,8 @@ class RouterStream:
         deltas, self._pending = list(self._pending.values()), {}
         load, accepted = self.replica.load(), self.accepted
         frame = pb.ReplicaFrame(step=self.replica.steps, load=load, deltas=deltas, submits=accepted)
+        if not self.replica.reports_submits:
+            frame.ClearField("submits")
         if self.message_faults and deltas and self._world.chance(0.5):
             self.message_faults -= 1
             if self._world.chance(0.5):
@@ -96,6 +103,14 @@ class RouterStream:
                 return
             self._down.put(frame)
         self._down.put(frame)
+
+    def _cut_frame(self) -> bool:
+        """Whether the connection ends while a frame is sent: nothing of the frame is delivered."""
+        if not self.cut_frames:
+            return False
+        self.cut_frames -= 1
+        self.disconnect()
+        return True
 
     def _check_cancelled(self, attempt_id: bytes) -> None:
         """A cancelled attempt has ended by now, unless the cancel could not arrive."""
