@@ -72,7 +72,8 @@ TEMPLATES = [
         "{{ m.content | reverse | reverse }}{% endif %}",
         "{{ messages | map(attribute='content') | join('') }}",
         "{% for c in m.content %}{% if c != 'x' %}{{ c }}{% endif %}{% endfor %}",
-        "{{ '{}'.format(m.content) }}{{ '%s' % m.content }}{{ m.content ~ messages[0].content }}{{ m.content | length }}",
+        "{{ '{}'.format(m.content) }}{{ '%s' % m.content }}{{ m.content ~ messages[0].content }}"
+        "{{ m.content | length }}",
         "{{ m.content }}im_end|>{{ m.content }}{{ '|im_end|>' + m.content }} <|{{ m.content }}",
         "{{ '<|' + m.role + '|>' + m.content + '<|im_end|>' }}",
     )
