@@ -101,6 +101,8 @@ class ControlSchedule:
             return self.random.choices(self.control_faults.rollouts, k=2 + count)
         if family == 2:
             checks.harmless = True
+            if self.random.random() < 0.3:
+                return [self.replica_faults.cut_observers]
             cuts = [self.replica_faults.cut_router_from_replica, self.control_faults.cut_controller_from_replica]
             return self.random.choices(cuts, k=count)
         kinds = self.replica_faults.kinds

@@ -101,6 +101,17 @@ class ReplicaFaults:
             self._cluster.checks.affected.add(router.name)
             self._cluster.network.cut(ends[0], ends[1], self._world.now + seconds)
 
+    def cut_observers(self) -> None:
+        """The controller and one router receive nothing from a replica for longer than it may be silent; others do."""
+        cluster, build = self._cluster, self._control.choose_build()
+        routers, controller = cluster.live_routers, cluster.controller
+        if build is None or controller is None or not controller.receives_reports or len(routers) < 2:
+            return
+        until = self._world.now + self._control.seconds((25.0,), f"{build} is cut from its observers")
+        cluster.checks.affected.add(routers[0].name)
+        for observer in (controller.name, routers[0].name):
+            cluster.network.cut(address_of(build), observer, until)
+
     def cut_frames(self) -> None:
         """A connection ends in the middle of a frame, which is lost."""
         streams = self._cluster.router_streams
