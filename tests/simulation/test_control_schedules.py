@@ -14,7 +14,7 @@ import structlog
 from support.simulation.control_schedule import ControlSchedule
 
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
-FAST, CI, LAST = (SEEDS, SEEDS, SEEDS) if SEEDS else (40, 280, 20_000)  # the rest is slow
+FAST, CI, LAST = (SEEDS, SEEDS, SEEDS) if SEEDS else (40, 520, 20_000)  # the rest is slow
 SHARE = 40  # seeds per test
 
 
