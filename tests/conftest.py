@@ -43,12 +43,14 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "e2e/test_stop.py",
     "e2e/test_tls.py",
     "integration/",
+    "kernels/test_build.py",
     "kernels/test_compiles.py",
     "kernels/test_splits.py",
     "simulation/test_router_decisions.py",
     "test_benchmarks.py",
     "test_extending.py",
     "worker/model/test_hostile_files.py",
+    "worker/model/test_warmup_coverage.py",
     *(f"worker/parallel/test_{name}.py" for name in PROCESSES if name != "process_oracle"),
 )
 ALONE = (  # files and folders of tests that run Ray, whole servers, or a model in several processes
