@@ -14,6 +14,7 @@ from headrace_proto.authority import ClusterAuthority
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
+from headrace_proto.private_file import read_private
 
 
 class CredentialsError(HeadraceError):
@@ -40,11 +41,9 @@ class RouterCredentials(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From a file that nobody else can read. Raises CredentialsError."""
+        """From a file that nobody else can read. Raises CredentialsError, PrivateFileError."""
         try:
-            if path.stat().st_mode & 0o007:
-                raise CredentialsError(f"other users can read the credentials in {path}: chmod 600 {path}")
-            credentials = cls.decode(path.read_bytes())
+            credentials = cls.decode(read_private(path, "the file of credentials"))
             chain = Identity.restore(credentials.identity).certificate.chain
         except OSError as error:
             raise CredentialsError(f"the credentials in {path} cannot be read: {error.strerror}") from error

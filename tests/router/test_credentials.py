@@ -7,6 +7,7 @@ import pytest
 from headrace_proto.authority import LIFETIME_SECONDS, ClusterAuthority
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
+from headrace_proto.private_file import PrivateFileError
 from headrace_router.config import RouterConfig
 from headrace_router.credentials import CredentialsError, RouterCredentials
 from headrace_router.server import RouterServer
@@ -21,7 +22,7 @@ def test_a_file_of_credentials_is_private_and_complete(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600 and [entry.name for entry in tmp_path.iterdir()] == ["credentials"]
     assert RouterCredentials.read(path) == made and made.tenant_key == identities.authority().tenant_key
     path.chmod(0o604)
-    with pytest.raises(CredentialsError, match="chmod 600"):
+    with pytest.raises(PrivateFileError, match="chmod 600"):
         RouterCredentials.read(path)
 
 
