@@ -136,7 +136,7 @@ def test_a_revision_of_the_hub_is_pinned_once(folder: Path, monkeypatch: pytest.
     pinned = check_start(spec(*models), lambda stage: None, print, with_router=False)
     assert [model.revision for model in pinned.models] == ["first", None]
     assert {config.revision for config in FakePreflight.checked if config.source == "acme/model"} == {"first"}
-    assert replica_config(pinned.models[0], replica_id="r", secret=b"").revision == "first"
+    assert replica_config(pinned.models[0], replica_id="r").revision == "first"
     assert check_start(pinned, lambda stage: None, print, with_router=False) == pinned
 
 
