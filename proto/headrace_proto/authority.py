@@ -101,6 +101,15 @@ class ClusterAuthority:
         signing, *others = self._roots
         return "".join(_root_certificate(signing, issuer, path_length=0) for issuer in others)
 
+    def is_member(self, certificate: bytes) -> bool:
+        """Whether a PEM certificate is of one of the valid secrets, and has not expired."""
+        try:
+            parsed = x509.load_pem_x509_certificate(certificate)
+        except ValueError:
+            return False
+        now = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        return now <= parsed.not_valid_after_utc and any(root.has_signed(parsed) for root in self._roots)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterAuthority) and compare_digest(
             b"".join(self.fingerprints), b"".join(other.fingerprints)
@@ -124,6 +133,15 @@ class _Root:
         # A name of its own: verifiers look for the issuer of a certificate by name.
         self.subject = _common_name(f"headrace authority {self.fingerprint.hex()}")
         self.certificate = _root_certificate(self, self, path_length=1)
+
+    def has_signed(self, certificate: x509.Certificate) -> bool:
+        try:
+            self.key.public_key().verify(
+                certificate.signature, certificate.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256())
+            )
+        except InvalidSignature:
+            return False
+        return True
 
 
 def _root_certificate(root: _Root, issuer: _Root, path_length: int) -> str:

@@ -39,6 +39,11 @@ def caller_name(context: Any) -> str:
     return b"".join(context.auth_context().get("x509_common_name", ())).decode()
 
 
+def caller_certificate(context: Any) -> bytes:
+    """The caller's certificate, as PEM."""
+    return b"".join(context.auth_context().get("x509_pem_cert", ()))
+
+
 def _guarded(handler: Any, plane: Plane | None) -> Any:
     async def check(context: Any) -> None:
         names = context.auth_context().get("x509_subject_alternative_name", ())

@@ -11,9 +11,13 @@ LARGE_MESSAGES: Options = (
 NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 # A channel that shared its connection with others would share the wait between their attempts to connect.
 OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
+# A peer without a certificate has a connection for the time of a handshake. A replica needs one per router, and a few.
+MAX_CONNECTIONS = 4096
 # A peer that ended without closing its connection (its machine lost power) is detected after about 15 s.
 SERVER: Options = (
     ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -84,7 +84,7 @@ class Identity:
         return self.certificate.authorities != tuple(authorities) or self._clock() >= self._renew_at
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that accepts members of the cluster only; `CallerInterceptor` decides which method each may call."""
+        """For a server that accepts members of the cluster only; `CallerInterceptor` knows which may call what."""
         used = self.certificate
 
         def changed_configuration() -> Any:

@@ -221,6 +221,12 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Renew(control_pb2.RenewRequest(certificate_request=b"nonsense"))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            # The connection is older than the secrets: it has the certificate of one that is no longer valid.
+            valid[0] = identities.authority((NEW,))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Renew(control_pb2.RenewRequest(certificate_request=router.request))
+            assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            valid[0] = both
         chain = x509.load_pem_x509_certificate(router.certificate.chain.encode())
         assert chain.subject.rfc4514_string() == "CN=router-7"
         names = chain.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -291,3 +291,13 @@ def test_a_sealed_message_is_read_by_its_receiver_only() -> None:
             receiver.unseal(changed)
     with pytest.raises(SealedMessageError, match="start this one again"):
         other.unseal(sealed)
+
+
+def test_members_are_those_of_valid_secrets_until_they_expire() -> None:
+    now = 1_800_000_000.0
+    ours = ClusterAuthority((SECRET,), lambda: now)
+    chain = ours.certify(Identity().request, Plane.ROUTER, "r").chain.encode()
+    assert ours.is_member(chain) and ClusterAuthority((OTHER, SECRET), lambda: now).is_member(chain)
+    assert not ClusterAuthority((OTHER,), lambda: now).is_member(chain)
+    assert not ClusterAuthority((SECRET,), lambda: now + LIFETIME_SECONDS + 1).is_member(chain)
+    assert not ours.is_member(b"") and not ours.is_member(chain[:100])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from headrace_proto.replica_pb2 import ModelFacts
+from headrace_router.core.errors import ContextLengthError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard, UntraceableChatError
 from headrace_router.text.text_encoder import ControlTokenError
 
@@ -248,3 +249,20 @@ def test_many_control_tokens_take_linear_time(repeated: str) -> None:
     text = repeated * 500
     assert not _control_in(tokenizer, encoder.encode_prompt(text))
     assert len(counted) <= 5 and sum(counted) <= 20 * len(text)
+
+
+def test_more_control_tokens_than_the_context_holds_are_refused_before_the_text_is_cut() -> None:
+    card = ModelCard(ModelFacts(max_model_len=100), LoadedTokenizer(_tokenizer("none").to_str().encode()))
+    cuts: list[int] = []
+    vars(card.encoder)["_with_cuts"] = lambda text, places: cuts.append(len(places)) or "a"
+    with pytest.raises(ContextLengthError, match="100 tokens; the prompt has 101"):
+        card.encoder.encode_prompt("<|im_end|>" * 101)
+    assert not cuts
+    card.encoder.encode_prompt("<|im_end|>" * 100)
+    assert cuts == [100, 100], "the text and its trace"
+
+
+def test_a_template_that_makes_bytes_of_user_text_is_refused() -> None:
+    card = _card(_tokenizer("none"), "{{ messages[0].content.encode().decode() }}")
+    with pytest.raises(UntraceableChatError):
+        card.encode_chat([{"role": "user", "content": "<|im_end|>"}])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_worker.core.fair_shares import divide_budget
+from headrace_worker.core.queue import WaitingQueue
 from headrace_worker.core.request import Finish, Request
 
 Make = Callable[..., Any]
@@ -34,6 +35,17 @@ def steps_until_output(bench: Any, request: Request) -> int:
         if any(output.attempt_id == request.attempt_id and output.token_ids for output in outputs):
             return step
     raise AssertionError("the request has no output")
+
+
+def test_removed_requests_are_not_kept(make_bench: Make) -> None:
+    bench = make_bench()
+    queue = WaitingQueue({})
+    queue.push(make(bench, FLOOD, 0, 10))
+    for seed in range(1, 1000):
+        removed = make(bench, FLOOD, seed, 10)
+        queue.push(removed)
+        assert queue.remove(removed)
+    assert len(queue) == 1 and len(queue._tenants[FLOOD].heap) < 30
 
 
 @pytest.mark.parametrize("depth", [0, 1])

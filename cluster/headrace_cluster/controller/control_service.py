@@ -11,7 +11,7 @@ from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
 from headrace_proto.authority import CertificateRequestError, ClusterAuthority
-from headrace_proto.callers import CallerInterceptor, caller_name
+from headrace_proto.callers import CallerInterceptor, caller_certificate, caller_name
 from headrace_proto.channel_options import SERVER
 from headrace_proto.errors import ListenError
 from headrace_proto.identity import Identity
@@ -42,7 +42,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.RouterReportReply(authorities=self._authority().fingerprints)
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
-        """Another certificate for the caller, of its own plane and name."""
+        """Another certificate for the caller, of its own plane and name.
+
+        A connection may be older than the secrets: the caller's certificate must be valid now.
+        """
+        if not self._authority().is_member(caller_certificate(context)):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the certificate has expired, or its secret is no longer valid"
+            )
         try:
             made = self._authority().certify(request.certificate_request, Plane.ROUTER, caller_name(context))
         except CertificateRequestError as error:

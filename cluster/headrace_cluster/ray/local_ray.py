@@ -146,7 +146,7 @@ def join(spec: ClusterSpec) -> RayLink:
             "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds that cluster's token"
         ) from error
     link = _link(context, owned=False)
-    if not port_of(address) and not spec.ray.no_auth:  # 'auto'
+    if not spec.ray.no_auth:  # again: 'auto' has its address now, and a Ray that was silent before answers
         try:
             check_token(link.address)
         except OpenRayError:

@@ -75,6 +75,7 @@ class ModelCard:
                     facts.add_bos,
                     loaded.unknown,
                     loaded.reach * self.max_model_len if loaded.reach and self.max_model_len else None,
+                    self.max_model_len or None,
                 )
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error

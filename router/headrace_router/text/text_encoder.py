@@ -38,8 +38,10 @@ class TextEncoder:
         add_bos: bool,
         unknown: str | None = None,
         max_chars: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        """unknown: the token for what the vocabulary lacks. max_chars: a longer text has too many tokens."""
+        """unknown: the token for what the vocabulary lacks. max_chars: a longer text has more than max_tokens."""
+        self._max_tokens = max_tokens
         self._max_chars = max_chars
         added = tokenizer.get_added_tokens_decoder()
         self._control = {
@@ -87,11 +89,21 @@ class TextEncoder:
                 param=param,
             )
 
+    def _check_tokens(self, count: int, param: str) -> None:
+        if self._max_tokens is not None and count > self._max_tokens:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_tokens} tokens; the prompt has {count}. "
+                "Shorten it.",
+                param=param,
+            )
+
     def _encode(self, text: str, trace: Callable[[], str], is_user: Callable[[str], bool], param: str) -> list[int]:
         traced: str | None = None
         for _ in range(_ROUNDS):
             encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
             ids = encoding.ids
+            if traced is None:  # before the text grows with each control token; cuts make no text shorter
+                self._check_tokens(len(ids), param)
             spans = self._control_spans(text, encoding, ids)
             if spans and traced is None:
                 traced = trace()

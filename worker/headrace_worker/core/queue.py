@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from headrace_worker.core.request import Request
+
+REMOVED = 16  # entries of removed requests that a heap may have besides as many as it has members
 
 
 @dataclass(slots=True)
@@ -80,6 +82,9 @@ class WaitingQueue:
         own.count -= 1
         while own.heap and id(own.heap[0][3]) not in self._members:
             heappop(own.heap)
+        if len(own.heap) > 2 * own.count + REMOVED:
+            own.heap = [entry for entry in own.heap if id(entry[3]) in self._members]
+            heapify(own.heap)
         if not own.count:
             del self._tenants[tenant]
         if not self._members:

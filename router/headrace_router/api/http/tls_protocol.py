@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.protocol import LINGER_SECONDS
 from headrace_router.core.limits import Limits
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
@@ -60,7 +61,7 @@ class TlsProtocol(asyncio.Protocol):
                     self.tls.context,
                     server_side=True,
                     ssl_handshake_timeout=self.limits.header_seconds,
-                    ssl_shutdown_timeout=self.limits.write_seconds,
+                    ssl_shutdown_timeout=LINGER_SECONDS,
                 )
         finally:
             self._connections.discard(self)
