@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ def port(files: dict[str, Path]) -> Iterator[int]:
     server = admin_server(admin_app(KEY, lambda: {"replicas": []}, nothing, []), TlsFiles(TlsConfig(**files)))
     running = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     running.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.01)
     yield bound.getsockname()[1]
     server.should_exit = True
     running.join(5)
