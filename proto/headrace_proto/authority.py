@@ -24,13 +24,12 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.plane import Certificate, Plane
 
 LIFETIME_SECONDS = 30 * 86400.0  # of a certificate: without a controller, members accept new connections this long
-CLOCK_SKEW_SECONDS = 3600.0  # by which the clock of another machine may be slow
 RENEW_SECONDS = LIFETIME_SECONDS / 3  # after this time a certificate is replaced
 
 _SALT = b"headrace 2026 cluster authority v1"
 _TENANT_CONTEXT = "headrace 2026 tenant salts v1"
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_ALWAYS = (datetime.datetime(2026, 1, 1), datetime.datetime(9999, 12, 31))
+_ALWAYS = (datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31))
 
 
 class CertificateRequestError(HeadraceError):
@@ -75,7 +74,7 @@ class ClusterAuthority:
             .issuer_name(root.subject)
             .public_key(_requested_key(request))
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(seconds=CLOCK_SKEW_SECONDS))
+            .not_valid_before(_ALWAYS[0])  # the clock of another machine may be slow by any time
             .not_valid_after(now + datetime.timedelta(seconds=LIFETIME_SECONDS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(plane.dns_name)]), critical=False)

@@ -92,6 +92,26 @@ def test_the_only_replica_is_rolled_without_a_gap(
     asyncio.run(scenario())
 
 
+def test_a_router_that_is_cut_off_from_the_controller_counts(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    """Only the old build knows it; without that build it would have no replica."""
+
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually) as (supervisor, lists):
+            old = driver.replicas[OLD]
+            await eventually(lambda: supervisor._builds[OLD].health.routers == 1)  # type: ignore[union-attr]
+            supervisor._membership.routers.clear()
+            supervisor.drains.roll("smollm2-0", 30.0)
+            await eventually(lambda: lists and sorted(lists[-1].values()) == [1, 2])
+            await asyncio.sleep(1.0)
+            assert not old.draining
+            driver.replicas[NEW].routers = 1
+            await eventually(lambda: old.draining)
+
+    asyncio.run(scenario())
+
+
 def test_an_old_build_has_the_requested_seconds(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, identity, eventually) as (supervisor, _):

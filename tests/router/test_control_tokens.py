@@ -254,7 +254,12 @@ def test_many_control_tokens_take_linear_time(repeated: str) -> None:
 def test_more_control_tokens_than_the_context_holds_are_refused_before_the_text_is_cut() -> None:
     card = ModelCard(ModelFacts(max_model_len=100), LoadedTokenizer(_tokenizer("none").to_str().encode()))
     cuts: list[int] = []
-    vars(card.encoder)["_with_cuts"] = lambda text, places: cuts.append(len(places)) or "a"
+
+    def with_cuts(text: str, places: list[int]) -> str:
+        cuts.append(len(places))
+        return "a"
+
+    vars(card.encoder)["_with_cuts"] = with_cuts
     with pytest.raises(ContextLengthError, match="100 tokens; the prompt has 101"):
         card.encoder.encode_prompt("<|im_end|>" * 101)
     assert not cuts

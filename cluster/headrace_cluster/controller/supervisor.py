@@ -255,13 +255,18 @@ class Supervisor:
             build.health = health
             state = STATES.get(health.state, State.UNHEALTHY)
             step_seconds = health.load.predicted_step_ms / 1e3
-            connected = health.routers >= len(self._membership.routers)
+            connected = health.routers >= self._routers_besides(build)
             self.reconciler.health_received(name, state, step_seconds, self._clock(), connected=connected)
             if before is None or before.state != health.state:
                 log.info(str(state), replica=name.replica_id, generation=name.generation)
                 self._wake.set()
 
         return receive
+
+    def _routers_besides(self, build: Build) -> int:
+        """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
+        heard = [other.health.routers for other in self._builds.values() if other is not build and other.health]
+        return max([len(self._membership.routers), *heard])
 
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""

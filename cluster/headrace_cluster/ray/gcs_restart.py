@@ -1,5 +1,6 @@
 """Another GCS for our own Ray when its GCS has ended; replicas serve meanwhile, and the state is on disk."""
 
+import contextlib
 import os
 import random
 import threading
@@ -15,16 +16,21 @@ from headrace_cluster.core.backoff import Backoff
 POLL_SECONDS = 0.25
 BACKOFF = Backoff(1.0, 30.0)  # between attempts; before the first attempt there is no pause
 STABLE_SECONDS = 60.0  # one that ran so long starts the pauses from the beginning
-RECONNECT_SECONDS = 600  # for which raylet, driver and actors wait for the next one; 60 by default, then they end
+RECONNECT_SECONDS = 86_400  # for which raylet, driver and actors wait for the next one; 60 by default, then they end
+BALLAST_BYTES = 64 << 20  # kept free for the next one: without space on disk it ends as soon as it has started
+
+_PATH_VARIABLE = "RAY_gcs_storage_path"
 
 log = structlog.get_logger(__name__)
 
 
 def keep_state_in(folder: Path) -> None:
     """Makes the next Ray of this process keep the state of its GCS in this folder, and its processes wait for a GCS."""
+    with contextlib.suppress(OSError), _ballast(folder).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, BALLAST_BYTES)
+    os.environ[_PATH_VARIABLE] = str(folder)
     os.environ.update(
         RAY_gcs_storage="rocksdb",
-        RAY_gcs_storage_path=str(folder),
         RAY_gcs_rpc_server_reconnect_timeout_s=str(RECONNECT_SECONDS),
     )
 
@@ -69,6 +75,7 @@ class GcsWatch:
         self._restart = restart
         self._messages: deque[str] = deque()
         self._stopped = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gcs", daemon=True)
         self._thread.start()
 
@@ -79,12 +86,14 @@ class GcsWatch:
     def stop(self) -> None:
         """Before the GCS is ended on purpose. Idempotent."""
         self._stopped.set()
-        self._thread.join(2.0)
+        self._ended.wait(2.0)
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             if message := self._restart.poll():
                 self._messages.append(message)
+        self._ended.set()
+        threading.Event().wait()  # a GCS ends with the thread that started it, and is needed for the end of Ray
 
 
 def start_gcs() -> None:
@@ -96,6 +105,11 @@ def start_gcs() -> None:
     port = node.gcs_address.rpartition(":")[2]
     name = "--gcs_server_port="
     command = [f"{name}{port}" if argument.startswith(name) else argument for argument in dead.process.args]
+    _ballast(Path(os.environ[_PATH_VARIABLE])).unlink(missing_ok=True)
     node.all_processes["gcs_server"] = [
         services.start_ray_process(command, "gcs_server", fate_share=node.kernel_fate_share)
     ]
+
+
+def _ballast(folder: Path) -> Path:
+    return folder.with_name("ballast")

@@ -36,7 +36,7 @@ class TlsFiles:
     def __init__(self, config: TlsConfig) -> None:
         """config: with files. Raises TlsFileError, PrivateFileError."""
         self._config = config
-        self._seen = self._version()
+        self._seen = self._refused = self._version()
         self._identity = load_identity(config)
 
     @property
@@ -69,12 +69,14 @@ class TlsFiles:
         version = self._version()
         if version == self._seen:
             return
-        self._seen = version
         try:
             self._identity = load_identity(self._config)
-        except HeadraceError as error:
-            log.warning(f"the TLS files changed and are not used: {error}; those that were read before stay in use")
+        except (HeadraceError, OSError) as error:  # it is tried again: the cause may be a lack of descriptors
+            if version != self._refused:
+                log.warning(f"the TLS files changed and are not used: {error}; those that were read before stay in use")
+            self._refused = version
         else:
+            self._seen = version
             log.info("the TLS files changed and are in use")
 
     def _version(self) -> tuple[tuple[int, ...], ...]:
