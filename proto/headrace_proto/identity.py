@@ -44,6 +44,7 @@ class Identity:
         self._key = key or ec.generate_private_key(ec.SECP256R1())
         self._clock = clock
         self._renew_at = 0.0
+        self._expires = 0.0
         self._certificate: Certificate | None = None
 
     @classmethod
@@ -77,11 +78,15 @@ class Identity:
     def install(self, certificate: Certificate) -> None:
         """Uses a certificate for all connections from now on. From any thread."""
         self._renew_at = self._clock() + certificate.renew_seconds
+        leaf = x509.load_pem_x509_certificate(certificate.chain.encode())
+        self._expires = leaf.not_valid_after_utc.timestamp()
         self._certificate = certificate
 
     def is_due(self, authorities: Sequence[bytes]) -> bool:
         """Whether another certificate is needed. authorities: the fingerprints of those that are valid now."""
-        return self.certificate.authorities != tuple(authorities) or self._clock() >= self._renew_at
+        # The clock of renewals may have stood still while the machine slept; the date is what peers check.
+        late = self._clock() >= self._renew_at or time.time() > self._expires
+        return late or self.certificate.authorities != tuple(authorities)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a server that accepts members of the cluster only; `CallerInterceptor` knows which may call what."""

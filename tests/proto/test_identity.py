@@ -245,6 +245,13 @@ def test_a_certificate_is_due_after_a_third_of_its_life() -> None:
     assert abs(certificate.not_valid_after_utc.timestamp() - time.time() - LIFETIME_SECONDS) < 600
 
 
+def test_an_expired_certificate_is_due_whatever_the_clock_of_renewals_says() -> None:
+    past = ClusterAuthority((SECRET,), lambda: time.time() - LIFETIME_SECONDS - 1)
+    router = Identity(clock=lambda: 1.0)
+    router.install(past.certify(router.request, Plane.ROUTER, "r"))
+    assert router.is_due(past.fingerprints)
+
+
 def test_a_certificate_is_valid_on_a_machine_whose_clock_is_slow() -> None:
     """Else a controller with a fast clock would cut off members that serve, and take them for lost."""
     ahead = ClusterAuthority((SECRET,), lambda: time.time() + 86_400)
