@@ -102,10 +102,9 @@ class TextEncoder:
         for _ in range(_ROUNDS):
             encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
             ids = encoding.ids
-            if traced is None:  # before the text grows with each control token; cuts make no text shorter
-                self._check_tokens(len(ids), param)
             spans = self._control_spans(text, encoding, ids)
             if spans and traced is None:
+                self._check_tokens(len(ids), param)  # before the text grows with each control token
                 traced = trace()
             # A control token without a place in the text may be anyone's.
             spans = [(start, end) for start, end in spans if start == end or is_user((traced or "")[start:end])]
