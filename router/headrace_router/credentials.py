@@ -41,7 +41,7 @@ class RouterCredentials(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From a file that nobody else can read. Raises CredentialsError, PrivateFileError."""
+        """From a private file. Raises CredentialsError, PrivateFileError."""
         try:
             credentials = cls.decode(read_private(path, "the file of credentials"))
             chain = Identity.restore(credentials.identity).certificate.chain

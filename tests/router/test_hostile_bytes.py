@@ -34,7 +34,7 @@ LEAKS = (b"Traceback", b'File "', b"site-packages")
 
 @pytest.fixture(scope="module")
 def target(tokenizer: Tokenizer) -> Iterator[Harness]:
-    """A router without faults, whose event loop reports what nobody handled."""
+    """A router without faults, whose event loop reports unhandled exceptions."""
     made = Harness()
     made.start([FakeReplica(tokenizer)], limits={"header_seconds": 0.5, "body_seconds": 0.5})
     yield made

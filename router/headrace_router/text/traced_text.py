@@ -16,7 +16,7 @@ class TextTrace:
 
     A template that renders replaced strings writes its own text as always, so every private character of the result is
     the user's. What it decides from a string it decides as for the plain one, since `TracedText` compares and searches
-    as that does. Whoever renders both compares: `plain(traced)` is the plain rendering, or the trace is not valid.
+    as that does. The caller renders both and compares: the trace is valid if `plain(traced)` is the plain rendering.
     """
 
     def __init__(self) -> None:

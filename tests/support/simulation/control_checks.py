@@ -63,7 +63,7 @@ class ControlChecks:
             self._world.fail(f"{rank.name} ended in a schedule without faults of replicas: {cause}")
 
     def stopping(self, controller: "SimController", name: ReplicaName) -> None:
-        """A controller ends a build (R19): in order, or because it is down, or because nobody receives from it."""
+        """A controller ends a build (R19): in order, or because it is down, or because no router receives from it."""
         ranks = self._cluster.ranks_of(name)
         up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
         if self._cluster.stopping or not up or len(up) < up[0].config.tp:

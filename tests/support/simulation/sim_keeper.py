@@ -60,7 +60,7 @@ class SimKeeper:
         self._create()
 
     def _start(self) -> None:
-        """Takes over the cluster as soon as nobody watches its controller."""
+        """Takes over the cluster as soon as its controller has no keeper."""
         controller = self._cluster.controller
         watched = self._world.now - self._cluster.polled_at < UNWATCHED_SECONDS
         if controller is not None and controller.alive and not controller.frozen and watched:
