@@ -22,6 +22,6 @@ def check_token(address: str) -> None:
             if error.code() in {grpc.StatusCode.UNAUTHENTICATED, *_NO_ANSWER}:
                 return
     raise OpenRayError(
-        f"the Ray at {address} needs no token: any process that reaches its ports can run code on every node. Start it with "
-        "RAY_AUTH_MODE=token and a token, or pass --ray-no-auth if the network itself restricts access"
+        f"the Ray at {address} needs no token: any process that reaches its ports can run code on every node. Start "
+        "it with RAY_AUTH_MODE=token and a token, or pass --ray-no-auth if the network itself restricts access"
     )

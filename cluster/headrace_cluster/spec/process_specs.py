@@ -120,9 +120,7 @@ class RaySpec(Section):
     no_auth: bool = Field(
         default=False,
         description="join a Ray that needs no token",
-        json_schema_extra=flag(
-            "--ray-no-auth", help="join a Ray without a token: any process that reaches it can run code"
-        ),
+        json_schema_extra=flag("--ray-no-auth", help="join a Ray without a token: all who reach it can run code"),
     )
     object_store_memory: Bytes = Field(default=100 << 20, ge=80 << 20, description="of a Ray that is started here")
     dashboard: bool = True
