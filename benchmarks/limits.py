@@ -17,8 +17,10 @@ import json
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,11 +39,13 @@ from headrace_proto.inference_pb2 import (
     TokenIds,
 )
 from headrace_proto.logs import LogConfig, configure_logs
+from headrace_router.access.tls_config import TlsConfig
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
 from support import identities
+from support.certificates import Authority
 from support.router.fake_replica import FakeReplica
 from support.router.tokenizer import make_tokenizer
 
@@ -55,8 +59,9 @@ PROBE_SECONDS = 0.001
 class Router:
     """The router's process, as this one sees it."""
 
-    def __init__(self, replica: str) -> None:
-        command = [sys.executable, __file__, "--router", replica]
+    def __init__(self, replica: str, tls: tuple[Path, Path] | None) -> None:
+        """tls: files of a certificate and its key."""
+        command = [sys.executable, __file__, "--router", replica, *([] if tls is None else ["--tls", *map(str, tls)])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.http, self.grpc = self._read()
 
@@ -84,14 +89,15 @@ class Router:
         return json.loads(self._process.stdout.readline())
 
 
-async def run_router(replica: str) -> None:
+async def run_router(replica: str, tls: list[Path] | None) -> None:
     """The router's process: answers each line on stdin with one on stdout, until stdin ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     configure_logs(LogConfig("router", stderr_level="error"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     members = (StaticMember(address=replica, replica_id="r0"),)
+    files = TlsConfig() if tls is None else TlsConfig(cert=tls[0], key=tls[1])
     router = RouterServer(
-        RouterConfig(port=0, grpc_port=0, credentials=identities.router_credentials(), members=members)
+        RouterConfig(port=0, grpc_port=0, credentials=identities.router_credentials(), members=members, tls=files)
     )
     await router.start()
     while not router.services.ready:  # noqa: ASYNC110
@@ -236,6 +242,21 @@ def many_connections(router: Router) -> None:
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", router.http))
         time.sleep(2)
+
+
+def tls_handshakes(router: Router) -> None:
+    """connections_per_address: 2000 clients that begin a TLS handshake at once (key: P-256)."""
+    hello = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    data = hello.read()
+    with contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", router.http), 5)) for _ in range(2000)]
+        for one in clients:
+            one.sendall(data)
+        for one in clients:
+            one.recv(1)
 
 
 def token_ids(router: Router) -> None:
@@ -383,6 +404,7 @@ CASES: dict[str, Callable[[Router], None]] = {
         one_byte_chunks,
         pipelined_requests,
         many_connections,
+        tls_handshakes,
         token_ids,
         long_numbers,
         small_objects,
@@ -415,9 +437,12 @@ def measure(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
     reply = "word " * (2 * LOGPROB_TOKENS)
     replica = FakeReplica(make_tokenizer(), reply=reply, max_model_len=CONTEXT, tokens_per_delta=64, token_seconds=0.01)
     asyncio.run_coroutine_threadsafe(replica.start(), loop).result()
+    files = tempfile.TemporaryDirectory()
+    tls = Authority(Path(files.name)).issue("server")
     found: dict[str, dict[str, float]] = {}
     for name in names:
-        router = Router(replica.address)  # a new one: memory that an earlier case left is used again without growth
+        # A new one: memory that an earlier case left is used again without growth.
+        router = Router(replica.address, tls if name.startswith("tls") else None)
         try:
             results = []
             for _ in range(rounds):
@@ -438,10 +463,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--router", help=argparse.SUPPRESS)
+    parser.add_argument("--tls", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.router:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(run_router(options.router))
+            runner.run(run_router(options.router, options.tls))
         return
     found = measure(options.cases.split(","), options.rounds)
     if options.save:

@@ -1,5 +1,7 @@
 """Binds sockets before anything else starts, so that a port in use is reported in one clear sentence."""
 
+import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -7,6 +9,7 @@ from headrace_proto.address import host_port
 from headrace_proto.errors import ListenError
 
 BACKLOG = 2048
+CONNECT_SECONDS = 1.0
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, flag: str = "--port") -> socket.socket:
@@ -25,6 +28,16 @@ def bind_http(host: str, port: int, *, shared: bool = False, flag: str = "--port
         sock.close()
         raise listen_error("HTTP", flag, host, port) from error
     return sock
+
+
+async def is_served(host: str, port: int) -> bool:
+    """Whether connections to the address are accepted: another router listens on it."""
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+        writer.close()
+        return True
+    return False
 
 
 def stream_socket(host: str, port: int) -> tuple[socket.socket, Any]:

@@ -201,8 +201,10 @@ class Scheduler:
                     draft.add_last(request, table)
                 else:
                     self._add_work(draft, request, 1)
+        if not chunks:
+            return
         wanted = [(request.tenant_salt, request.missing) for request in chunks]
-        counts = divide_budget(wanted, draft.budget, self._admissible_tenant() if chunks else frozenset())
+        counts = divide_budget(wanted, draft.budget, self._admissible_tenant())
         for request, count in zip(chunks, counts, strict=True):
             if request.row >= 0 and count > 0:
                 self._add_work(draft, request, count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.handshake_pacer import HandshakePacer, PacedHandshake
 from headrace_router.api.http.protocol import LINGER_SECONDS
 from headrace_router.core.limits import Limits
 
@@ -23,6 +24,7 @@ class TlsProtocol(asyncio.Protocol):
     tls: TlsFiles
     limits: Limits
     counter: ConnectionCounter
+    pacer: HandshakePacer
     serving: type[asyncio.Protocol]
     transport: asyncio.Transport
 
@@ -40,6 +42,7 @@ class TlsProtocol(asyncio.Protocol):
             transport.abort()
             return
         self._connections.add(self)  # a stop of the server ends it
+        transport.pause_reading()  # until the handshake's protocol is there to receive
         self._handshake = asyncio.get_running_loop().create_task(self._complete_handshake())
 
     def data_received(self, data: bytes) -> None:
@@ -52,17 +55,9 @@ class TlsProtocol(asyncio.Protocol):
     async def _complete_handshake(self) -> None:
         secure: asyncio.Transport | None = None
         try:
-            with contextlib.suppress(
-                OSError
-            ):  # no TLS, a refused certificate, a timeout: asyncio closes the connection
-                secure = await asyncio.get_running_loop().start_tls(
-                    self.transport,
-                    self,
-                    self.tls.context,
-                    server_side=True,
-                    ssl_handshake_timeout=self.limits.header_seconds,
-                    ssl_shutdown_timeout=LINGER_SECONDS,
-                )
+            # No TLS, a refused certificate, a timeout: asyncio closes the connection.
+            with contextlib.suppress(OSError):
+                secure = await self._paced_handshake()
         finally:
             self._connections.discard(self)
             self.counter.remove(self._address)
@@ -75,6 +70,26 @@ class TlsProtocol(asyncio.Protocol):
         if self._early:
             self._protocol.data_received(self._early)
 
+    async def _paced_handshake(self) -> asyncio.Transport | None:
+        loop = asyncio.get_running_loop()
+        handshake = loop.create_task(
+            loop.start_tls(
+                self.transport,
+                self,
+                self.tls.context,
+                server_side=True,
+                ssl_handshake_timeout=self.limits.header_seconds,
+                ssl_shutdown_timeout=LINGER_SECONDS,
+            )
+        )
+        await asyncio.sleep(0)  # `start_tls` has set its protocol then, and has not read yet
+        tls = self.transport.get_protocol()
+        assert isinstance(tls, asyncio.BufferedProtocol)
+        self.transport.set_protocol(PacedHandshake(self.transport, tls, self.pacer))
+        secure = await handshake
+        self.transport.set_protocol(tls)
+        return secure
+
 
 def tls_protocol(
     serving: type[asyncio.Protocol], tls: TlsFiles, limits: Limits, counter: ConnectionCounter
@@ -82,5 +97,11 @@ def tls_protocol(
     """The protocol class for uvicorn, in front of the one that serves a connection. counter: of that one."""
     # By default asyncio allocates and reads 256 KiB per connection; there is no argument for it.
     SSLProtocol.max_size = READ_BYTES
-    own: dict[str, Any] = {"tls": tls, "limits": limits, "counter": counter, "serving": serving}
+    own: dict[str, Any] = {
+        "tls": tls,
+        "limits": limits,
+        "counter": counter,
+        "pacer": HandshakePacer(),
+        "serving": serving,
+    }
     return type("TlsProtocol", (TlsProtocol,), own)
