@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -50,25 +49,14 @@ def undisturbed(serve: Serve) -> list[list[int]]:
     return [outcome.token_ids for outcome in outcomes]
 
 
-def _status(serve: Serve) -> Any:
-    """As `headrace status --json`; None while there is no controller."""
-    (path,) = serve.home.glob("serve-*.json")
-    state = json.loads(path.read_text())
-    headers = {"Authorization": f"Bearer {state['admin_key']}"}
-    try:
-        return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
-    except httpx.TransportError:
-        return None
-
-
 def _controller(serve: Serve) -> int:
-    status = _status(serve)
+    status = serve.status()
     return int(status["controller"]["pid"]) if status is not None else 0
 
 
 def _replicas(serve: Serve) -> dict[str, tuple[str, int, int]]:
     """State, generation and process of each; nothing while there is no controller."""
-    status = _status(serve)
+    status = serve.status()
     return {
         replica["id"]: (replica["state"], replica["generation"], replica["ranks"][0]["pid"] if replica["ranks"] else 0)
         for replica in (status["replicas"] if status is not None else [])
@@ -93,7 +81,7 @@ def _streaming(serve: Serve) -> tuple[threading.Thread, list[Outcome]]:
 def test_streams_and_replicas_are_not_affected(
     serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
 ) -> None:
-    before, router = _replicas(serve), _status(serve)["routers"]
+    before, router = _replicas(serve), serve.status()["routers"]
     controller = _controller(serve)
     running, outcomes = _streaming(serve)
     eventually(_running(serve, len(BODIES)), 20, "that all are running")
@@ -107,7 +95,7 @@ def test_streams_and_replicas_are_not_affected(
     eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller runs")
     print(f"another controller replied {time.monotonic() - killed:.1f} s after the kill")
     eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
-    eventually(lambda: _status(serve)["routers"] == router, 10, "that the same router is connected")
+    eventually(lambda: serve.status()["routers"] == router, 10, "that the same router is connected")
     done = serve.run("status", "--json", "--admin-port", str(serve.admin_port))
     assert done.returncode == 0 and json.loads(done.stdout)["replicas"][0]["state"] == "ready"
     assert httpx.get(f"{serve.url}/health/ready").status_code == 200
@@ -134,7 +122,7 @@ def test_six_losses_in_a_row_and_a_paused_keeper_end_nothing(
     assert [outcome.complete for outcome in outcomes] == [True] * len(BODIES)
     same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
     eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
-    assert _status(serve)["problems"] == [] and serve.process.poll() is None
+    assert serve.status()["problems"] == [] and serve.process.poll() is None
 
 
 def test_adopted_replicas_are_watched(
@@ -174,7 +162,7 @@ def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: C
     os.kill(controller, signal.SIGKILL)
     eventually(lambda: _controller(serve) not in (0, controller), 30, "that another controller runs")
     time.sleep(1)
-    found = {replica["id"]: (replica["state"], replica["role"]) for replica in _status(serve)["replicas"]}
+    found = {replica["id"]: (replica["state"], replica["role"]) for replica in serve.status()["replicas"]}
     assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
     assert serve.run("undrain", SECOND, *admin).returncode == 0
     eventually(lambda: _ready(serve, SECOND, 3), 120, "that it is built again")

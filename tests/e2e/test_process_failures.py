@@ -1,13 +1,11 @@
 """Two serves side by side, and killed processes. The tests depend on their order: `first` is stopped in the second
 test, `second` is killed by kill -9."""
 
-import json
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -44,10 +42,6 @@ def _answer(serve: Serve) -> list[int]:
     answer.raise_for_status()
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
-
-
-def _status(serve: Serve) -> Any:
-    return json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
 
 
 def _listens(port: int) -> bool:
@@ -92,7 +86,7 @@ def test_stop_finishes_requests_and_leaves_nothing(pair: tuple[Serve, Serve], ev
 def test_a_killed_rank_is_replaced(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
     second = pair[1]
     expected = _answer(second)
-    (replica,) = _status(second)["replicas"]
+    (replica,) = second.status()["replicas"]
     outcomes: list[Outcome] = []
     running = threading.Thread(target=lambda: outcomes.extend(run_streams(second.url, [BODY | {"max_tokens": 500}])))
     running.start()
@@ -101,7 +95,7 @@ def test_a_killed_rank_is_replaced(pair: tuple[Serve, Serve], eventually: Callab
     eventually(lambda: httpx.get(f"{second.url}/health/ready").status_code == 503, 3, "that it is not ready")
     assert httpx.get(f"{second.url}/health/live").status_code == 200
     eventually(lambda: httpx.get(f"{second.url}/health/ready").status_code == 200, 60, "that it is ready again")
-    (rebuilt,) = _status(second)["replicas"]
+    (rebuilt,) = second.status()["replicas"]
     assert (rebuilt["generation"], rebuilt["state"]) == (replica["generation"] + 1, "ready")
     assert _answer(second) == expected
     running.join(90)
@@ -114,10 +108,10 @@ def test_a_killed_rank_is_replaced(pair: tuple[Serve, Serve], eventually: Callab
 
 def test_a_killed_router_is_restarted(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
     second = pair[1]
-    (router,) = _status(second)["routers"]
+    (router,) = second.status()["routers"]
     os.kill(router["pid"], signal.SIGKILL)
-    eventually(lambda: [r["pid"] for r in _status(second)["routers"]] not in ([], [router["pid"]]), 30, "a new router")
-    (again,) = _status(second)["routers"]
+    eventually(lambda: [r["pid"] for r in second.status()["routers"]] not in ([], [router["pid"]]), 30, "a new router")
+    (again,) = second.status()["routers"]
     eventually(lambda: httpx.get(f"http://{again['http']}/health/ready").status_code == 200, 20)
     assert again["http"] == router["http"], "it has the same address"
     assert len(_answer(second)) == 8
@@ -127,7 +121,7 @@ def test_a_killed_gcs_is_started_again(pair: tuple[Serve, Serve], eventually: Ca
     """Requests in flight do not notice it, and what is lost meanwhile is built again afterwards (I19)."""
     second = pair[1]
     expected = _answer(second)
-    (replica,) = _status(second)["replicas"]
+    (replica,) = second.status()["replicas"]
     second.record_processes()
     (gcs,) = [entry for entry in second.processes.values() if entry.is_running() and entry.name() == "gcs_server"]
     outcomes: list[Outcome] = []
@@ -138,7 +132,7 @@ def test_a_killed_gcs_is_started_again(pair: tuple[Serve, Serve], eventually: Ca
     eventually(lambda: "another one was started" in second.stderr_text, 5, "a message")
     running.join(60)
     assert outcomes and outcomes[0].complete and len(outcomes[0].token_ids) == 200
-    (same,) = _status(second)["replicas"]
+    (same,) = second.status()["replicas"]
     assert (same["generation"], same["state"]) == (replica["generation"], "ready")
     os.kill(replica["ranks"][0]["pid"], signal.SIGKILL)
     eventually(lambda: httpx.get(f"{second.url}/health/ready").status_code == 503, 3, "that it is not ready")

@@ -1,6 +1,5 @@
 """A replica of several ranks: equal tokens, half the weights each; after the death of any rank it is rebuilt."""
 
-import json
 import os
 import signal
 import threading
@@ -39,8 +38,7 @@ def plain() -> Iterator[PlainModel]:
 
 
 def _status(serve: Serve) -> dict[str, Any]:
-    document = json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
-    found: dict[str, Any] = document["replicas"][0]
+    found: dict[str, Any] = serve.status()["replicas"][0]
     return found
 
 

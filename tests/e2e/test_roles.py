@@ -54,8 +54,7 @@ def undisturbed(pools: Serve, bodies: list[dict[str, Any]]) -> list[Outcome]:
 
 
 def _status(serve: Serve) -> dict[str, dict[str, Any]]:
-    document = json.loads(serve.run("status", "--json", "--admin-port", str(serve.admin_port)).stdout)
-    return {entry["id"]: entry for entry in document["replicas"]}
+    return {entry["id"]: entry for entry in serve.status()["replicas"]}
 
 
 def _headrace(serve: Serve, *arguments: str) -> Any:

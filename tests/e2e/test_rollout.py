@@ -1,6 +1,5 @@
 """A rollout of two models with one replica each: the next builds start beside the old ones, and no request fails."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ TOKENS = 24
 
 
 def _status(serve: Serve) -> list[tuple[str, int, str]]:
-    document = json.loads(serve.run("status", "--json").stdout)  # the only server of this home: no port is needed
-    return [(entry["id"], entry["generation"], entry["state"]) for entry in document["replicas"]]
+    return [(entry["id"], entry["generation"], entry["state"]) for entry in serve.status()["replicas"]]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Two routers on one port. Each test ends with a healthy serve."""
 
-import json
 import os
 import signal
 import threading
@@ -37,16 +36,8 @@ def _body(index: int) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
-def _status(serve: Serve) -> Any:
-    """As `headrace status --json`, without a process for it."""
-    (path,) = serve.home.glob("serve-*.json")
-    state = json.loads(path.read_text())
-    headers = {"Authorization": f"Bearer {state['admin_key']}"}
-    return CLIENT.get(f"{state['admin_url']}/status", headers=headers).json()
-
-
 def _running(serve: Serve) -> int:
-    load = _status(serve)["replicas"][0]["load"]
+    load = serve.status()["replicas"][0]["load"]
     return int(load["running"] + load["waiting"])
 
 
@@ -57,7 +48,7 @@ def _run(streams: list[PinnedStream]) -> None:
 
 
 def test_each_router_has_its_own_metrics_address(serve: Serve) -> None:
-    routers = _status(serve)["routers"]
+    routers = serve.status()["routers"]
     assert len(routers) == 2 and len({router["pid"] for router in routers}) == 2
     assert len({router["http"] for router in routers}) == len({router["grpc"] for router in routers}) == 1
     own = {router["metrics"] for router in routers}
@@ -74,7 +65,7 @@ def test_each_router_has_its_own_metrics_address(serve: Serve) -> None:
 
 
 def test_streams_of_the_other_router_continue_after_a_kill(serve: Serve, eventually: Callable[..., None]) -> None:
-    routers = _status(serve)["routers"]
+    routers = serve.status()["routers"]
     victim, other = (router["pid"] for router in routers)
     # The text of the same requests without a kill.
     undisturbed = streams_at(serve.url, [victim, other], EACH)
@@ -102,12 +93,12 @@ def test_streams_of_the_other_router_continue_after_a_kill(serve: Serve, eventua
     print(f"freed {freed:.2f} s after the kill")
 
     def back() -> bool:
-        found = {router["metrics"]: router["pid"] for router in _status(serve)["routers"]}
+        found = {router["metrics"]: router["pid"] for router in serve.status()["routers"]}
         return found.keys() == {router["metrics"] for router in routers} and victim not in found.values()
 
     eventually(back, 20, "that it runs again at its own address")
     assert "of 2 ended (killed by signal 9)" in serve.stderr_text
-    pids = [router["pid"] for router in _status(serve)["routers"]]
+    pids = [router["pid"] for router in serve.status()["routers"]]
     again = streams_at(serve.url, pids, 1)
     assert other in again, "the other is the same process"
     for pid in pids:
@@ -120,7 +111,7 @@ def test_streams_of_the_other_router_continue_after_a_kill(serve: Serve, eventua
 
 def test_no_request_fails_while_one_restarts(serve: Serve, eventually: Callable[..., None]) -> None:
     """A restarting router does not respond "no replica is ready" to a request that the other one could serve."""
-    victim = _status(serve)["routers"][0]["pid"]
+    victim = serve.status()["routers"][0]["pid"]
     answers: list[int] = []
     over = threading.Event()
 
@@ -136,7 +127,7 @@ def test_no_request_fails_while_one_restarts(serve: Serve, eventually: Callable[
     with ThreadPoolExecutor(4) as clients:  # so that a slow machine has time for all of them
         asking = [clients.submit(ask) for _ in range(4)]
         while time.monotonic() < deadline:
-            if len([r for r in _status(serve)["routers"] if r["pid"] != victim]) == 2 and len(answers) > 60:
+            if len([r for r in serve.status()["routers"] if r["pid"] != victim]) == 2 and len(answers) > 60:
                 break
             time.sleep(0.05)
         over.set()

@@ -129,14 +129,13 @@ def slow_from_10_to_30(seed: int, load_share: float, slowdown: float) -> SteadyL
     return simulate(seed, 4, plan)
 
 
-def p99_elsewhere(load: SteadyLoad, start: float, end: float) -> float:
-    """Of the time that a request takes which does not run on r3."""
-    times = [
+def times_elsewhere(load: SteadyLoad, start: float, end: float) -> list[float]:
+    """Seconds of each request that does not run on r3."""
+    return [
         request.token_times[-1] - request.spec.arrival
         for request in load.requests
         if start <= request.spec.arrival < end and all(name != "r3" for _, name in request.placements)
     ]
-    return quantiles(times, n=100)[98]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -147,9 +146,17 @@ def test_a_slow_replica_is_taken_out_and_comes_back(seed: int, load_share: float
     assert shares(slow, 0.0, 10.0) > 0.2
     assert shares(slow, 20.0, 30.0) <= 0.05
     assert shares(slow, 40.0, 60.0) > 0.2, "back in use"
-    if load_share < 0.5:  # three carry the load
-        usual = slow_from_10_to_30(seed, load_share, 1.0)
-        assert p99_elsewhere(slow, 10.0, 30.0) <= 1.1 * p99_elsewhere(usual, 10.0, 30.0)
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_the_requests_on_other_replicas_take_as_long_as_before(seeds: int) -> None:
+    """Where three carry the load (docs/reliability.md I21). Of all seeds together: 1 % of one are few requests."""
+
+    def p99(slowdown: float) -> float:
+        loads = [slow_from_10_to_30(seed, 0.4, slowdown) for seed in range(seeds)]
+        return quantiles([time for load in loads for time in times_elsewhere(load, 10.0, 30.0)], n=100)[98]
+
+    assert p99(5.0) <= 1.1 * p99(1.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

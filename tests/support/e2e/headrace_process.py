@@ -1,5 +1,6 @@
 """`headrace serve` as users start it: a separate process, identified by its output, checked from outside."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -145,6 +147,15 @@ class Serve:
     def run(self, *arguments: str, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
         """A client command against it."""
         return headrace(self.home, *arguments, seconds=seconds)
+
+    def status(self) -> Any:
+        """As `headrace status --json`, without a process for it; None while there is no controller."""
+        state = json.loads((self.home / f"serve-{self.admin_port}.json").read_text())
+        headers = {"Authorization": f"Bearer {state['admin_key']}"}
+        try:
+            return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
+        except httpx.TransportError:
+            return None
 
     def close(self) -> None:
         """Ends it in any state; its child-process guard ends the rest."""

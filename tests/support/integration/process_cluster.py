@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,19 @@ class ProcessCluster(InProcessCluster):
         self.groups[name] = RankGroup(self._fork_server, config)
         self.groups[name].start()
 
-    def publish(self) -> None:
-        """Sends the member list of a controller with all launched replicas ready."""
+    def share_replicas(self, other: "ProcessCluster") -> None:
+        """The replicas of another one are also this one's."""
+        self.groups, self._generations, self.roles = other.groups, other._generations, other.roles
+
+    def publish(self, addresses: Mapping[str, str] = {}) -> None:
+        """Sends the member list of a controller with all launched replicas ready. addresses: of proxies, by replica."""
         for group in self.groups.values():
             group.ready()
         self._version += 1
         members = [
             Member(
                 identity=ReplicaIdentity(replica_id=name, generation=self._generations[name], role=self.roles[name]),
-                address=group.address,
+                address=addresses.get(name, group.address),
                 state=REPLICA_STATE_READY,
             )
             for name, group in self.groups.items()
@@ -60,10 +64,10 @@ class ProcessCluster(InProcessCluster):
         assert self._router is not None
         self._loop.call_soon_threadsafe(self._router.services.fleet.update, listed)
 
-    def publish_and_wait(self) -> None:
+    def publish_and_wait(self, addresses: Mapping[str, str] = {}) -> None:
         """Publishes, and waits until the router is connected to every replica."""
-        self.publish()
-        expected = {group.address for group in self.groups.values()}
+        self.publish(addresses)
+        expected = {addresses.get(name, group.address) for name, group in self.groups.items()}
         assert self._router is not None
         fleet = self._router.services.fleet
         self.eventually(
