@@ -10,7 +10,7 @@ from support.integration.throttle import Throttle
 
 TOKENS = 32
 ROWS = 4  # of a replica
-SHARE = 0.14  # of a processor for each replica
+SHARE = 0.07  # of a processor for each replica
 WARM_SECONDS, MEASURED_SECONDS = 5, 20
 
 
