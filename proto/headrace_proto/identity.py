@@ -82,10 +82,15 @@ class Identity:
         self._expires = leaf.not_valid_after_utc.timestamp()
         self._certificate = certificate
 
+    @property
+    def expired(self) -> bool:
+        """Whether peers refuse the certificate by its date. Connections that are open continue."""
+        return time.time() > self._expires
+
     def is_due(self, authorities: Sequence[bytes]) -> bool:
         """Whether another certificate is needed. authorities: the fingerprints of those that are valid now."""
         # The clock of renewals may have stood still while the machine slept; the date is what peers check.
-        late = self._clock() >= self._renew_at or time.time() > self._expires
+        late = self._clock() >= self._renew_at or self.expired
         return late or self.certificate.authorities != tuple(authorities)
 
     def server_credentials(self) -> grpc.ServerCredentials:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import resource
 import signal
+from collections.abc import Callable
 
 import structlog
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
+from headrace_proto.plane import Certificate
 from headrace_router.config import RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
@@ -18,8 +20,9 @@ OTHER_FILES = 512  # of replicas, logs and libraries
 log = structlog.get_logger("headrace.router")
 
 
-def run(config: RouterConfig) -> int:
-    """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start.
+def run(config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> int:
+    """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start or
+    could not go on. issue: as that of RouterCertificate.
 
     Requests in flight get `shutdown_seconds`; one more SIGINT ends them at once. A repeated SIGTERM changes nothing:
     a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
@@ -30,7 +33,7 @@ def run(config: RouterConfig) -> int:
     _allow_open_files(2 * config.limits.connections + OTHER_FILES)  # HTTP and gRPC
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_serve(config))
+            runner.run(_serve(config, issue))
     except HeadraceError as error:
         log.error(str(error))
         return 1
@@ -53,10 +56,10 @@ def _allow_open_files(wanted: int) -> None:
         )
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, issue: Callable[[bytes], Certificate] | None) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    server = RouterServer(config)
+    server = RouterServer(config, issue)
 
     def stop() -> None:
         stopping.set()
@@ -73,5 +76,4 @@ async def _serve(config: RouterConfig) -> None:
         loop.add_signal_handler(signal.SIGHUP, stop)
     await server.start()
     exempt_from_collection()
-    await stopping.wait()
-    await server.stop()
+    await server.serve_until(stopping)

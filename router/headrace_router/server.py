@@ -5,12 +5,14 @@ import contextlib
 import os
 import random
 import time
+from collections.abc import Callable
 
 import structlog
 
 from headrace_proto.address import host_port
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_proto.identity import Identity
+from headrace_proto.plane import Certificate
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget
@@ -31,6 +33,7 @@ from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.membership import static_list, watch_controller
 from headrace_router.replicas.replica_link import ReplicaLinks
+from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
@@ -46,8 +49,11 @@ log = structlog.get_logger("headrace.router")
 class RouterServer:
     """`start`, then `stop`; in between `http_port` and `grpc_port` are the ports that it listens on."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Raises a HeadraceError, of keys, exposure or TLS files, before anything is opened."""
+    def __init__(self, config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> None:
+        """Raises a HeadraceError, of keys, exposure or TLS files, before anything is opened.
+
+        issue: as that of RouterCertificate.
+        """
         check_exposure(config.host, config.auth)
         self._metrics_host = config.metrics_host or config.host
         if config.metrics_port is not None:
@@ -58,6 +64,7 @@ class RouterServer:
         self.metrics_port = 0  # of an address of its own; 0 = it has none
         self._credentials = credentials = RouterCredentials.decode(config.credentials.get_secret_value())
         self._identity = Identity.restore(credentials.identity)
+        self._certificate = RouterCertificate(self._identity, issue, self._keep_credentials)
         metrics = RouterMetrics()
 
         self._links = ReplicaLinks(
@@ -140,6 +147,19 @@ class RouterServer:
             id=self.config.router_id, pid=os.getpid(), node=self.config.node, http=http, grpc=grpc, metrics=metrics
         )
 
+    async def serve_until(self, stopping: asyncio.Event) -> None:
+        """Serves until the event is set, then stops. Raises CertificateRefusedError, when it has stopped."""
+        stop = asyncio.create_task(stopping.wait())
+        kept = asyncio.create_task(self._certificate.keep(self._has_replica))
+        try:
+            await asyncio.wait({stop, kept}, return_when=asyncio.FIRST_COMPLETED)
+            await self.stop()
+            if kept.done():
+                kept.result()
+        finally:
+            stop.cancel()
+            kept.cancel()
+
     def begin_stop(self) -> None:
         """Not ready from now on: new requests are refused with an error until `stop` closes the ports."""
         self.services.admission.close()
@@ -175,11 +195,12 @@ class RouterServer:
         config = self.config
         self.services.fleet.update(static_list(config.members))
         if config.controller is not None:
-            watch = watch_controller(
-                config.controller, self.info(), self._identity, self.services.fleet, self._keep_credentials
-            )
+            watch = watch_controller(config.controller, self.info(), self._certificate, self.services.fleet)
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))
+
+    def _has_replica(self) -> bool:
+        return any(replica.connected for replica in self.services.fleet.replicas)
 
     def _keep_credentials(self) -> None:
         """For the next start: those in the file expire."""

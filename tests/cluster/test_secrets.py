@@ -21,6 +21,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.view import ControllerSecrets
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch import running_cluster
+from headrace_cluster.launch.router_process import issuer
 from headrace_cluster.launch.serve import Serve
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray.controller_actor import ControllerActor
@@ -35,6 +36,7 @@ from headrace_proto.plane import Certificate, Plane
 from headrace_proto.private_file import PrivateFileError
 from headrace_proto.role import Role
 from headrace_router.credentials import RouterCredentials
+from headrace_router.replicas.router_certificate import RouterCertificate
 from support import identities
 from support.cluster.fake_driver import FakeDriver
 
@@ -102,6 +104,19 @@ def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path) -> Non
     assert Identity.restore(made.identity).certificate.authorities == identities.authority((OLD,)).fingerprints
     with pytest.raises(SpecError, match="cannot be written"):
         write_credentials(tmp_path / "no folder" / "credentials", secret_file)
+
+
+def test_a_router_makes_another_certificate_from_the_present_file(tmp_path: Path) -> None:
+    path, router = tmp_path / "secret", Identity()
+    path.write_bytes(OLD)
+    issue = issuer(ClusterSecrets(path), "router-7")
+    for secret in (OLD, NEW):
+        path.write_bytes(secret)
+        router.install(issue(router.request))
+        assert router.certificate.authorities == identities.authority((secret,)).fingerprints
+    path.unlink()
+    with pytest.raises(SpecError, match="No such file"):
+        issue(router.request)
 
 
 def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
@@ -226,7 +241,13 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Renew(control_pb2.RenewRequest(certificate_request=router.request))
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            certificate = RouterCertificate(router)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await certificate.follow(stub, valid[0].fingerprints)
+            assert "no longer valid" in certificate.refusal
             valid[0] = both
+            await certificate.follow(stub, valid[0].fingerprints)
+            assert not certificate.refusal
         chain = x509.load_pem_x509_certificate(router.certificate.chain.encode())
         assert chain.subject.rfc4514_string() == "CN=router-7"
         names = chain.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

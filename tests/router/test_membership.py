@@ -36,6 +36,7 @@ from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import watch_controller
+from headrace_router.replicas.router_certificate import RouterCertificate
 from support import identities
 
 IDENTITY = ReplicaIdentity(replica_id="m-0", generation=3)
@@ -124,7 +125,9 @@ async def _watched(
     port = server.add_secure_port("127.0.0.1:0", identities.controller().server_credentials())
     await server.start()
     watch = asyncio.create_task(
-        watch_controller(f"127.0.0.1:{port}", RouterInfo(id="r-1"), identity or identities.router(), bench.fleet)
+        watch_controller(
+            f"127.0.0.1:{port}", RouterInfo(id="r-1"), RouterCertificate(identity or identities.router()), bench.fleet
+        )
     )
     try:
         async with asyncio.timeout(seconds):

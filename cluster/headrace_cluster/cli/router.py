@@ -7,13 +7,14 @@ from pathlib import Path
 from pydantic import SecretBytes
 
 from headrace_cluster.errors import SpecError
-from headrace_cluster.launch.router_process import EXIT_CONFIG, admitted, decode_config, router_config
+from headrace_cluster.launch.router_process import EXIT_CONFIG, admitted, decode_config, issuer, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
 from headrace_proto.authority import ClusterAuthority
+from headrace_proto.plane import Certificate
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
 from headrace_router.config import RouterConfig, new_router_id
 from headrace_router.credentials import RouterCredentials
@@ -22,11 +23,13 @@ from headrace_router.credentials import RouterCredentials
 def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> int:
     """Runs until SIGTERM. credentials: a file of `write_credentials`. Raises HeadraceError."""
     config = router_config(spec, controller)
+    issue: Callable[[bytes], Certificate] | None = None
     if credentials is not None:
         found = SecretBytes(RouterCredentials.read(credentials).encode())
         config = config.model_copy(update={"credentials": found, "credentials_file": credentials})
     elif spec.control.secret_file is not None:
-        config = admitted(config, ClusterSecrets(spec.control.secret_file))
+        secrets = ClusterSecrets(spec.control.secret_file)
+        config, issue = admitted(config, secrets), issuer(secrets, config.router_id)
     else:
         raise SpecError(
             f"a router needs credentials: --credentials FILE, made by `{program_name()} credentials`, or --secret-file "
@@ -36,7 +39,7 @@ def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> 
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
-    return _run()(config)
+    return _run(config, issue)
 
 
 def write_credentials(path: Path, secret_file: Path | None) -> None:
@@ -63,10 +66,10 @@ def run_from_stdin(parent: int) -> int:
             file=sys.stderr,
         )
         return EXIT_CONFIG
-    return _run()(config)
+    return _run(config)
 
 
-def _run() -> Callable[[RouterConfig], int]:
+def _run(config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> int:
     from headrace_router.main import run
 
-    return run
+    return run(config, issue)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import SecretBytes
@@ -18,6 +19,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
 from headrace_proto.authority import ClusterAuthority
 from headrace_proto.logs import LogConfig, stderr
+from headrace_proto.plane import Certificate, Plane
 from headrace_router.access.auth import ApiKey
 from headrace_router.config import RouterConfig, new_router_id
 from headrace_router.credentials import RouterCredentials
@@ -50,6 +52,16 @@ def admitted(config: RouterConfig, secrets: ClusterSecrets) -> RouterConfig:
     """The config with the credentials of a new member: a key of its own."""
     issued = RouterCredentials.issue(ClusterAuthority(secrets.current), config.router_id)
     return config.model_copy(update={"credentials": SecretBytes(issued.encode())})
+
+
+def issuer(secrets: ClusterSecrets, router_id: str) -> Callable[[bytes], Certificate]:
+    """Makes a certificate of a router for a request, with the secrets that the file has then. Raises HeadraceError."""
+
+    def issue(request: bytes) -> Certificate:
+        secrets.reread()
+        return ClusterAuthority(secrets.current).certify(request, Plane.ROUTER, router_id)
+
+    return issue
 
 
 def encode_config(config: RouterConfig) -> str:

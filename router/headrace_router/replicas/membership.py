@@ -2,26 +2,26 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import structlog
 
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.control_pb2 import Member, MemberList, RenewRequest, RouterInfo, WatchRequest
+from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
-from headrace_proto.identity import Identity
-from headrace_proto.plane import Certificate, Plane
+from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_router.config import StaticMember
 from headrace_router.core.fleet import Fleet
+from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.model_card import ModelCard
 
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 2.0
-RENEW_SECONDS = 5.0  # for the reply
 REPORT_SECONDS = 0.5  # between two reports; less than the controller's FRESH_SECONDS
+
+_OPTIONS = (*NO_PROXY, *OWN_CONNECTION)
 
 log = structlog.get_logger("headrace.router.membership")
 
@@ -41,23 +41,16 @@ def static_list(members: tuple[StaticMember, ...]) -> MemberList:
 
 
 async def watch_controller(
-    address: str,
-    info: RouterInfo,
-    identity: Identity,
-    fleet: Fleet[ModelCard],
-    on_renewal: Callable[[], None] = lambda: None,
+    address: str, info: RouterInfo, certificate: RouterCertificate, fleet: Fleet[ModelCard]
 ) -> None:
-    """Watches until cancelled. While the controller is unreachable the last list stays in use.
-
-    on_renewal: called when the identity has another certificate.
-    """
+    """Watches until cancelled. While the controller is unreachable the last list stays in use."""
     backoff = FIRST_BACKOFF
     warned = False
     while True:
         try:
-            async with identity.channel(address, Plane.CONTROLLER, (*NO_PROXY, *OWN_CONNECTION)) as channel:
+            async with certificate.identity.channel(address, Plane.CONTROLLER, _OPTIONS) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, identity, fleet, on_renewal))
+                report = asyncio.create_task(_report(stub, info.id, certificate, fleet))
                 try:
                     async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
@@ -66,6 +59,7 @@ async def watch_controller(
                     report.cancel()
             reason = "the controller ended the stream"
         except grpc.aio.AioRpcError as error:
+            certificate.connection_failed(error.details() or "")
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
         except Exception:
             # A bug of ours must not end the updates of this router's list.
@@ -78,26 +72,16 @@ async def watch_controller(
         backoff = min(2 * backoff, LAST_BACKOFF)
 
 
-async def _report(
-    stub: Any, router_id: str, identity: Identity, fleet: Fleet[ModelCard], on_renewal: Callable[[], None]
-) -> None:
-    """Tells the controller which replicas this router hears, until cancelled, or until it does not know the call.
+async def _report(stub: Any, router_id: str, certificate: RouterCertificate, fleet: Fleet[ModelCard]) -> None:
+    """Sends the controller which replicas this router hears, until cancelled, or until it does not know the call.
 
     Its replies show when this router needs another certificate.
     """
     while True:
         try:
             reply = await stub.Report(fleet.report(router_id), timeout=REPORT_SECONDS)
-            if identity.is_due(reply.authorities):
-                await _renew(stub, identity)
-                on_renewal()
+            await certificate.follow(stub, reply.authorities)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return
         await asyncio.sleep(REPORT_SECONDS)
-
-
-async def _renew(stub: Any, identity: Identity) -> None:
-    reply = await stub.Renew(RenewRequest(certificate_request=identity.request), timeout=RENEW_SECONDS)
-    identity.install(Certificate(reply.chain, reply.trust, tuple(reply.authorities), reply.renew_seconds))
-    log.info("this router has another certificate")
