@@ -38,16 +38,18 @@ class RenewRequest(_message.Message):
     def __init__(self, certificate_request: _Optional[bytes] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("chain", "trust", "authorities", "renew_seconds")
+    __slots__ = ("chain", "trust", "authorities", "renew_seconds", "tenant_key")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     RENEW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
     chain: str
     trust: str
     authorities: _containers.RepeatedScalarFieldContainer[bytes]
     renew_seconds: float
-    def __init__(self, chain: _Optional[str] = ..., trust: _Optional[str] = ..., authorities: _Optional[_Iterable[bytes]] = ..., renew_seconds: _Optional[float] = ...) -> None: ...
+    tenant_key: bytes
+    def __init__(self, chain: _Optional[str] = ..., trust: _Optional[str] = ..., authorities: _Optional[_Iterable[bytes]] = ..., renew_seconds: _Optional[float] = ..., tenant_key: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router",)

@@ -202,13 +202,14 @@ class RouterServer:
     def _has_replica(self) -> bool:
         return any(replica.connected for replica in self.services.fleet.replicas)
 
-    def _keep_credentials(self) -> None:
-        """For the next start: those in the file expire."""
+    def _keep_credentials(self, tenant_key: bytes) -> None:
+        """For the next start: those in the file expire, and salts stay the same until then. An empty key: as before."""
         path = self.config.credentials_file
         if path is None:
             return
+        self._credentials = RouterCredentials(self._identity.save(), tenant_key or self._credentials.tenant_key)
         try:
-            RouterCredentials(self._identity.save(), self._credentials.tenant_key).write(path)
+            self._credentials.write(path)
         except OSError as error:
             log.warning("the renewed credentials are not kept", file=str(path), reason=error.strerror)
 

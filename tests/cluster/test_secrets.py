@@ -233,6 +233,7 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
             made = await stub.Renew(control_pb2.RenewRequest(certificate_request=router.request))
             router.install(Certificate(made.chain, made.trust, tuple(made.authorities), made.renew_seconds))
             assert not router.is_due(reply.authorities)
+            assert made.tenant_key == both.tenant_key != old.tenant_key
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Renew(control_pb2.RenewRequest(certificate_request=b"nonsense"))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -65,7 +65,7 @@ def test_a_router_with_the_secret_file_makes_itself_another_certificate() -> Non
     renewals: list[bool] = []
     identity = identities.member(Plane.ROUTER)
     certificate = RouterCertificate(
-        identity, lambda request: new.certify(request, Plane.ROUTER, "r"), lambda: renewals.append(True)
+        identity, lambda request: new.certify(request, Plane.ROUTER, "r"), lambda key: renewals.append(True)
     )
     asyncio.run(_watched(certificate, lambda: True, lambda: renewals and not certificate.refusal))
     assert identity.certificate.authorities == new.fingerprints

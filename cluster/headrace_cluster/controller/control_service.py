@@ -50,12 +50,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the certificate has expired, or its secret is no longer valid"
             )
+        authority = self._authority()
         try:
-            made = self._authority().certify(request.certificate_request, Plane.ROUTER, caller_name(context))
+            made = authority.certify(request.certificate_request, Plane.ROUTER, caller_name(context))
         except CertificateRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return pb.RenewReply(
-            chain=made.chain, trust=made.trust, authorities=made.authorities, renew_seconds=made.renew_seconds
+            chain=made.chain,
+            trust=made.trust,
+            authorities=made.authorities,
+            renew_seconds=made.renew_seconds,
+            tenant_key=authority.tenant_key,
         )
 
 

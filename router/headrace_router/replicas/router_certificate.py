@@ -36,12 +36,12 @@ class RouterCertificate:
         self,
         identity: Identity,
         issue: Callable[[bytes], Certificate] | None = None,
-        on_renewal: Callable[[], None] = lambda: None,
+        on_renewal: Callable[[bytes], None] = lambda tenant_key: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """issue: makes a certificate for a request, in any thread, or raises HeadraceError; None: without the secret.
 
-        on_renewal: called when the identity has another certificate.
+        on_renewal: called when the identity has another certificate, and with the tenant key, if any.
         """
         self.identity = identity
         self._issue = issue
@@ -80,7 +80,8 @@ class RouterCertificate:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     self.refused(error.details() or "the certificate is not valid")
                 raise
-            self._install(Certificate(reply.chain, reply.trust, tuple(reply.authorities), reply.renew_seconds))
+            made = Certificate(reply.chain, reply.trust, tuple(reply.authorities), reply.renew_seconds)
+            self._install(made, reply.tenant_key)
         self.accepted()
 
     async def keep(self, has_replica: Callable[[], bool]) -> None:
@@ -113,7 +114,7 @@ class RouterCertificate:
         except HeadraceError as error:
             log.warning("no certificate can be made from the secret file", reason=str(error))
 
-    def _install(self, certificate: Certificate) -> None:
+    def _install(self, certificate: Certificate, tenant_key: bytes = b"") -> None:
         self.identity.install(certificate)
-        self._on_renewal()
+        self._on_renewal(tenant_key)
         log.info("this router has another certificate")
