@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import NameOID
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.plane import Certificate, Plane
@@ -68,6 +69,12 @@ class Identity:
         if self._certificate is None:
             raise HeadraceError("this process has no certificate of its cluster yet; it gets one when it is started")
         return self._certificate
+
+    @property
+    def name(self) -> str:
+        """The name in the certificate: peers know this process by it."""
+        leaf = x509.load_pem_x509_certificate(self.certificate.chain.encode())
+        return "".join(str(part.value) for part in leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
 
     @property
     def request(self) -> bytes:

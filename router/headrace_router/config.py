@@ -90,7 +90,7 @@ class RouterConfig(RouterSettings):
     members: tuple[StaticMember, ...] = ()
     credentials: SecretBytes = Field(description="encoded RouterCredentials: what makes it a member of its cluster")
     credentials_file: Path | None = Field(default=None, description="where renewed ones are kept; none = in memory")
-    router_id: str = Field(default_factory=new_router_id)
+    router_id: str = Field(default_factory=new_router_id, description="the name in the certificate of `credentials`")
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()

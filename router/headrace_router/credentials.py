@@ -55,6 +55,11 @@ class RouterCredentials(msgspec.Struct, frozen=True):
             raise CredentialsError(f"the credentials in {path} have expired: make others with `headrace credentials`")
         return credentials
 
+    @property
+    def name(self) -> str:
+        """The router's id in its cluster: the name in its certificate."""
+        return Identity.restore(self.identity).name
+
     def write(self, path: Path) -> None:
         """To a file that only its owner can read, atomically. Raises OSError."""
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -147,6 +149,30 @@ def test_a_replica_that_only_routers_hear_is_kept(
                 report.replicas[0].heard = False
                 await eventually(lambda: SECOND in driver.replicas)
                 reporting.cancel()
+            await server.stop(0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["r-2", ""])
+def test_a_router_neither_reports_nor_registers_as_another_one(
+    driver: FakeDriver, identity: Identity, name: str
+) -> None:
+    async def scenario() -> None:
+        async with _supervised(driver, identity) as (_, membership):
+            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
+            replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
+            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
+                calls = (
+                    stub.Report(control_pb2.RouterReport(router_id=name, replicas=[replica])),
+                    stub.Watch(control_pb2.WatchRequest(router=control_pb2.RouterInfo(id=name))).read(),
+                )
+                for call in calls:
+                    with pytest.raises(grpc.aio.AioRpcError, match="the name in its certificate") as raised:
+                        await call
+                    assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert membership.router_reports.hears(FIRST, time.monotonic()) is None and not membership.routers
             await server.stop(0)
 
     asyncio.run(scenario())

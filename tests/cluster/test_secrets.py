@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from cryptography import x509
 
-from headrace_cluster.cli.router import write_credentials
+from headrace_cluster.cli.router import run_router, write_credentials
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
@@ -102,6 +102,7 @@ def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path) -> Non
     made = RouterCredentials.read(path)
     assert OLD not in path.read_bytes()
     assert Identity.restore(made.identity).certificate.authorities == identities.authority((OLD,)).fingerprints
+    assert made.name.startswith("router-")
     with pytest.raises(SpecError, match="cannot be written"):
         write_credentials(tmp_path / "no folder" / "credentials", secret_file)
 
@@ -212,6 +213,14 @@ def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
         await supervisor.stop()
 
     asyncio.run(run())
+
+
+def test_a_router_has_the_id_of_its_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, started = tmp_path / "credentials", []
+    RouterCredentials.issue(identities.authority(), "router-7").write(path)
+    monkeypatch.setattr("headrace_cluster.cli.router._run", lambda config, issue: started.append(config) or 0)
+    run_router(parse_spec({}), "127.0.0.1:1", path)
+    assert [config.router_id for config in started] == ["router-7"]
 
 
 def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:

@@ -41,7 +41,7 @@ def controller() -> Identity:
 @cache
 def router() -> Identity:
     """A router of the cluster, the same one in every call."""
-    return member(Plane.ROUTER)
+    return member(Plane.ROUTER, name="r-1")
 
 
 @cache

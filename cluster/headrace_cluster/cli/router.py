@@ -25,8 +25,10 @@ def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> 
     config = router_config(spec, controller)
     issue: Callable[[bytes], Certificate] | None = None
     if credentials is not None:
-        found = SecretBytes(RouterCredentials.read(credentials).encode())
-        config = config.model_copy(update={"credentials": found, "credentials_file": credentials})
+        found = RouterCredentials.read(credentials)
+        encoded = SecretBytes(found.encode())
+        given = {"credentials": encoded, "credentials_file": credentials, "router_id": found.name}
+        config = config.model_copy(update=given)
     elif spec.control.secret_file is not None:
         secrets = ClusterSecrets(spec.control.secret_file)
         config, issue = admitted(config, secrets), issuer(secrets, config.router_id)

@@ -28,6 +28,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
         """Streams the list; the client is a registered router until the stream ends."""
+        await _check_name(request.router.id, context)
         registration = secrets.token_bytes(8)
         self._membership.routers[registration] = request.router
         try:
@@ -37,7 +38,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             self._membership.routers.pop(registration, None)
 
     async def Report(self, request: pb.RouterReport, context: Any) -> pb.RouterReportReply:
-        """A router says which replicas it hears."""
+        """A router reports which replicas it hears."""
+        await _check_name(request.router_id, context)
         self._membership.report(request)
         return pb.RouterReportReply(authorities=self._authority().fingerprints)
 
@@ -61,6 +63,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
             authorities=made.authorities,
             renew_seconds=made.renew_seconds,
             tenant_key=authority.tenant_key,
+        )
+
+
+async def _check_name(name: str, context: Any) -> None:
+    if name != caller_name(context):
+        await context.abort(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "a router may use the name in its certificate only: start it with credentials of its own",
         )
 
 

@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 SNAPSHOT = "snapshot"
 
 
+class _Caller:
+    """The context of a router's call."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_common_name": [self._router.encode()]}
+
+
 class SimController:
     """Owns its events. `open` it once; `kill` loses everything but what the record and the ranks hold."""
 
@@ -129,7 +139,7 @@ class SimController:
         """A router's stream of member lists, until its task is cancelled."""
 
         async def send() -> None:
-            async for members in self.service.Watch(control.WatchRequest(router=info), None):
+            async for members in self.service.Watch(control.WatchRequest(router=info), _Caller(info.id)):
                 lists.held_until = max(lists.held_until, self.cluster.network.open_at(self.name, info.id))
                 lists.put(members)
 
@@ -138,7 +148,7 @@ class SimController:
 
     def report(self, report: control.RouterReport) -> None:
         """A router's report arrives."""
-        self.loop.create_task(self.service.Report(report, None))
+        self.loop.create_task(self.service.Report(report, _Caller(report.router_id)))
 
     # -- replicas ----------------------------------------------------------------------------------------------
 
