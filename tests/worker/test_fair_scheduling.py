@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.fair_shares import divide_budget
 from headrace_worker.core.queue import WaitingQueue
 from headrace_worker.core.request import Finish, Request
+from headrace_worker.core.transfer.messages import FetchRequest, Granted
+from headrace_worker.core.transfer.orders import OpenPair
 
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]

@@ -76,7 +76,7 @@ class Engine:
 
     def submit(self, request: Request) -> Output | None:
         """Accepts a request; returns its refusal when the queue is full or the id is in use."""
-        full = not self.scheduler.has_place(request, len(self.exchange.fetcher))
+        full = not self.scheduler.has_place(request.tenant_salt, self.exchange.fetcher.waiting_of)
         if full or request.attempt_id in self._requests:
             reason = "the replica's queue is full" if full else "this attempt id is in use"
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)

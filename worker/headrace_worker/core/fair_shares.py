@@ -1,7 +1,17 @@
-"""How the tokens of a step are divided among the prompts of several tenants."""
+"""Shares of tenants: of the places in a queue, and of the tokens of a step."""
 
 from collections import Counter
 from collections.abc import Sequence
+
+
+def has_place(capacity: int, count: int, own: int, tenants: int) -> bool:
+    """Whether one more of a tenant may enter where `count` of `tenants` are, `own` of them its own.
+
+    Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
+    """
+    if count < capacity:
+        return True
+    return tenants > 0 and count < 2 * capacity and (not own or own < capacity // tenants)
 
 
 def divide_budget(missing: Sequence[tuple[bytes, int]], budget: int, waiting: frozenset[bytes]) -> list[int]:

@@ -1,9 +1,11 @@
 """Requests that wait for a row, fair among tenants; those of one tenant in order of priority and arrival."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.request import Request
 
 REMOVED = 16  # entries of removed requests that a heap may have besides as many as it has members
@@ -38,14 +40,12 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return (request for request, _ in self._members.values())
 
-    def has_place(self, tenant: bytes, capacity: int, others: int) -> bool:
-        """Whether one more of the tenant may wait; `others` requests wait elsewhere.
-
-        Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
-        """
-        count, own = len(self._members) + others, self._tenants.get(tenant)
-        in_share = own is None or own.count < capacity // len(self._tenants)
-        return count < capacity or (in_share and bool(self._tenants) and count < 2 * capacity)
+    def has_place(self, tenant: bytes, capacity: int, elsewhere: Counter[bytes]) -> bool:
+        """Whether one more of the tenant may wait. elsewhere: requests per tenant that wait outside of this queue."""
+        queue = self._tenants.get(tenant)
+        own = elsewhere[tenant] + (queue.count if queue is not None else 0)
+        tenants = len(self._tenants.keys() | elsewhere.keys())
+        return has_place(capacity, len(self._members) + elsewhere.total(), own, tenants)
 
     def push(self, request: Request) -> None:
         tenant = request.tenant_salt

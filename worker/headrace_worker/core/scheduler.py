@@ -7,6 +7,7 @@ changes how many positions are missing, and a decoding request is one that misse
 A plan may be made while earlier steps still run: sampled tokens that are not read back yet count as tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,16 +65,12 @@ class Scheduler:
         running = self.running
         return self.waiting.tokens + sum([len(entry.tokens) + entry.in_flight - entry.computed for entry in running])
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.waiting) >= self.limits.max_waiting
-
-    def has_place(self, request: Request, others: int) -> bool:
-        """Whether a request may be queued, `others` being outside of the queue."""
-        return self.waiting.has_place(request.tenant_salt, self.limits.max_waiting, others)
+    def has_place(self, tenant: bytes, elsewhere: Counter[bytes]) -> bool:
+        """Whether a request of the tenant may be queued. elsewhere: per tenant, those that will be queued later."""
+        return self.waiting.has_place(tenant, self.limits.max_waiting, elsewhere)
 
     def add(self, request: Request) -> None:
-        """Queues a request. The caller has checked its lengths and `is_full` or `has_place`."""
+        """Queues a request. The caller has checked its lengths and `has_place`."""
         self.waiting.push(request)
         self._deadlines.add(request)
 

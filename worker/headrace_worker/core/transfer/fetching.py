@@ -8,6 +8,7 @@ A fetch only fills the prefix cache: whatever its result, the request is queued 
 cached. Blocks that a rank may still write are quarantined until the order that forbids it is in a launched plan.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Fetcher:
         self.close_peers: list[str] = []  # to disconnect
         self._kv = kv
         self._ranks = ranks
+        self.waiting_of: Counter[bytes] = Counter()  # fetches by tenant: their requests are queued later
         self._fetches: dict[int, Fetch] = {}
         self._peers: dict[str, _Peer] = {}
         self._ready: list[Request] = []
@@ -101,6 +103,7 @@ class Fetcher:
             started=now,
             last_received=now,
         )
+        self.waiting_of[request.tenant_salt] += 1
         self.counters.started += 1
         message = FetchRequest(
             self._number,
@@ -268,6 +271,10 @@ class Fetcher:
     def _end(self, fetch: Fetch, *, notify: bool) -> None:
         """Publishes the usable blocks; releases the others once no rank can write them any more."""
         del self._fetches[fetch.number]
+        tenant = fetch.request.tenant_salt
+        self.waiting_of[tenant] -= 1
+        if not self.waiting_of[tenant]:
+            del self.waiting_of[tenant]
         if notify:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
         unsafe: list[int] = []

@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.shards import Span
 class GrantLimits:
     """Times in seconds, on this replica's clock."""
 
-    max_grants: int = 64  # at a time
+    max_grants: int = 64  # at a time; of a tenant with less than its part up to twice as many
     lease: float = 5.0  # without a message of the target until its grants end
     renew: float = 0.5  # between two renewals to a target
     watermark: float = 0.05  # share of the pool that grants leave to running requests
@@ -23,6 +23,7 @@ class Grant:
 
     peer: str
     fetch: int
+    tenant: bytes
     blocks: int
     wanted: list[Span]  # per cache group
     request: Request | None  # until all is computed

@@ -10,8 +10,10 @@ Blocks are held until every rank of the target has them. A grant that ends earli
 ahead of anything that could use its blocks again.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
+from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish, Request
@@ -164,7 +166,7 @@ class Granter:
         if message.cached_only and hit.tokens // kv.block_size > message.held:
             blocks = hit.tokens // kv.block_size
         wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks)
-        grant = Grant(peer, message.fetch, blocks, wanted, None, sent=message.held)
+        grant = Grant(peer, message.fetch, message.tenant_salt, blocks, wanted, None, sent=message.held)
         if hit.tokens == blocks * kv.block_size:
             grant.table = kv.new_table(hit)
             if not message.cached_only:  # else the blocks belong to a stream that was migrated
@@ -205,7 +207,9 @@ class Granter:
     def _refusal(self, peer: str, message: FetchRequest) -> str:
         if not self.computes_for_others and not message.cached_only:
             return "this replica computes no prompts for others"
-        if len(self._grants) >= self.limits.max_grants or self._scheduler.is_full:
+        tenant, grants = message.tenant_salt, Counter(grant.tenant for grant in self._grants.values())
+        has_grant = has_place(self.limits.max_grants, len(self._grants), grants[tenant], len(grants))
+        if not (has_grant and self._scheduler.has_place(tenant, Counter())):
             return "the source is full"
         if (peer, message.fetch) in self._grants:
             return "this fetch was requested already"
