@@ -144,6 +144,52 @@ def test_a_full_queue_has_a_place_for_another_tenant(make_bench: Make) -> None:
     assert accepted == [True] * 2 + [False] * 4  # at most twice the limit
 
 
+def test_fetches_of_one_tenant_leave_places_to_another(make_bench: Make) -> None:
+    """Requests whose blocks are fetched are not in the queue yet, and counted for no tenant."""
+    bench = make_bench(max_num_seqs=1, max_waiting=4)
+    accepted = [bench.engine.submit(make(bench, FLOOD, seed, 20, source="there")) is None for seed in range(6)]
+    assert len(bench.engine.exchange.fetcher) == 4 and accepted == [True] * 4 + [False] * 2
+    accepted = [bench.engine.submit(make(bench, OTHER, seed, 8)) is None for seed in range(6)]
+    assert accepted == [True] * 2 + [False] * 4
+    bench.clock.now += bench.engine.exchange.fetcher.limits.silence + 0.1
+    while bench.engine.has_work:
+        bench.engine.step()
+    assert not bench.engine.exchange.fetcher.waiting_of
+
+
+def test_grants_of_one_tenant_leave_places_to_another(make_bench: Make) -> None:
+    granter = make_bench(num_blocks=4096).engine.exchange.granter
+    granter.open_pair("there", OpenPair(1, Rendezvous("there", 1, bytes(32)), 2, 0, 1, (), sends=True), 0.0)
+    places = granter.limits.max_grants
+
+    def granted(tenant: bytes, count: int) -> int:
+        for number in range(count):
+            fetch = FetchRequest(len(tenant) * 1000 + number, tenant, "", prompt_of(number, 8), 0)
+            granter.receive("there", fetch, 0.0)
+        answers, granter.messages = granter.messages, []
+        return sum(isinstance(answer, Granted) for _, answer in answers)
+
+    assert granted(b"a", places + 10) == places
+    assert granted(b"bb", places) == places // 2
+    assert granted(b"a", 1) == 0
+
+
+def test_blocks_that_were_released_meanwhile_cost_nobody_a_row(make_bench: Make) -> None:
+    """The request found too few blocks in the step before; since then an answer of the other tenant has ended."""
+    bench = make_bench(num_blocks=32, max_num_seqs=4, budget=128)
+    flood = [make(bench, FLOOD, seed, 36, answer) for seed, answer in ((1, 2), (2, 4), (3, 4))]
+    for request in flood:
+        bench.engine.submit(request)
+    bench.engine.step()
+    waiting = make(bench, OTHER, 4, 28)
+    bench.engine.submit(waiting)
+    while flood[0].finish is None:
+        bench.engine.step()
+    assert bench.scheduler._without_blocks is waiting
+    bench.engine.step()
+    assert waiting.row >= 0 and bench.scheduler.counters.preemptions == 0
+
+
 @pytest.mark.parametrize(
     ("missing", "budget", "waiting", "expected"),
     [

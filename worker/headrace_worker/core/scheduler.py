@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace_worker.core.deadlines import Deadlines
 from headrace_worker.core.fair_shares import divide_budget
-from headrace_worker.core.kv.manager import BlockTable, KVManager
+from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
 from headrace_worker.core.plan import StepResult, TableUpdate
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_table import RequestTable
@@ -105,7 +105,7 @@ class Scheduler:
         if self._request_table.suspects:
             self._schedule_suspect(draft)
         else:
-            self._make_room()
+            self._make_room(draft.budget)
             self._schedule_running(draft)
             if not draft.preempted:
                 self._admit(draft)
@@ -224,10 +224,14 @@ class Scheduler:
             draft.tables.extend(updates)
         draft.add(request, table, count)
 
-    def _make_room(self) -> None:
+    def _make_room(self, budget: int) -> None:
         """Preempts one request for one of a tenant that runs none: it would wait until others' answers end."""
         request = self.waiting.peek()
-        if request is not None and (request is self._without_blocks or not self._request_table.rows):
+        if request is None:
+            return
+        if request is self._without_blocks and self._find_blocks(request, budget) is not None:
+            self._without_blocks = None  # blocks were released since
+        if request is self._without_blocks or not self._request_table.rows:
             victim = self._request_table.in_excess(request)
             if victim is not None:
                 self._preempt(victim)
@@ -256,21 +260,28 @@ class Scheduler:
             if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
                 return
 
-    def _admit_one(self, draft: StepDraft, request: Request) -> bool:
+    def _find_blocks(self, request: Request, budget: int) -> tuple[PrefixHit, int] | None:
+        """The cached prefix and the end of the first chunk; None if there are too few blocks for it."""
         tokens = request.tokens
         self.kv.extend_chain(request.chain, tokens, len(tokens) // self.kv.block_size)
         hit = self.kv.lookup(request.chain, len(tokens) - 1)
-        chunk_end = hit.tokens + min(len(tokens) - hit.tokens, draft.budget)
+        chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
         spare = int(self.kv.pool.total * self.limits.watermark) if self.running else 0
-        if self.kv.cost_of(hit, chunk_end) + spare > self.kv.pool.available:
+        found = self.kv.cost_of(hit, chunk_end) + spare <= self.kv.pool.available
+        return (hit, chunk_end) if found else None
+
+    def _admit_one(self, draft: StepDraft, request: Request) -> bool:
+        found = self._find_blocks(request, draft.budget)
+        if found is None:
             self._without_blocks = request
             return False
         self._without_blocks = None
+        hit, chunk_end = found
         draft.inits.append(self._request_table.admit(request, hit))
         if request.started is None:  # later hits include blocks that it computed itself
             request.started = self._clock()
             request.cached_tokens = min(request.fetched.cached_hit(hit.tokens), request.prompt_len)
-            self.counters.count_lookup(len(tokens), request.fetched.local_hit(hit.tokens))
+            self.counters.count_lookup(len(request.tokens), request.fetched.local_hit(hit.tokens))
         draft.tables.extend(
             TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(hit.tables) if blocks
         )
