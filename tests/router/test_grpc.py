@@ -1,5 +1,6 @@
 """The public gRPC API: the same answers and errors as HTTP, with gRPC status codes."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -14,6 +15,9 @@ from headrace_proto.inference_pb2 import (
     TokenIds,
 )
 from headrace_proto.inference_pb2_grpc import InferenceStub
+from headrace_router.api.grpc.request_reader import OPEN_STREAMS
+from headrace_router.api.grpc.server import SHORT_CALLS
+from headrace_router.api.http.connection_counter import TENANT_SHARE
 
 
 def _generate(harness: Any, request: GenerateRequest, cancel_after: int | None = None) -> list[Any]:
@@ -116,3 +120,37 @@ def test_models_are_listed(shared: Any) -> None:
 
     (model,) = shared.call(call()).models
     assert (model.id, model.max_model_len) == ("tiny", 256)
+
+
+def test_open_calls_of_one_key_leave_places_to_another(harness: Any, make_replica: Any) -> None:
+    """The calls send no request: they wait for it as long as `body_seconds`."""
+    limits = {"max_concurrent_requests": 1, "max_queued_requests": 1}
+    harness.start([make_replica()], auth={"keys": ["first-key", "second-key"]}, limits=limits)
+    share = (TENANT_SHARE * 2 + OPEN_STREAMS + SHORT_CALLS) // TENANT_SHARE
+
+    def key(name: str) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {name}-key"),)
+
+    async def call() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
+            generate: Any = channel.stream_stream("/headrace.v1.Inference/Generate")
+            stub = InferenceStub(channel)
+
+            async def answer(name: str) -> list[Any]:
+                request = GenerateRequest(model="tiny", chat=CHAT)
+                return [event async for event in stub.Generate(request, metadata=key(name))]
+
+            silent = [generate(metadata=key("first")) for _ in range(share)]
+            for one in silent:
+                await one.wait_for_connection()
+            with pytest.raises(grpc.aio.AioRpcError, match="too many calls open") as raised:
+                while True:  # until the server has all of them
+                    await stub.ListModels(ListModelsRequest(), metadata=key("first"))
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await answer("second")
+            for one in silent:
+                one.cancel()
+            await asyncio.sleep(0.3)
+            assert await answer("first")
+
+    harness.call(call())

@@ -23,6 +23,7 @@ from headrace_proto.inference_pb2 import (
 )
 from headrace_router.access.auth import Authenticator, Tenant
 from headrace_router.api.body_budget import BodyShare
+from headrace_router.api.grpc.call_shares import CallShares
 from headrace_router.api.grpc.request_reader import read_request
 from headrace_router.api.grpc.send_watch import SendWatch
 from headrace_router.api.grpc.wire_size import WireError, check_values
@@ -42,10 +43,14 @@ log = structlog.get_logger("headrace.router.grpc")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Every method but health needs a key when keys are set, reflection and unknown methods included (R3)."""
+    """Every method but health needs a key when keys are set, reflection and unknown methods included (R3).
 
-    def __init__(self, auth: Authenticator) -> None:
+    The calls of each key are counted.
+    """
+
+    def __init__(self, auth: Authenticator, shares: CallShares) -> None:
         self._auth = auth
+        self._shares = shares
 
     async def intercept_service(
         self,
@@ -54,10 +59,14 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         method = handler_call_details.method
         given = _authorization(handler_call_details.invocation_metadata)
-        if method.startswith(HEALTH_PREFIX) or self._auth.tenant(given) is not None:
-            return await continuation(handler_call_details)
-        sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
-        return unauthenticated_handler(await continuation(handler_call_details), sentence)
+        tenant = self._auth.tenant(given)
+        handler = await continuation(handler_call_details)
+        if tenant is None and not method.startswith(HEALTH_PREFIX):
+            sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
+            return unauthenticated_handler(handler, sentence)
+        if tenant is None or self._auth.open or handler is None:
+            return handler
+        return self._shares.limited(handler, tenant.name)
 
 
 class InferenceService:

@@ -9,9 +9,11 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_proto.address import host_port
 from headrace_router.access.tls_files import TlsFiles
+from headrace_router.api.grpc.call_shares import CallShares
 from headrace_router.api.grpc.health import Health
 from headrace_router.api.grpc.inference_servicer import SERVICE, InferenceService, KeyInterceptor
 from headrace_router.api.grpc.request_reader import OPEN_STREAMS, SmallRequestInterceptor
+from headrace_router.api.http.connection_counter import TENANT_SHARE
 from headrace_router.api.listen import listen_error
 from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
@@ -32,9 +34,12 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises ListenError."""
         limits = self._services.config.limits
-        calls = limits.max_concurrent_requests + limits.max_queued_requests + OPEN_STREAMS + SHORT_CALLS
+        # One tenant alone may have as many requests as are admitted.
+        requests = TENANT_SHARE * (limits.max_concurrent_requests + limits.max_queued_requests)
+        calls = requests + OPEN_STREAMS + SHORT_CALLS
+        keys = KeyInterceptor(self._services.auth, CallShares(calls))
         self._server = grpc.aio.server(
-            interceptors=[KeyInterceptor(self._services.auth), SmallRequestInterceptor(limits)],
+            interceptors=[keys, SmallRequestInterceptor(limits)],
             options=_options(self._services.config),
             maximum_concurrent_rpcs=calls,
         )
