@@ -8,6 +8,7 @@ import pytest
 
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_DRAINING,
     REPLICA_STATE_READY,
     Load,
     ModelFacts,
@@ -19,7 +20,7 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.errors import NoReplicaError
+from headrace_router.core.errors import NoReplicaError, RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import LeastLoad
@@ -122,6 +123,28 @@ def test_one_rebuilt_replica_does_not_take_all_requests() -> None:
     assert Cluster("x", "y:2", named="z").fleet.card("m") == "card of y", "none of the named one is ready"
     with pytest.raises(NoReplicaError):
         Cluster(named="x").fleet.card("m")
+
+
+def test_a_stream_of_a_replaced_revision_ends_at_once() -> None:
+    """It waited a minute for a replica that could not come."""
+    cluster = Cluster("x", "y", named="y")
+    old, new = cluster.links
+    assert cluster.place(5) == "r0"
+    old.state.disconnect()
+    assert cluster.fleet.place(REQUEST, 5, ()) is None, "it may connect again"
+    assert cluster.fleet.place(REQUEST, 0, ()) is None
+    assert old.state.listing is not None and new.state.listing is not None
+    old.state.listing.state = REPLICA_STATE_DRAINING
+    with pytest.raises(RevisionReplacedError, match="another revision"):
+        cluster.fleet.place(REQUEST, 5, ())
+    new.state.listing = None
+    assert cluster.fleet.place(REQUEST, 5, ()) is None, "no replica has shown that it has the named one"
+
+
+@pytest.mark.parametrize("named", ["", "x", "main"])
+def test_a_stream_waits_for_a_revision_that_may_be_built_again(named: str) -> None:
+    cluster = Cluster("y", named=named)
+    assert cluster.fleet.place(REQUEST, 5, ()) is None
 
 
 def test_a_model_without_replicas_is_not_ready_alone() -> None:

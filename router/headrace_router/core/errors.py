@@ -115,6 +115,10 @@ class ReplicaLostError(OverloadedError, kind="server_error", code="replica_lost"
     """The replica that ran the request was lost."""
 
 
+class RevisionReplacedError(ReplicaLostError, code="revision_replaced"):
+    """The revision of the model that began the answer was replaced by another one, which cannot continue it."""
+
+
 class PoisonousRequestError(
     ReplicaLostError,
     status=422,

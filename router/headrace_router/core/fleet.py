@@ -8,7 +8,7 @@ from typing import Generic, Protocol
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterReport
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.errors import ModelNotFoundError, NoReplicaError
+from headrace_router.core.errors import ModelNotFoundError, NoReplicaError, RevisionReplacedError
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
@@ -203,8 +203,15 @@ class Fleet(Generic[C]):
         alone: bool = False,
         urgent: bool = False,
     ) -> ReplicaState[C] | None:
-        """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError."""
+        """A ready replica of the request's model and revision that is not excluded, or None.
+
+        Raises MustWaitError, and RevisionReplacedError for a stream when no replica of its revision can come.
+        """
         serving = self._serving(request.model, request.revision)
+        if output_tokens and not serving and self._is_replaced(request):
+            raise RevisionReplacedError(
+                "The model was replaced by another revision, which cannot continue this answer; send the request again."
+            )
         candidates = [replica for replica in serving if replica not in excluded]
         if not candidates:
             return None
@@ -278,6 +285,16 @@ class Fleet(Generic[C]):
 
     def _serving(self, model: str, revision: str) -> list[ReplicaState[C]]:
         return [replica for replica in self._of_model(model) if replica.ready and replica.revision == revision]
+
+    def _is_replaced(self, request: ChoiceRequest) -> bool:
+        """Whether the spec names another revision than the request's, and no replica has the latter and will stay."""
+        named = self._named_revisions.get(request.model)
+        if not named or named == request.revision:
+            return False
+        replicas = list(self._of_model(request.model))
+        staying = {replica.revision for replica in replicas if replica.listing is not None and not replica.leaving}
+        # A name that no replica has may be one of another form, as a branch is.
+        return named in staying and request.revision not in staying
 
     def _of_model(self, name: str) -> Iterator[ReplicaState[C]]:
         return (replica for replica in self.replicas if replica.facts is not None and replica.model == name)

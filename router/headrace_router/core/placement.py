@@ -29,7 +29,9 @@ class Placement(Protocol[C]):
         alone: bool = False,
         urgent: bool = False,
     ) -> ReplicaState[C] | None:
-        """A ready replica of the request's model and revision that is not excluded, or None. Raises MustWaitError.
+        """A ready replica of the request's model and revision that is not excluded, or None.
+
+        Raises MustWaitError; RevisionReplacedError for a stream that no replica can continue any more.
 
         preferred: the replica to choose if it is ready and has room. alone: only one that runs nothing. urgent: a
         stream does not wait while replicas continue others.
