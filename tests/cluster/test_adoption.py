@@ -78,8 +78,9 @@ def test_the_newest_complete_build_is_adopted() -> None:
     for generation in (2, 9, 10):  # numbers, not text
         reports |= _pair(ReplicaName("m-0", generation), 10 * generation, draining=generation == 2)
     del reports[ReplicaName("m-0", 10), 1]
-    (build,) = _chosen(reports)
-    assert build.name == ReplicaName("m-0", 9) and build.same
+    build, leaving = _chosen(reports)
+    assert build.name == ReplicaName("m-0", 9) and build.same and not build.leaving
+    assert leaving.name == ReplicaName("m-0", 2) and leaving.leaving
     assert build.ranks == [RankFacts(0, 90, "here", "cpu"), RankFacts(1, 91, "here", "cpu")]
 
 
@@ -112,13 +113,13 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
 
 def test_what_is_not_adopted_is_ended_by_name() -> None:
     """Ranks of older and incomplete builds, builds whose placement group is gone, and groups without ranks."""
-    kept, older, without_group, without_ranks = (
-        ReplicaName("m-0", 2), ReplicaName("m-0", 1), ReplicaName("m-1", 1), ReplicaName("m-1", 7)
-    )  # fmt: skip
-    reports: Reports = {(name, 0): _report(draining=name == older) for name in (kept, older, without_group)}
-    plan = plan_adoption(reports, {kept, older, without_ranks}, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
-    assert [build.name for build in plan.state.builds] == [kept]
-    assert plan.state.generations == {"m-0": 2, "m-1": 7}, "numbers are not used again"
+    older, leaving, kept = (ReplicaName("m-0", generation) for generation in (1, 2, 3))
+    without_group, without_ranks = ReplicaName("m-1", 1), ReplicaName("m-1", 7)
+    reports: Reports = {(name, 0): _report(draining=name == leaving) for name in (kept, leaving, older, without_group)}
+    groups = {kept, leaving, older, without_ranks}
+    plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
+    assert [(build.name, build.leaving) for build in plan.state.builds] == [(kept, False), (leaving, True)]
+    assert plan.state.generations == {"m-0": 3, "m-1": 7}, "numbers are not used again"
     assert plan.ended_ranks == [(older, 0), (without_group, 0)]
     assert plan.ended_groups == [older, without_ranks]
 
@@ -149,6 +150,38 @@ def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_
     receive(101.0 + ROUTERS_SECONDS)
     assert reconciler.actions(101.0 + ROUTERS_SECONDS) == [Stop(older, drain=True)]
     assert reconciler.records["smollm2-0"].name == newer
+
+
+@pytest.mark.parametrize("drains", [{3}, {4}, {3, 4}])
+def test_a_build_that_drains_beside_its_next_one_drains_on(drains: set[int]) -> None:
+    """Its streams would be cut if it ended; its next build serves, or drains for an operator."""
+    names = [ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)]
+    reports: Reports = {(name, 0): _report(draining=name.generation in drains) for name in names}
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
+    snapshot = ControllerSnapshot(
+        created=5, replicas={"smollm2-0": _snapshot(generation=4, drain_seconds=7.0, leaving_seconds=12.5)}
+    )
+    seconds = restore_records(reconciler, snapshot, AdoptedState(builds, {"smollm2-0": 4}), 100.0)
+    assert seconds == {names[0]: 12.5, names[1]: 7.0}
+    stops = reconciler.actions(100.1)
+    assert Stop(names[0], drain=True) in stops
+    assert (Stop(names[1], drain=True) in stops) is (4 in drains)
+    assert reconciler.surges.leaving["smollm2-0"].name == names[0] and reconciler.actions(100.2) == []
+    assert take_snapshot(reconciler, 5, seconds).replicas["smollm2-0"].leaving_seconds == 12.5
+    reconciler.stopped(names[0], 101.0)
+    assert reconciler.records["smollm2-0"].name == names[1] and not reconciler.surges.leaving
+
+
+def test_the_remaining_time_of_a_drain_is_that_of_its_build() -> None:
+    """The snapshot is from before the next build took over: the seconds are those of the rollout, still to begin."""
+    builds = [_build(ReplicaName("smollm2-0", 4)), dataclasses.replace(_build(FIRST, draining=True), leaving=True)]
+    for generation, found in ((3, 12.5), (4, 1.0)):
+        snapshot = ControllerSnapshot(
+            created=5,
+            replicas={"smollm2-0": _snapshot(generation=generation, drain_seconds=12.5, leaving_seconds=1.0)},
+        )
+        assert restore_records(_reconciler(), snapshot, AdoptedState(builds), 100.0)[FIRST] == found
 
 
 def test_no_replica_is_built_again_before_the_routers_of_the_last_controller_are_registered() -> None:
@@ -477,6 +510,33 @@ def test_a_drain_continues_with_its_remaining_time(
             await eventually(lambda: record.state is State.DRAINED)
             assert 0.2 < loop.time() - began < 1.5, "not the two seconds of a new drain"
             assert supervisor.reconciler.ready
+
+    asyncio.run(scenario())
+
+
+def test_streams_of_a_build_that_drains_beside_its_next_one_may_finish(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    newer = ReplicaName("smollm2-0", 4)
+    snapshot = ControllerSnapshot(
+        created=1, replicas={"smollm2-0": _snapshot(generation=4, leaving_seconds=30.0, ever_ready=True)}
+    )
+
+    async def scenario() -> None:
+        for name in (newer, SECOND):
+            driver.add_earlier_build(name)
+        old = driver.add_earlier_build(FIRST, draining=True)
+        old.running = 1
+        driver.adopted_state.builds[-1] = dataclasses.replace(driver.adopted_state.builds[-1], leaving=True)
+        async with _adopting_supervisor(driver, identity, snapshot) as (supervisor, _):
+            await eventually(lambda: supervisor.overview.in_flight == 1)
+            await asyncio.sleep(0.3)
+            assert ("drain", FIRST) in driver.calls and ("stop", FIRST) not in driver.calls
+            assert 25 < (supervisor.snapshot().replicas["smollm2-0"].leaving_seconds or 0) < 30
+            old.running = 0
+            await eventually(lambda: ("stop", FIRST) in driver.calls, 1)
+            await eventually(lambda: not supervisor.reconciler.surges.leaving)
+            assert supervisor.reconciler.ready and ("stop", newer) not in driver.calls
 
     asyncio.run(scenario())
 

@@ -107,12 +107,12 @@ class Drains:
         self._deadlines = {name: min(until, latest) for name, until in self._deadlines.items()}
 
     def remaining(self) -> dict[ReplicaName, float]:
-        """Seconds until the requests of a draining build move."""
-        return {name: max(0.0, until - self._clock()) for name, until in self._deadlines.items()}
+        """Seconds until the requests of a build move, from now on or from the beginning of its drain."""
+        return self._pending | {name: max(0.0, until - self._clock()) for name, until in self._deadlines.items()}
 
     def resume(self, remaining: Mapping[ReplicaName, float]) -> None:
-        """The inverse of `remaining`, for drains that an earlier controller began."""
-        self._deadlines |= {name: self._clock() + seconds for name, seconds in remaining.items()}
+        """The inverse of `remaining`, for drains that an earlier controller began or was to begin."""
+        self._pending |= remaining
 
     def note(self, record: Record) -> str:
         """A sentence for status; empty for a replica that is neither drained nor rolled."""

@@ -5,7 +5,7 @@ ControllerSnapshot   ─▶ restore_records ─▶ the records of a new reconcil
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
@@ -38,7 +38,8 @@ def plan_adoption(
     Raises AdoptionError.
     """
     # Ray ends ranks without a placement group.
-    builds = [build for build in choose_builds(reports, expected, authorities) if build.name in groups]
+    placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
+    builds = choose_builds(placed, expected, authorities)
     kept = {build.name for build in builds}
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
@@ -51,7 +52,7 @@ def plan_adoption(
 def choose_builds(
     reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
 ) -> list[AdoptedBuild]:
-    """Of each replica, the newest build of which all ranks exist and are up, and the one that it takes over from.
+    """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
     reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
     of each replica of the spec. authorities: fingerprints of those that this controller has. Raises AdoptionError when
@@ -80,9 +81,14 @@ def choose_builds(
 
 
 def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
-    """The newest one. Of two that serve, routers may not be connected to it yet: then the older one continues, too."""
-    two = builds[-2:]
-    return builds[-1:] if any(build.draining for build in two) else two
+    """The last two, the current one first. While both serve, routers may not be connected to the newest one yet.
+
+    If one of them drains, the newest one has taken over, and the older one may still have requests.
+    """
+    *older, newest = builds[-2:]
+    if any(build.draining for build in builds[-2:]):
+        return [newest, *(replace(build, leaving=True) for build in older)]
+    return [*older, newest]
 
 
 def _check_silence(reports: Reports) -> None:
@@ -113,7 +119,14 @@ def restore_records(
         record.built = max(record.built, record.generation)
     adopted: set[str] = set()
     for build in adopted_state.builds:
-        if build.name.replica_id in adopted:  # the older one comes first
+        if build.leaving:
+            record = reconciler.records[build.name.replica_id]
+            reconciler.surges.restore_leaving(record, build.name.generation, now)
+            known = replicas.get(record.replica_id)
+            if known is not None and known.leaving_seconds is not None and build.name.generation < known.generation:
+                drains[build.name] = known.leaving_seconds
+            continue
+        if build.name.replica_id in adopted:  # the next build, beside it
             following = reconciler.adopted_beside(build.name, now)
             following.outdated = not build.same
             reconciler.surges.failed.pop(build.name.replica_id, None)
@@ -144,11 +157,17 @@ def take_snapshot(reconciler: Reconciler, created: int, drains: Mapping[ReplicaN
             rolling=record.rolling,
             surging=reconciler.surges.following(record) is not None,
             drain_seconds=drains.get(record.name),
+            leaving_seconds=_leaving_seconds(reconciler, record, drains),
             ever_ready=record.ever_ready,
         )
         for record in reconciler.records.values()
     }
     return ControllerSnapshot(created=created, replicas=replicas)
+
+
+def _leaving_seconds(reconciler: Reconciler, record: Record, drains: Mapping[ReplicaName, float]) -> float | None:
+    leaving = reconciler.surges.leaving.get(record.replica_id)
+    return drains.get(leaving.name) if leaving is not None else None
 
 
 def _undesired(reconciler: Reconciler, build: AdoptedBuild) -> Record:

@@ -59,11 +59,12 @@ class AdoptedBuild:
     tp: int = 1
     pp: int = 1
     same: bool = True  # as the spec describes it now; otherwise it is replaced in order, while it serves
+    leaving: bool = False  # a newer build, adopted too, has taken over from it: it drains
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedState:
-    """What is taken over from an earlier controller; of two builds of a replica, the older one comes first."""
+    """What is taken over from an earlier controller; of two builds of a replica, the current one comes first."""
 
     builds: list[AdoptedBuild] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not

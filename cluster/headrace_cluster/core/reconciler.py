@@ -228,6 +228,7 @@ class Reconciler:
             self.roll(outdated, allow_gap=False)
         for record in list(self.records.values()):
             found += self._judge_surge(record, now)
+        found += self.surges.drain_leaving(now)
         for record in self.records.values():
             found += self._judge(record, now)
         self.records = {key: record for key, record in self.records.items() if key in self._desired or not record.down}
@@ -251,8 +252,8 @@ class Reconciler:
             self._surge_failed(following, problem)
             return [stop]
         if self.surges.may_take_over(following, now):
-            self.records[record.replica_id] = self.surges.promote(record, now)
-            return [Stop(record.name, drain=True)]
+            self.records[record.replica_id] = self.surges.promote(record)
+            return []
         return self.surges.launch(record, now)
 
     def _surge_failed(self, following: Record, sentence: str, *, lacks_resources: bool = False) -> None:

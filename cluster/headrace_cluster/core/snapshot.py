@@ -13,6 +13,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rolling: bool = False  # it ends in order to be built again
     surging: bool = False  # its next build starts beside it
     drain_seconds: float | None = None  # remaining for its requests in flight, while it is drained
+    leaving_seconds: float | None = None  # the same of the build before, from which this one has taken over
     ever_ready: bool = False  # if true, a build that does not start does not end the cluster
 
 

@@ -92,15 +92,29 @@ class Surges:
             and now - following.last_health <= following.silence_limit
         )
 
-    def promote(self, record: Record, now: float | None = None) -> Record:
-        """Makes the next build the current one and returns it. With `now`, the old build drains from then on."""
+    def promote(self, record: Record) -> Record:
+        """Makes the next build the current one and returns it; the old one drains, if it is up."""
         following = self._next.pop(record.replica_id)
         self._allow_gap.discard(record.replica_id)
         following.role, following.ever_ready = record.role, True
-        if now is not None:
-            record.enter(State.DRAINING, now)
+        if record.running:
             self.leaving[record.replica_id] = record
         return following
+
+    def restore_leaving(self, record: Record, generation: int, now: float) -> None:
+        """An adopted build from which this one, adopted too, has taken over: it drains until it has no requests."""
+        old = Record(record.replica_id, record.model, record.role, generation, ever_ready=True)
+        old.enter(State.READY, now)
+        self.leaving[record.replica_id] = old
+
+    def drain_leaving(self, now: float) -> list[Action]:
+        """The actions that end old builds, once each."""
+        found: list[Action] = []
+        for record in self.leaving.values():
+            if record.running:
+                record.enter(State.DRAINING, now)
+                found.append(Stop(record.name, drain=True))
+        return found
 
     def fail(self, record: Record, sentence: str, *, lacks_resources: bool) -> bool:
         """The next build ended before it took over. Returns whether the old build is to end first, with a gap."""

@@ -1,7 +1,6 @@
 """What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I12, I13, I19, I20, I22)."""
 
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headrace_cluster.core.adoption import AdoptionPlan, Reports
@@ -99,20 +98,25 @@ class ControlChecks:
         return self._world.now - since > REPORTED_SECONDS
 
     def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
-        """A controller has chosen what continues: of each replica, the newest build that is up (I19)."""
-        kept: Mapping[str, ReplicaName] = {build.name.replica_id: build.name for build in plan.state.builds}
-        for name in self._up:
-            ranks = self._cluster.ranks_of(name)
-            up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
-            found = [reports.get((name, rank.rank)) for rank in ranks]
-            answered = all(report is not None and report.started is not None for report in found)
-            whole = bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks)
-            if not whole or not answered or self._world.now - self._up[name] < SETTLED_SECONDS:
-                continue
-            if name.replica_id not in kept or kept[name.replica_id] < name:
-                if name not in self._cluster.ray.groups:
-                    continue
+        """A controller has chosen what continues: of each replica, the last two builds that are up (I19).
+
+        The newest one may not have every router yet, and the one before may have requests.
+        """
+        kept = {build.name for build in plan.state.builds}
+        whole = [name for name in self._up if self._is_whole(name, reports)]
+        for name in whole:
+            newer = [other for other in whole if other.replica_id == name.replica_id and other > name]
+            settled = self._world.now - self._up[name] >= SETTLED_SECONDS
+            if name not in kept and settled and len(newer) < 2 and name in self._cluster.ray.groups:
                 self._world.fail(f"{name} is up, and a new controller does not adopt it")
+
+    def _is_whole(self, name: ReplicaName, reports: Reports) -> bool:
+        """Whether all its ranks are up, and were when they reported."""
+        ranks = self._cluster.ranks_of(name)
+        up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
+        found = [reports.get((name, rank.rank)) for rank in ranks]
+        answered = all(report is not None and report.started is not None for report in found)
+        return bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks) and answered
 
     # -- routers -----------------------------------------------------------------------------------------------
 
