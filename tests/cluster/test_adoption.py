@@ -166,7 +166,7 @@ def test_a_build_that_drains_beside_its_next_one_drains_on(drains: set[int]) -> 
     assert seconds == {names[0]: 12.5, names[1]: 7.0}
     stops = reconciler.actions(100.1)
     assert Stop(names[0], drain=True) in stops
-    assert (Stop(names[1], drain=True) in stops) is (4 in drains)
+    assert (Stop(names[1], drain=True, held=True) in stops) is (4 in drains)
     assert reconciler.surges.leaving["smollm2-0"].name == names[0] and reconciler.actions(100.2) == []
     assert take_snapshot(reconciler, 5, seconds).replicas["smollm2-0"].leaving_seconds == 12.5
     reconciler.stopped(names[0], 101.0)
@@ -225,8 +225,10 @@ def _reconciler() -> Reconciler:
     return Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 2}]})), HealthSpec())
 
 
-def _build(name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> AdoptedBuild:
-    return AdoptedBuild(name, [RankFacts(0, 7, "here")], _started(), role, draining)
+def _build(
+    name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False, held: bool | None = None
+) -> AdoptedBuild:
+    return AdoptedBuild(name, [RankFacts(0, 7, "here")], _started(), role, draining, held)
 
 
 def test_adopted_builds_are_kept_and_other_generations_continue() -> None:
@@ -280,6 +282,54 @@ def test_a_replica_that_was_being_rolled_is_built_again() -> None:
     after.stopped(FIRST, 102.0)
     (launch,) = after.actions(102.0)
     assert launch.name == ReplicaName("smollm2-0", 4)
+
+
+@pytest.mark.parametrize("held", [False, True, None])
+def test_a_rank_reports_why_it_drains(held: bool | None) -> None:
+    """The snapshot may be older than the drain: a replica that was being rolled stayed down."""
+    reconciler = _reconciler()
+    snapshot = ControllerSnapshot(created=5, replicas={"smollm2-0": _snapshot(generation=3)})
+    adopted_state = AdoptedState([_build(FIRST, draining=True, held=held), _build(SECOND)])
+    restore_records(reconciler, snapshot, adopted_state, 101.0)
+    assert reconciler.actions(101.1) == [Stop(FIRST, drain=True, held=held is not False)]
+    reconciler.stopped(FIRST, 102.0)
+    launched = [action.name for action in reconciler.actions(102.0)]
+    assert launched == ([ReplicaName("smollm2-0", 4)] if held is False else []), "the release before reports no reason"
+
+
+def test_a_drained_build_is_not_left_for_its_next_one() -> None:
+    """An operator drained it while the next build started beside it, which is not needed then."""
+    older, newer = ReplicaName("m-0", 3), ReplicaName("m-0", 4)
+    reports: Reports = {(older, 0): _report(draining=True, held=True), (newer, 0): _report()}
+    assert [(build.name, build.leaving) for build in _chosen(reports)] == [(older, False)]
+
+
+@pytest.mark.parametrize("change", ["held", "rolling"])
+def test_a_drain_or_rollout_is_not_repeated_with_a_newer_build(change: str) -> None:
+    """The snapshot could not be saved for a while; meanwhile the replica was built again."""
+    reconciler = _reconciler()
+    snapshot = ControllerSnapshot(
+        created=5, replicas={"smollm2-0": _snapshot(generation=3, **{"held": False} | {change: True})}
+    )
+    builds = [_build(ReplicaName("smollm2-0", 4)), _build(SECOND)]
+    restore_records(reconciler, snapshot, AdoptedState(builds), 100.0)
+    assert reconciler.actions(100.1) == []
+
+
+def test_a_replica_that_was_brought_back_while_it_drained_is_built_again() -> None:
+    """Its rank still reports the drain of the operator."""
+    before, after = _reconciler(), _reconciler()
+    restore_records(before, None, AdoptedState([_build(FIRST), _build(SECOND)]), 100.0)
+    before.hold("smollm2-0")
+    assert before.actions(100.1) == [Stop(FIRST, drain=True, held=True)]
+    before.release("smollm2-0")
+    builds = [_build(FIRST, draining=True, held=True), _build(SECOND)]
+    restore_records(after, take_snapshot(before, 5, {}), AdoptedState(builds), 101.0)
+    for reconciler in (before, after):
+        reconciler.actions(101.1)
+        reconciler.stopped(FIRST, 102.0)
+        (launch,) = reconciler.actions(102.0)
+        assert launch.name == ReplicaName("smollm2-0", 4)
 
 
 def test_a_rollout_whose_next_build_was_not_started_has_failed() -> None:
@@ -354,7 +404,7 @@ def test_the_report_of_a_rank_is_newer_than_the_snapshot() -> None:
     adopted_state = AdoptedState([_build(FIRST, Role.DECODE), _build(SECOND, draining=True)])
     restore_records(reconciler, snapshot, adopted_state, 0.0)
     assert reconciler.records["smollm2-0"].role is Role.DECODE
-    assert reconciler.actions(0.1) == [Stop(SECOND, drain=True)]
+    assert reconciler.actions(0.1) == [Stop(SECOND, drain=True, held=True)]
     reconciler.stopped(SECOND, 1.0)
     assert reconciler.actions(1.1) == [] and reconciler.records["smollm2-1"].state is State.DRAINED
 

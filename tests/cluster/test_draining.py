@@ -78,6 +78,7 @@ def test_a_drain_waits_for_requests_then_ends_and_stays_down(
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 2)
             assert supervisor.drains.begin("smollm2-1", 30.0) == {"id": "smollm2-1", "generation": 1, "seconds": 30.0}
             await eventually(lambda: replica.draining, 1)
+            assert driver.held == {SECOND: True}
             assert await _members(membership) == {"smollm2-0": 1}
             assert _entry(supervisor, 1)["state"] == "draining"
             assert "what still runs in" in _entry(supervisor, 1)["note"]

@@ -68,8 +68,11 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     assert (before.authorities, up.authorities) == ((), identities.authority().fingerprints)
     assert _replica(actor).config.cache_key == identities.authority().cache_key
     actor.set_role("decode")
-    actor.drain()
-    assert (_report(actor).role, _report(actor).draining) == ("decode", True)
+    assert up.held is None
+    actor.drain(False)
+    assert (_report(actor).role, _report(actor).draining, _report(actor).held) == ("decode", True, False)
+    actor.drain(True)
+    assert _report(actor).held is True
 
 
 def test_the_admission_of_another_rank_is_refused(make: Callable[..., RankActor]) -> None:

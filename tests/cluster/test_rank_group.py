@@ -162,6 +162,26 @@ def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
             asyncio.run(_group(handle).set_role(Role.DECODE))
 
 
+class _Draining:
+    """A rank whose method has so many parameters: that of this release, or of the one before."""
+
+    def __init__(self, parameters: int) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self._parameters = parameters
+        self.drain = _Method(self._drain)
+
+    async def _drain(self, *given: object) -> None:
+        if len(given) > self._parameters:
+            raise ray.exceptions.RayTaskError("drain", "", TypeError("too many arguments")).as_instanceof_cause()
+        self.calls.append(given)
+
+
+def test_ranks_of_the_release_before_drain_without_a_reason() -> None:
+    ranks = [_Draining(1), _Draining(0)]
+    asyncio.run(RankGroup(ReplicaName("m-0", 1), "cluster", ranks).drain(True))
+    assert [rank.calls for rank in ranks] == [[(True,)], [()]]
+
+
 class _Watched:
     """An actor's handle whose calls of `wait` have these outcomes, one after the other."""
 

@@ -166,7 +166,7 @@ def test_a_replica_without_a_place_can_be_drained_and_removed() -> None:
         (launch,) = reconciler.actions(0.0)
         reconciler.waits_for_place(launch.name, "waiting", 5.0)
         reconciler.set_desired(()) if remove else reconciler.hold("smollm2-0")
-        assert reconciler.actions(6.0) == [Stop(launch.name, drain=False)]
+        assert reconciler.actions(6.0) == [Stop(launch.name, drain=False, held=not remove)]
 
 
 def test_an_unnamed_error_is_retried_twice() -> None:
@@ -237,7 +237,7 @@ def test_a_held_replica_drains_does_not_count_and_is_released_as_the_next_genera
     assert record.answers
     reconciler.hold("smollm2-1")
     assert not record.answers and reconciler.ready
-    assert reconciler.actions(1.0) == [Stop(second, drain=True)]
+    assert reconciler.actions(1.0) == [Stop(second, drain=True, held=True)]
     reconciler.health_received(second, State.READY, 0.01, 1.1)  # a late message does not make it ready
     assert record.state is State.DRAINING and reconciler.actions(2.0) == []
     reconciler.stopped(second, 3.0)
@@ -256,7 +256,7 @@ def test_a_replica_held_in_any_state_ends_as_drained() -> None:
         if bring is not State.STARTING:
             reconciler.health_received(launch.name, bring, 0.01, 0.0)
         reconciler.hold("smollm2-0")
-        assert reconciler.actions(1.0) == [Stop(launch.name, drain)]
+        assert reconciler.actions(1.0) == [Stop(launch.name, drain, held=True)]
         reconciler.stopped(launch.name, 2.0)
         assert reconciler.records["smollm2-0"].state is State.DRAINED
     reconciler = _reconciler()

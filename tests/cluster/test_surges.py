@@ -148,7 +148,7 @@ def test_a_drain_and_a_stop_end_the_next_build() -> None:
     held.hold("smollm2-0")
     stopped.set_desired(())
     for reconciler in (held, stopped):
-        assert reconciler.actions(2.0) == [Stop(SECOND, drain=False), Stop(FIRST, drain=True)]
+        assert reconciler.actions(2.0) == [Stop(SECOND, drain=False), Stop(FIRST, drain=True, held=reconciler is held)]
         reconciler.stopped(FIRST, 3.0)
     assert held.actions(4.0) == stopped.actions(4.0) == []
     assert _record(held).state is State.DRAINED and stopped.idle

@@ -172,11 +172,11 @@ class Supervisor:
                 log.info("a build starts", replica=name.replica_id, generation=name.generation)
                 self._builds[name] = Build()
                 self._spawn(name, self._run_build(action))
-            case Stop(name, drain):
+            case Stop(name, drain, held):
                 if not drain:
                     for task in self._builds.get(name, Build()).tasks:
                         task.cancel()
-                self._begin_end(name, drain)
+                self._begin_end(name, drain=drain, held=held)
 
     def _end_lost_builds(self) -> None:
         """After a failed pass: ends builds whose Stop, and reports starts whose Launch, was not executed."""
@@ -185,8 +185,9 @@ class Supervisor:
             if record.state is State.STARTING and record.name not in self._builds:
                 self.reconciler.start_failed(record.name, "the controller failed before it started", now, final=False)
         kept = {record.name for record in self.reconciler.builds() if record.running}
+        held = {record.name for record in self.reconciler.builds() if record.held}
         for name in self._builds.keys() - kept - self._ending:
-            self._begin_end(name, drain=True)
+            self._begin_end(name, drain=True, held=name in held)
 
     async def _run_build(self, launch: Launch) -> None:
         """One build: place, start, watch until it ends."""
@@ -276,15 +277,15 @@ class Supervisor:
         await self._stop_build(name, CLEANUP_SECONDS)
         self._wake.set()
 
-    def _begin_end(self, name: ReplicaName, drain: bool) -> None:
+    def _begin_end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
         self._ending.add(name)
-        task = asyncio.create_task(self._end(name, drain))
+        task = asyncio.create_task(self._end(name, drain=drain, held=held))
         task.add_done_callback(lambda _: self._ending.discard(name))
         self._keep_reference(task)
 
-    async def _end(self, name: ReplicaName, drain: bool) -> None:
+    async def _end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
         if drain:
-            await self.retries.run(f"the drain of {name.replica_id}", partial(self._driver.drain, name))
+            await self.retries.run(f"the drain of {name.replica_id}", partial(self._driver.drain, name, held=held))
             await self.drains.wait_until_empty(name, self._builds.get(name, Build()))
         async with self._place_locks[name.replica_id]:
             build = self._builds.pop(name, Build())

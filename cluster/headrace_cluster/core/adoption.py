@@ -74,7 +74,7 @@ def choose_builds(
         facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
         same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
         build = AdoptedBuild(
-            name, facts, started, Role(up[0].role), up[0].draining, up[0].model, up[0].tp, up[0].pp, same
+            name, facts, started, Role(up[0].role), up[0].draining, up[0].held, up[0].model, up[0].tp, up[0].pp, same
         )
         found.setdefault(name.replica_id, []).append(build)
     return [build for builds in found.values() for build in _continuing(builds)]
@@ -83,9 +83,12 @@ def choose_builds(
 def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
     """The last two, the current one first. While both serve, routers may not be connected to the newest one yet.
 
-    If one of them drains, the newest one has taken over, and the older one may still have requests.
+    If one of them drains, the newest one has taken over, and the older one may still have requests; unless an operator
+    drained the older one before that.
     """
     *older, newest = builds[-2:]
+    if any(build.held for build in older):
+        return older
     if any(build.draining for build in builds[-2:]):
         return [newest, *(replace(build, leaving=True) for build in older)]
     return [*older, newest]
@@ -119,31 +122,40 @@ def restore_records(
         record.built = max(record.built, record.generation)
     adopted: set[str] = set()
     for build in adopted_state.builds:
+        replica_id = build.name.replica_id
+        known = replicas.get(replica_id)
         if build.leaving:
-            record = reconciler.records[build.name.replica_id]
-            reconciler.surges.restore_leaving(record, build.name.generation, now)
-            known = replicas.get(record.replica_id)
+            reconciler.surges.restore_leaving(reconciler.records[replica_id], build.name.generation, now)
             if known is not None and known.leaving_seconds is not None and build.name.generation < known.generation:
                 drains[build.name] = known.leaving_seconds
-            continue
-        if build.name.replica_id in adopted:  # the next build, beside it
+        elif replica_id in adopted:  # the next build, beside it
             following = reconciler.adopted_beside(build.name, now)
             following.outdated = not build.same
-            reconciler.surges.failed.pop(build.name.replica_id, None)
-            continue
-        adopted.add(build.name.replica_id)
-        record = reconciler.records.get(build.name.replica_id) or _undesired(reconciler, build)
-        record.outdated = not build.same
-        # The rank's report is newer than the snapshot: an operator's last call may have come after it.
-        record.role, record.held = build.role, record.held or (build.draining and not record.rolling)
-        reconciler.adopted(build.name, now)
-        known = replicas.get(record.replica_id)
-        surging = known is not None and known.surging and build.name.generation <= known.generation
-        seen = adopted_state.generations.get(record.replica_id, 0)
-        # The snapshot may be older than the rollout. An outdated build is rolled again without an operator.
-        if build.same and (surging or seen > build.name.generation):
-            reconciler.surges.mark_controller_lost(record)
+            reconciler.surges.failed.pop(replica_id, None)
+        else:
+            adopted.add(replica_id)
+            _restore_current(reconciler, known, build, adopted_state.generations.get(replica_id, 0), now)
     return drains
+
+
+def _restore_current(
+    reconciler: Reconciler, known: ReplicaSnapshot | None, build: AdoptedBuild, seen: int, now: float
+) -> None:
+    """known: of the snapshot. seen: the newest generation in Ray."""
+    record = reconciler.records.get(build.name.replica_id) or _undesired(reconciler, build)
+    record.outdated = not build.same
+    if known is not None and known.generation < build.name.generation:
+        record.held = record.rolling = False  # they were of an earlier build
+    # The rank's report is newer than the snapshot: an operator's last call may have come after it.
+    record.role = build.role
+    if build.draining and not (record.held or record.rolling):
+        record.rolling = build.held is False
+        record.held = not record.rolling
+    reconciler.adopted(build.name, now)
+    surging = known is not None and known.surging and build.name.generation <= known.generation
+    # The snapshot may be older than the rollout. An outdated build is rolled again without an operator.
+    if build.same and not record.held and (surging or seen > build.name.generation):
+        reconciler.surges.mark_controller_lost(record)
 
 
 def take_snapshot(reconciler: Reconciler, created: int, drains: Mapping[ReplicaName, float]) -> ControllerSnapshot:

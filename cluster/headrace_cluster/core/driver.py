@@ -55,6 +55,7 @@ class AdoptedBuild:
     started: ReplicaStarted
     role: Role
     draining: bool
+    held: bool | None = None  # if it drains: an operator drained it; none: it does not say
     model: str = ""
     tp: int = 1
     pp: int = 1
@@ -120,8 +121,11 @@ class ReplicaDriver(Protocol):
         """Sends a replica its new role; its requests are not affected. Raises RoleError when it does not reply."""
         ...
 
-    async def drain(self, name: ReplicaName) -> None:
-        """Stops a replica from accepting requests; requests in flight continue. Never raises."""
+    async def drain(self, name: ReplicaName, *, held: bool) -> None:
+        """Stops a replica from accepting requests; requests in flight continue. Never raises.
+
+        held: an operator drains it, and it stays down; its ranks report this to the next controller.
+        """
         ...
 
     async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:

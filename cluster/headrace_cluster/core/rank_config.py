@@ -57,6 +57,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     started: ReplicaStarted | None  # none: `start` has not finished, or it failed
     draining: bool
+    held: bool | None = None  # an operator drained it; false: it drains to be replaced; none: it does not say
     ended: bool  # its loop has ended, by itself or because it was stopped
     log_path: str = ""  # of its log file, in the folder of the run that started it
 

@@ -121,6 +121,7 @@ class Reconciler:
         record.held, record.cause, record.failures, record.not_before = False, "", [], 0.0
         if record.state is State.DRAINED:
             record.state = State.DEAD
+        record.rolling = record.state is State.DRAINING
 
     def adopted(self, name: ReplicaName, now: float) -> None:
         """A build of an earlier controller is up and becomes the current build of its replica."""
@@ -268,7 +269,7 @@ class Reconciler:
                 return []
             drain = record.state is State.READY
             record.enter(State.DRAINING, now)
-            return [Stop(record.name, drain)]
+            return [Stop(record.name, drain, record.held)]
         if record.rolling and record.running:
             drain = record.state is State.READY
             record.enter(State.DRAINING, now)

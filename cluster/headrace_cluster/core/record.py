@@ -50,6 +50,7 @@ class Stop:
 
     name: ReplicaName
     drain: bool
+    held: bool = False  # an operator drains it: it stays down
 
 
 Action = Launch | Stop

@@ -164,17 +164,17 @@ class RayDriver:
             raise RoleError(f"{name.replica_id} has just ended: ask again when it is ready")
         await group.set_role(role)
 
-    async def drain(self, name: ReplicaName) -> None:
+    async def drain(self, name: ReplicaName, *, held: bool) -> None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
         if group is not None:
-            await group.call_all("drain")
+            await group.drain(held)
 
     async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
         if group is not None:
-            await group.call_all("stop", seconds)
+            await group.stop(seconds)
             await asyncio.to_thread(group.kill)
         await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)

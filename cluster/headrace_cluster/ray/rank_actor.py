@@ -56,6 +56,7 @@ class RankActor:
         self._replica: Any = None
         self._role: str = self._config.role
         self._draining = False
+        self._held: bool | None = None
         self._started: ReplicaStarted | None = None
         self._ended = threading.Event()
         self._cause = ""
@@ -85,6 +86,7 @@ class RankActor:
             role=self._role,
             started=self._started,
             draining=self._draining,
+            held=self._held,
             ended=self._ended.is_set(),
             log_path=self._log_path,
         )
@@ -130,9 +132,9 @@ class RankActor:
         self._replica.set_role(role)
         self._role = role
 
-    def drain(self) -> None:
-        """Stops accepting requests."""
-        self._draining = True
+    def drain(self, held: bool | None = None) -> None:
+        """Stops accepting requests. held: whether an operator drains it; the release before does not say."""
+        self._draining, self._held = True, held
         if self._replica is not None:
             self._replica.drain()
 

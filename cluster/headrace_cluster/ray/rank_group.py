@@ -147,11 +147,25 @@ class RankGroup:
         except ray.exceptions.RayError as error:
             raise RoleError(f"{self._label(0)} has just ended: ask again when it is ready") from error
 
-    async def call_all(self, method: str, seconds: float = STOP_SECONDS) -> None:
-        """Calls a method of every rank and waits for them up to `seconds`. Never raises."""
+    async def drain(self, held: bool) -> None:
+        """Stops every rank from accepting requests. held: whether an operator drains it. Never raises."""
+
+        async def call(actor: Any) -> None:
+            try:
+                await actor.drain.remote(held)
+            except TypeError:  # of the rank, whose method is that of the release before
+                await actor.drain.remote()
+
+        await self._call_all(call, STOP_SECONDS)
+
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Ends every rank's engine; waits for them up to `seconds`. Never raises."""
+        await self._call_all(lambda actor: actor.stop.remote(), seconds)
+
+    async def _call_all(self, call: Callable[[Any], Any], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                calls = (getattr(actor, method).remote() for actor in self._actors)
+                calls = [call(actor) for actor in self._actors]
                 await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing to stop
 
     def kill(self) -> None:

@@ -23,6 +23,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
+        self.held: dict[ReplicaName, bool] = {}  # of drains: whether an operator drained it
         self.admissions: list[ReplicaName] = []  # certificates of builds that are up
         self.failures: list[StartFailedError] = []  # of the next starts
         self.refusals: list[PlacementError] = []  # of the next launches
@@ -108,9 +109,10 @@ class FakeDriver:
             raise RoleError(f"{name.replica_id} does not answer")
         self.replicas[name].set_role(str(role))
 
-    async def drain(self, name: ReplicaName) -> None:
+    async def drain(self, name: ReplicaName, *, held: bool) -> None:
         self._fail("drain")
         self.calls.append(("drain", name))
+        self.held[name] = held
         self.replicas[name].drain()
 
     async def stop(self, name: ReplicaName, seconds: float = 5.0) -> None:

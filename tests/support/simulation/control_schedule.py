@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from random import Random
 
 import structlog
@@ -123,18 +122,8 @@ class ControlSchedule:
         until = self.world.now + RECOVERY_SECONDS
         while (missing := self._missing()) and self.world.now < until:
             self.world.run(self.world.now + 1.0)
-            self._undrain()
         if missing:
             self.world.fail(f"{missing} after {RECOVERY_SECONDS:.0f} s without faults")
-
-    def _undrain(self) -> None:
-        """What an operator does: a replica whose rollout was not in the record when its controller was lost is held."""
-        controller = self.cluster.controller
-        if controller is None or not controller.alive or controller.frozen:
-            return
-        for record in list(controller.supervisor.reconciler.records.values()):
-            if record.state is State.DRAINED:
-                controller.call(partial(controller.supervisor.drains.end, record.replica_id))
 
     def _missing(self) -> str:
         cluster = self.cluster

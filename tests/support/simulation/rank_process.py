@@ -29,6 +29,7 @@ class RankProcess:
         self.authorities: tuple[bytes, ...] = ()  # that it trusts since it was admitted
         self.loaded = False
         self.draining = False
+        self.held: bool | None = None
         self.cause: str | None = None  # its loop has ended; the process still exists
         self.vanished = False  # its node was lost: no connection was closed
         self._world = world
@@ -58,6 +59,7 @@ class RankProcess:
             role=str(Role(self.config.role)),
             started=self.started,
             draining=self.draining,
+            held=self.held,
             ended=self.cause is not None,
         )
 

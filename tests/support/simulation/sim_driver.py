@@ -168,9 +168,9 @@ class SimDriver:
     async def set_role(self, name: ReplicaName, role: Role) -> None:
         raise RoleError("the simulation changes no roles")
 
-    async def drain(self, name: ReplicaName) -> None:
+    async def drain(self, name: ReplicaName, *, held: bool) -> None:
         def drain(rank: RankProcess) -> None:
-            rank.draining = True
+            rank.draining, rank.held = True, held
             self._cluster.drain(rank)
 
         ranks = self._groups.get(name, [])
