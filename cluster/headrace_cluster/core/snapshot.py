@@ -2,6 +2,8 @@
 
 import msgspec
 
+from headrace_cluster.core.revisions import ResolvedRevision
+
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One replica id. Includes what an operator changed at run time."""
@@ -25,8 +27,9 @@ class ControllerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keeper(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that starts the controller and watches it, and the ports on which its controllers listen."""
+    """The process that starts the controller and watches it; the ports and commits that all its controllers use."""
 
     id: str  # random, of one process
     control_port: int = 0  # 0: not known yet
     admin_port: int = 0
+    revisions: dict[str, ResolvedRevision] = {}  # by model

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
+from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerArgs
 from headrace_cluster.launch.banner import banner, starting
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
@@ -139,8 +140,9 @@ class Serve:
         show_message(starting(self._spec.models))
         self._record.save(cleanup)
         with start_display(self._spec.logs.format) as display:
+            written = self._spec
             self._spec = check_start(
-                self._spec,
+                written,
                 lambda stage: display.update("model", stage, 0.0),
                 lambda warning: show_message(warning, "warning"),
                 with_router=self._with_router,
@@ -151,7 +153,7 @@ class Serve:
             logs = self._run_folder.enter_context(contextlib.closing(self._open_logs()))
             ray = self._ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
             display.update("Ray", "up; starting the controller", 0.8)
-            controller = stack.enter_context(self._open_handle(ray, logs))
+            controller = stack.enter_context(self._open_handle(written, ray, logs))
             self._forced_ends.append(ray.force_end)
             opened = controller.open()
             display.update("Ray", "up", 1.0)
@@ -169,9 +171,14 @@ class Serve:
         self._record.add_logs(logs.path)
         return logs
 
-    def _open_handle(self, ray: RayConnection, logs: RunFolder) -> ControllerHandle:
+    def _open_handle(self, written: ClusterSpec, ray: RayConnection, logs: RunFolder) -> ControllerHandle:
         args, key = self._controller_args(ray, logs), self._record.state.admin_key
-        return ControllerHandle(self._spec, args, self._secrets, key, ray)
+        found = resolved_revisions(written, self._spec)
+        handle = ControllerHandle(self._spec, args, self._secrets, key, ray, found)
+        for name, kept in handle.revisions.items():
+            if note := moved_note(found[name], kept):
+                show_message(note, "warning")
+        return handle
 
     def _controller_args(self, ray: RayConnection, logs: RunFolder) -> ControllerArgs:
         return ControllerArgs(

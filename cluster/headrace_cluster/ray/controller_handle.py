@@ -9,6 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from headrace_cluster.core import naming
+from headrace_cluster.core.revisions import Revisions, kept_revisions, with_commits
 from headrace_cluster.core.snapshot import Keeper
 from headrace_cluster.core.view import ControllerArgs, ControllerSecrets, Opened, View
 from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ControllerTakenError
@@ -33,15 +34,21 @@ class ControllerHandle:
     """The controller of one cluster, and the next one after it was lost. Use it with `with`, in one thread."""
 
     def __init__(
-        self, spec: ClusterSpec, args: ControllerArgs, secrets: ClusterSecrets, admin_key: str, ray: RayConnection
+        self,
+        spec: ClusterSpec,
+        args: ControllerArgs,
+        secrets: ClusterSecrets,
+        admin_key: str,
+        ray: RayConnection,
+        revisions: Revisions,
     ) -> None:
         """Creates the actor, which does nothing until `open`. The controller of a keeper that ended is replaced.
 
+        revisions: those of the spec that were resolved; the commits of an earlier keeper precede them.
         Raises ClusterExistsError when another process keeps a cluster of this name.
         """
         from headrace_cluster.ray.cluster_record import ClusterRecord
 
-        self._spec = spec
         self._args = args
         self._secrets = secrets
         self._admin_key = admin_key
@@ -50,6 +57,7 @@ class ControllerHandle:
         self._id = state.new_key()
         self._process: ProcessId | None = None  # if it is certainly on this machine
         self._record = ClusterRecord(spec.cluster)
+        self._spec = spec
         # First of all: an end of this process from here on leaves alone what an earlier one started.
         ray.serves = _exists(spec.cluster)
         if _is_watched(spec.cluster):
@@ -57,10 +65,10 @@ class ControllerHandle:
                 f"a cluster named '{spec.cluster}' runs already in the Ray at {ray.link.address}; stop it with "
                 f"`{program_name()} stop`, or give this one another name with --cluster"
             )
-        earlier = self._record.keeper()
-        keeper = Keeper(id=self._id) if earlier is None else msgspec.structs.replace(earlier, id=self._id)
-        self._record.save_keeper(keeper)
-        self._use_ports(keeper.control_port, keeper.admin_port)
+        earlier = self._record.keeper() or Keeper(id=self._id)
+        self.revisions = kept_revisions(revisions, earlier.revisions)
+        self._spec = with_commits(spec, self.revisions)
+        self._save(earlier.control_port, earlier.admin_port)
         self._end()
         self._actor = self._create()
 
@@ -83,8 +91,7 @@ class ControllerHandle:
         self._sent = secrets
         if opened.error:
             raise HeadraceError(opened.error)
-        self._use_ports(opened.control_port, opened.admin_port)
-        self._record.save_keeper(Keeper(id=self._id, control_port=opened.control_port, admin_port=opened.admin_port))
+        self._save(opened.control_port, opened.admin_port)
         self._ray.serves = self._ray.serves or opened.adopted > 0
         self._process = ProcessId.of(opened.pid) if self._ray.link.owned else None
         return opened
@@ -144,8 +151,11 @@ class ControllerHandle:
         request = ray.get(self._actor.request.remote(), timeout=OPEN_SECONDS)
         return seal(request, msgspec.msgpack.encode(ControllerSecrets(secrets=secrets, admin_key=self._admin_key)))
 
-    def _use_ports(self, control_port: int, admin_port: int) -> None:
+    def _save(self, control_port: int, admin_port: int) -> None:
         """The next controller listens on these ports, where the spec leaves the choice."""
+        self._record.save_keeper(
+            Keeper(id=self._id, control_port=control_port, admin_port=admin_port, revisions=self.revisions)
+        )
         control, admin = self._spec.control, self._spec.admin
         control = control.model_copy(update={"port": control.port or control_port})
         admin = admin.model_copy(update={"port": admin.port or admin_port})

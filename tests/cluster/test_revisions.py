@@ -1,0 +1,101 @@
+"""A process that attaches to a cluster keeps the commits that its replicas run, although a branch has moved."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_cluster.core.revisions import kept_revisions, moved_note, resolved_revisions, with_commits
+from headrace_cluster.core.snapshot import Keeper
+from headrace_cluster.core.view import ControllerArgs
+from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.ray import cluster_record, controller_handle
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+def _spec(revision: str | None, **changed: Any) -> ClusterSpec:
+    hub = {"source": "acme/model", "name": "hub", "revision": revision} | changed
+    return parse_spec({"models": [hub, {"source": "smollm2"}]})
+
+
+def _pinned(spec: ClusterSpec, commit: str) -> ClusterSpec:
+    """As the checks before a start return it."""
+    hub, local = spec.models
+    return spec.model_copy(update={"models": (hub.model_copy(update={"revision": commit}), local)})
+
+
+class _Record:
+    """The cluster's record, which outlives its keepers."""
+
+    def __init__(self) -> None:
+        self.saved: bytes = b""
+
+    def keeper(self) -> Keeper | None:
+        return msgspec.msgpack.decode(self.saved, type=Keeper) if self.saved else None
+
+    def save_keeper(self, keeper: Keeper) -> None:
+        self.saved = msgspec.msgpack.encode(keeper)
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> _Record:
+    """Without Ray: no controller runs, and none is created."""
+    found = _Record()
+    monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: found)
+    for name, result in (("_exists", True), ("_is_watched", False)):
+        monkeypatch.setattr(controller_handle, name, lambda cluster, result=result: result)
+    monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: None)
+    monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: None)
+    return found
+
+
+def _attach(written: ClusterSpec, commit: str) -> tuple[str | None, list[str]]:
+    """The commit that the controller of a new keeper gets, and what the operator reads. commit: that of the Hub now."""
+    spec = _pinned(written, commit)
+    found = resolved_revisions(written, spec)
+    args = ControllerArgs(spec=spec.model_dump_json(exclude={"auth"}), program="headrace", loopback=False)
+    ray: Any = SimpleNamespace(serves=False, link=SimpleNamespace(address="here"))
+    handle = controller_handle.ControllerHandle(spec, args, ClusterSecrets(None), "key", ray, found)
+    hub, local = ClusterSpec.model_validate_json(handle._args.spec).models
+    assert local.revision is None
+    notes = [note for name, kept in handle.revisions.items() if (note := moved_note(found[name], kept))]
+    return hub.revision, notes
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_branch_that_has_moved_replaces_nothing_when_a_process_attaches(
+    record: _Record, revision: str | None
+) -> None:
+    assert _attach(_spec(revision), FIRST) == (FIRST, [])
+    commit, (note,) = _attach(_spec(revision, max_num_seqs=3), SECOND)
+    assert commit == FIRST, "another setting changes nothing about the commit"
+    written = revision or "the default branch"
+    assert note == (
+        f"{written} of acme/model is now commit {SECOND}; the cluster keeps {FIRST}: "
+        "to load another one, name it with --revision"
+    )
+
+
+def test_another_revision_or_source_is_resolved_again(record: _Record) -> None:
+    assert _attach(_spec("main"), FIRST)[0] == FIRST
+    assert _attach(_spec("v2"), SECOND) == (SECOND, [])
+    assert _attach(_spec("main"), SECOND) == (SECOND, []), "it is not the revision of the last process"
+    assert _attach(_spec("main", source="acme/other"), FIRST) == (FIRST, [])
+    assert _attach(_spec(SECOND), SECOND) == (SECOND, []), "a commit"
+    assert _attach(_spec("main"), FIRST) == (FIRST, []), "of a spec with a commit nothing is kept"
+
+
+def test_the_record_of_the_release_before_has_no_revisions(record: _Record) -> None:
+    record.saved = msgspec.msgpack.encode({"id": "before", "control_port": 7, "admin_port": 8})
+    assert _attach(_spec(None), SECOND) == (SECOND, [])
+    keeper = record.keeper()
+    assert keeper is not None and (keeper.control_port, keeper.admin_port) == (7, 8)
+
+
+def test_models_of_this_machine_have_no_commit() -> None:
+    spec = parse_spec({"models": [{"source": "smollm2"}]})
+    assert resolved_revisions(spec, spec) == {} == kept_revisions({}, {})
+    assert with_commits(spec, {}) == spec
