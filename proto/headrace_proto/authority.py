@@ -28,7 +28,6 @@ RENEW_SECONDS = LIFETIME_SECONDS / 3  # after this time a certificate is replace
 
 _SALT = b"headrace 2026 cluster authority v1"
 _TENANT_CONTEXT = "headrace 2026 tenant salts v1"
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _ALWAYS = (datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31))
 
 
@@ -125,7 +124,8 @@ class _Root:
         # Everyone who connects sees a signature of this key and can test guesses of the secret with it: a slow
         # derivation makes each guess expensive. 48 bytes, so that the remainder is uniform.
         derived = hashlib.scrypt(secret, salt=_SALT, n=1 << 14, r=8, p=1, dklen=48)
-        self.key = ec.derive_private_key(int.from_bytes(derived) % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+        curve = ec.SECP256R1()
+        self.key = ec.derive_private_key(int.from_bytes(derived) % (curve.group_order - 1) + 1, curve)
         public = self.key.public_key()
         encoded = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
         self.fingerprint = blake3(encoded).digest(16)

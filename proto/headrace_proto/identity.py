@@ -1,6 +1,5 @@
 """The identity of one process in its cluster: mutual TLS on every internal connection (docs/reliability.md R20)."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,16 +10,14 @@ from cryptography import x509
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from cryptography.x509.oid import NameOID
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.plane import Certificate, Plane
 
-_NONCE_BYTES = 12
-_POINT_BYTES = 65  # of an uncompressed P-256 point
-_INFO = b"headrace 2026 sealed message v1"
+_SUITE = Suite(KEM.P256, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+_INFO = b"headrace 2026 sealed message v2"
 
 
 class SealedMessageError(HeadraceError):
@@ -127,15 +124,9 @@ class Identity:
 
     def unseal(self, sealed: bytes) -> bytes:
         """The message that `seal` encrypted for this process. Raises SealedMessageError."""
-        point, nonce, data = (
-            sealed[:_POINT_BYTES],
-            sealed[_POINT_BYTES : _POINT_BYTES + _NONCE_BYTES],
-            sealed[_POINT_BYTES + _NONCE_BYTES :],
-        )
         try:
-            sender = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
-            return _cipher(self._key, sender, point).decrypt(nonce, data, None)
-        except (ValueError, InvalidTag) as error:
+            return _SUITE.decrypt(sealed, self._key, info=_INFO)
+        except InvalidTag as error:
             raise SealedMessageError(
                 "a sealed message cannot be read: it was made for another process; start this one again"
             ) from error
@@ -153,16 +144,8 @@ class Identity:
 def seal(request: bytes, message: bytes) -> bytes:
     """Encrypts a message for the process that made a certificate request, over a network that others may read.
 
-    ECIES with P-256, HKDF and AES-GCM (SEC 1, 5.1). It does not authenticate the sender: Ray does.
+    HPKE (RFC 9180) in its base mode. It does not authenticate the sender: Ray does.
     """
     receiver = x509.load_pem_x509_csr(request).public_key()
     assert isinstance(receiver, ec.EllipticCurvePublicKey)
-    once = ec.generate_private_key(ec.SECP256R1())
-    form = (serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint)
-    point, nonce = once.public_key().public_bytes(*form), os.urandom(_NONCE_BYTES)
-    return point + nonce + _cipher(once, receiver, point).encrypt(nonce, message, None)
-
-
-def _cipher(own: ec.EllipticCurvePrivateKey, peer: ec.EllipticCurvePublicKey, point: bytes) -> AESGCM:
-    shared = own.exchange(ec.ECDH(), peer)
-    return AESGCM(HKDF(hashes.SHA256(), length=32, salt=point, info=_INFO).derive(shared))
+    return _SUITE.encrypt(message, receiver, info=_INFO)
