@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from hmac import compare_digest
 
 from blake3 import blake3
 from cryptography import x509
@@ -107,14 +106,6 @@ class ClusterAuthority:
             return False
         now = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
         return now <= parsed.not_valid_after_utc and any(root.has_signed(parsed) for root in self._roots)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterAuthority) and compare_digest(
-            b"".join(self.fingerprints), b"".join(other.fingerprints)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.fingerprints)
 
 
 class _Root:

@@ -64,11 +64,8 @@ def _guarded(handler: Any, plane: Plane | None) -> Any:
         )
         return make(respond_stream, handler.request_deserializer, handler.response_serializer)
 
-    unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
-
     async def respond(request: Any, context: Any) -> Any:
         await check(context)
-        return await unary(request, context)
+        return await handler.unary_unary(request, context)  # no internal method is client-streaming
 
-    make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-    return make(respond, handler.request_deserializer, handler.response_serializer)
+    return grpc.unary_unary_rpc_method_handler(respond, handler.request_deserializer, handler.response_serializer)

@@ -191,7 +191,7 @@ def test_a_controller_receives_its_secrets_sealed(actor: ControllerActor) -> Non
             sealed = seal(request, msgspec.msgpack.encode(given))
             assert OLD not in sealed and b"an admin key" not in sealed
             await actor.use_secrets(sealed)
-            assert actor._authority() == ClusterAuthority(secrets)
+            assert actor._authority().fingerprints == ClusterAuthority(secrets).fingerprints
             assert actor._identity.certificate.authorities == ClusterAuthority(secrets).fingerprints
         with pytest.raises(HeadraceError, match="made for another process"):
             await actor.use_secrets(seal(Identity().request, b""))

@@ -11,15 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName, replica_id
-from headrace_cluster.core.record import (
-    Action,
-    DesiredReplica,
-    Launch,
-    Record,
-    State,
-    Stop,
-    another_answers,
-)
+from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
 from headrace_cluster.core.rolling import next_outdated
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.surges import Surges
