@@ -15,6 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.plane import Certificate, Plane
+from headrace_proto.reloading_credentials import reloading_credentials
 
 _SUITE = Suite(KEM.P256, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _INFO = b"headrace 2026 sealed message v2"
@@ -99,19 +100,7 @@ class Identity:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a server that accepts members of the cluster only; `CallerInterceptor` knows which may call what."""
-        used = self.certificate
-
-        def changed_configuration() -> Any:
-            """For each handshake; None: the configuration from before. Strangers can cause it: it is cheap."""
-            nonlocal used
-            if used is (current := self.certificate):
-                return None
-            used = current
-            return self._server_configuration(current)
-
-        return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(used), changed_configuration, require_client_authentication=True
-        )
+        return reloading_credentials(lambda: self.certificate, self._server_configuration, require_client=True)
 
     def channel(self, address: str, peer: Plane, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """A channel to a process that proves to be `peer`; until then nothing but the handshake is sent."""

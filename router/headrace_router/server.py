@@ -95,11 +95,7 @@ class RouterServer:
             body_budget=BodyBudget(config.limits),
             slices=WorkSlices(),
         )
-        self._tls: TlsFiles | None = None
-        self._monitoring_tls: TlsFiles | None = None  # health and metrics need no client certificate
-        if config.tls.enabled:
-            self._tls = TlsFiles(config.tls)
-            self._monitoring_tls = TlsFiles(config.tls.without_clients())
+        self._tls = TlsFiles(config.tls) if config.tls.enabled else None
         self._grpc = GrpcServer(self.services, self._tls)
         self._http: HttpServer | None = None
         self._monitoring: HttpServer | None = None
@@ -116,7 +112,8 @@ class RouterServer:
         async with contextlib.AsyncExitStack() as failed:
             if config.metrics_port is not None:
                 own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
-                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config, self._monitoring_tls)
+                tls = self._tls and self._tls.monitoring_context
+                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config, tls)
                 self.metrics_port = self._monitoring.port
                 failed.push_async_callback(self._monitoring.stop, 0.0)
             if config.share_port:
@@ -127,13 +124,12 @@ class RouterServer:
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
             failed.pop_all()
-        self._http = HttpServer(build_app(self.services), public, config, self._tls)
+        self._http = HttpServer(build_app(self.services), public, config, self._tls and self._tls.context)
         self.http_port = self._http.port
         if not config.share_port:
             self._connect_to_replicas()
-        for files in (self._tls, self._monitoring_tls):
-            if files is not None:
-                self._tasks.append(asyncio.create_task(files.watch()))
+        if self._tls is not None:
+            self._tasks.append(asyncio.create_task(self._tls.watch()))
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)
 
     def info(self) -> RouterInfo:

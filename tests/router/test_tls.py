@@ -232,6 +232,17 @@ def test_a_stop_does_not_wait_for_handshakes(start: Any, harness: Any) -> None:
         assert time.monotonic() - began < 3
 
 
+def test_one_load_gives_both_contexts(authority: Authority, files: dict[str, Path]) -> None:
+    loaded = TlsFiles(TlsConfig.model_validate(files | {"client_ca": authority.file}))
+    before = (loaded.context(), loaded.monitoring_context())
+    assert [context.verify_mode for context in before] == [ssl.CERT_REQUIRED, ssl.CERT_NONE]
+    authority.issue("successor", **files)
+    loaded.refresh()
+    after = (loaded.context(), loaded.monitoring_context())
+    assert [context.verify_mode for context in after] == [ssl.CERT_REQUIRED, ssl.CERT_NONE]
+    assert before[0] is not after[0] and before[1] is not after[1]
+
+
 def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[str, Path], tmp_path: Path) -> None:
     other = authority.issue("other")
 

@@ -113,7 +113,7 @@ def admin_server(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Server:
     protocol: type[asyncio.Protocol] = AutoHTTPProtocol
     if tls is not None:
         limits = Limits()
-        protocol = tls_protocol(protocol, tls, limits, ConnectionCounter(limits))
+        protocol = tls_protocol(protocol, tls.context, limits, ConnectionCounter(limits))
     config = uvicorn.Config(
         app,
         http=protocol,

@@ -11,6 +11,7 @@ import structlog
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import read_private
+from headrace_proto.reloading_credentials import reloading_credentials
 from headrace_router.access.tls_config import TlsConfig
 
 RELOAD_SECONDS = 1.0  # between two looks at the files
@@ -23,40 +24,35 @@ class TlsFileError(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True)
-class TlsIdentity:
+class LoadedTlsFiles:
     """What the files held at one time, for both kinds of server."""
 
     context: ssl.SSLContext
+    monitoring_context: ssl.SSLContext
     grpc: grpc.ServerCertificateConfiguration
 
 
 class TlsFiles:
-    """The identity of a server. `watch` replaces it when the files change; open connections keep the earlier one."""
+    """What servers use for TLS. `watch` replaces it when the files change; open connections keep the earlier state."""
 
     def __init__(self, config: TlsConfig) -> None:
         """config: with files. Raises TlsFileError, PrivateFileError."""
         self._config = config
         self._seen = self._refused = self._version()
-        self._identity = load_identity(config)
+        self._loaded = load_tls_files(config)
 
-    @property
     def context(self) -> ssl.SSLContext:
         """For the next handshake."""
-        return self._identity.context
+        return self._loaded.context
+
+    def monitoring_context(self) -> ssl.SSLContext:
+        """As `context`; clients need no certificate."""
+        return self._loaded.monitoring_context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server, which asks for the current identity at each handshake, in a thread of its own."""
-        served = self._identity
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal served
-            if served is self._identity:
-                return None  # unchanged
-            served = self._identity
-            return served.grpc
-
+        """Of a gRPC server."""
         require = self._config.client_ca is not None
-        return grpc.dynamic_ssl_server_credentials(served.grpc, fetch, require)  # type: ignore[arg-type]  # None too
+        return reloading_credentials(lambda: self._loaded, lambda loaded: loaded.grpc, require_client=require)
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -65,12 +61,12 @@ class TlsFiles:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads the files if they changed. What cannot be used is logged, and the identity stays as it is."""
+        """Reads the files if they changed. What cannot be used is logged, and what was loaded before stays in use."""
         version = self._version()
         if version == self._seen:
             return
         try:
-            self._identity = load_identity(self._config)
+            self._loaded = load_tls_files(self._config)
         except (HeadraceError, OSError) as error:  # it is tried again: the cause may be a lack of descriptors
             if version != self._refused:
                 log.warning(f"the TLS files changed and are not used: {error}; those that were read before stay in use")
@@ -83,7 +79,7 @@ class TlsFiles:
         return tuple(map(_file_version, (self._config.cert, self._config.key, self._config.client_ca)))
 
 
-def load_identity(config: TlsConfig) -> TlsIdentity:
+def load_tls_files(config: TlsConfig) -> LoadedTlsFiles:
     """The files as they are now: their owners and modes, PEM, and that key and certificate are a pair.
 
     Raises TlsFileError, PrivateFileError.
@@ -91,6 +87,22 @@ def load_identity(config: TlsConfig) -> TlsIdentity:
     cert = _read(config.cert, "the TLS certificate", secret=False)
     key = _read(config.key, "the TLS key", secret=True)
     authorities = _read(config.client_ca, "the authorities of TLS clients", secret=False)
+    context = monitoring = _context(config, cert, key)
+    if config.client_ca is not None:
+        context = _context(config, cert, key)
+        try:
+            context.load_verify_locations(cadata=authorities.decode("ascii"))
+        except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+            raise TlsFileError(
+                f"the authorities of TLS clients {config.client_ca} are no certificates in PEM"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    served = grpc.ssl_server_certificate_configuration([(key, cert)], authorities or None)
+    return LoadedTlsFiles(context, monitoring, served)
+
+
+def _context(config: TlsConfig, cert: bytes, key: bytes) -> ssl.SSLContext:
+    """Requires no client certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION  # a client could cause one handshake after the other
@@ -104,15 +116,7 @@ def load_identity(config: TlsConfig) -> TlsIdentity:
             f"the TLS certificate {config.cert} and its key {config.key} cannot be used ({error.reason or 'no PEM'}): "
             "both must be PEM, the server's certificate first"
         ) from error
-    if config.client_ca is not None:
-        try:
-            context.load_verify_locations(cadata=authorities.decode("ascii"))
-        except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
-            raise TlsFileError(
-                f"the authorities of TLS clients {config.client_ca} are no certificates in PEM"
-            ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return TlsIdentity(context, grpc.ssl_server_certificate_configuration([(key, cert)], authorities or None))
+    return context
 
 
 def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:

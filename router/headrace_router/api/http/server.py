@@ -8,9 +8,8 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.protocol import bounded_protocol
-from headrace_router.api.http.tls_protocol import tls_protocol
+from headrace_router.api.http.tls_protocol import TlsContext, tls_protocol
 from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
@@ -22,7 +21,7 @@ class HttpServer:
     """Serves one application. Of one event loop."""
 
     def __init__(
-        self, app: ASGIApp, listening: socket.socket, config: RouterConfig, tls: TlsFiles | None = None
+        self, app: ASGIApp, listening: socket.socket, config: RouterConfig, tls: TlsContext | None = None
     ) -> None:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
