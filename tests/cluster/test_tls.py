@@ -1,6 +1,7 @@
 """TLS of the admin API, and of client commands: a server's certificate is verified, whatever it is."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -112,19 +113,41 @@ def test_a_server_elsewhere_is_verified_by_name_and_authority(
     assert AdminClient(ServerChoice(admin_port=port, given="--admin-port")).call("GET", "/status") == {"replicas": []}
 
 
-def test_a_closed_connection_names_the_client_certificate() -> None:
+@contextlib.contextmanager
+def _answering_once(answer: bytes) -> Iterator[int]:
+    """The port of a server that sends this to its first client, and closes the connection."""
     with listen("127.0.0.1", 0) as bound:
         bound.listen()
 
         def close() -> None:
-            stranger, _ = bound.accept()
-            stranger.close()
+            client, _ = bound.accept()
+            with client:
+                client.sendall(answer)
 
         closing = threading.Thread(target=close)
         closing.start()
-        with pytest.raises(CertificateError, match="--client-cert FILE"):
-            ApiClient("127.0.0.1", bound.getsockname()[1], None, trusted(None)).models()
+        yield bound.getsockname()[1]
         closing.join()
+
+
+def test_a_closed_connection_names_the_client_certificate() -> None:
+    with _answering_once(b"") as port, pytest.raises(CertificateError, match="--client-cert FILE"):
+        ApiClient("127.0.0.1", port, None, trusted(None)).models()
+
+
+def test_an_admin_port_without_tls_is_named_as_the_reason(files: dict[str, Path]) -> None:
+    with _answering_once(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        _save(port, files["cert"])
+        with pytest.raises(CertificateError, match="does this port use TLS"):
+            AdminClient(ServerChoice()).call("GET", "/status")
+
+
+def test_an_admin_api_that_closes_the_connection_does_not_answer(files: dict[str, Path]) -> None:
+    """A controller that ends; this API never requires a client certificate."""
+    with _answering_once(b"") as port:
+        _save(port, files["cert"])
+        with pytest.raises(NotRunningError):
+            AdminClient(ServerChoice()).call("GET", "/status")
 
 
 def _spec(files: dict[str, Path], **more: Any) -> ClusterSpec:

@@ -18,7 +18,7 @@ from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.state import ServeState, describe
-from headrace_cluster.local.tls_client import not_accepted, open_connection, present, tls_failure, tls_of, trusted
+from headrace_cluster.local.tls_client import handshake_closed, open_connection, present, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
 from headrace_proto.errors import HeadraceError
@@ -107,10 +107,12 @@ class ApiClient:
                 address = host_port(self._host, self._port)
                 raise NotRunningError(f"the server at {address} sent nothing for {timeout:g} s") from error
             except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:
-                if self._tls is not None and (failed := tls_failure(host_port(self._host, self._port), error)):
+                address = host_port(self._host, self._port)
+                failed = tls_failure(address, error) or handshake_closed(address, error)
+                if self._tls is not None and failed is not None:
                     raise failed from error
                 raise NotRunningError(
-                    f"no server answers at {host_port(self._host, self._port)}; start one with: {_serve(self._port)}"
+                    f"no server answers at {address}; start one with: {_serve(self._port)}"
                     + running_servers(state.running())
                 ) from error
             with response:
@@ -196,8 +198,8 @@ class _AdminAddress:
                 raise ServerError(_sentence(response))
             document: dict[str, Any] = json.load(response)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise not_accepted(host_port(self.host, self.port), error) from error
+            if failed := tls_failure(host_port(self.host, self.port), error):
+                raise failed from error
             raise NotRunningError(
                 f"no server answers on admin port {self.port}; start one with: {program_name()} serve"
             ) from error

@@ -21,7 +21,9 @@ from headrace_proto.errors import HeadraceError, ListenError
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.connection_counter import ConnectionCounter
 from headrace_router.api.http.tls_protocol import tls_protocol
-from headrace_router.core.limits import Limits
+
+HANDSHAKE_SECONDS = 10.0
+MAX_HANDSHAKES = 2048  # at a time
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -110,13 +112,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def admin_server(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Server:
     """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
-    protocol: type[asyncio.Protocol] = AutoHTTPProtocol
+    protocol: Callable[..., asyncio.Protocol] = AutoHTTPProtocol
     if tls is not None:
-        limits = Limits()
-        protocol = tls_protocol(protocol, tls.context, limits, ConnectionCounter(limits))
+        counter = ConnectionCounter(MAX_HANDSHAKES, MAX_HANDSHAKES)
+        protocol = tls_protocol(protocol, tls.context, counter, HANDSHAKE_SECONDS)
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=protocol,  # type: ignore[arg-type]  # it is only called
         log_config=None,
         access_log=False,
         lifespan="off",

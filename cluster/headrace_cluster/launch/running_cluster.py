@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from headrace_cluster.core.view import BUILT_AGAIN, RouterPlace, View
 from headrace_cluster.errors import ReplicaFailedError
@@ -45,10 +45,9 @@ class RunningCluster:
         reported: dict[str, str] = {}
         problems: dict[str, str] = {}
         while not stop_requested.wait(WATCH_SECONDS):
-            for event in self._routers.watch(may_restart=True) if self._routers is not None else ():
-                show_message(event, "warning")
-            for event in self._ray.check():
-                show_message(event, "warning")
+            if self._routers is not None:
+                _warn(self._routers.watch(may_restart=True))
+            _warn(self._ray.check())
             self._reread_secrets()
             view = self._monitor.poll()
             if view is None:
@@ -99,8 +98,7 @@ def await_ready(
     Raises ReplicaFailedError when the cluster cannot start, and in a Ray of our own when any replica cannot.
     """
     while True:
-        for event in ray.check():
-            show_message(event, "warning")
+        _warn(ray.check())
         view = monitor.poll()
         if view is None:
             time.sleep(POLL_SECONDS)
@@ -125,6 +123,11 @@ def await_ready(
             if view.ready and routers.ready(places):
                 return RunningCluster(ray, monitor, routers, secrets, view, places)
         time.sleep(POLL_SECONDS)
+
+
+def _warn(events: Iterable[str]) -> None:
+    for event in events:
+        show_message(event, "warning")
 
 
 def _without_countdown(cause: str) -> str:

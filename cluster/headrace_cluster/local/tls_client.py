@@ -67,20 +67,20 @@ def open_connection(host: str, port: int, timeout: float, context: ssl.SSLContex
     return http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
 
 
-def not_accepted(address: str, error: ssl.SSLCertVerificationError) -> CertificateError:
-    """The error for a server's certificate that a client does not accept. address: host:port."""
-    return CertificateError(
-        f"the certificate of {address} is not accepted ({error.verify_message}); name the authority that signed "
-        "it with --ca FILE"
-    )
-
-
 def tls_failure(address: str, error: Exception) -> CertificateError | None:
     """The error for a TLS connection that failed; None if TLS is not the reason. address: host:port."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return not_accepted(address, error)
+        return CertificateError(
+            f"the certificate of {address} is not accepted ({error.verify_message}); name the authority that signed "
+            "it with --ca FILE"
+        )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return CertificateError(f"no TLS connection to {address} ({_reason(error)}); does this port use TLS?")
+    return None
+
+
+def handshake_closed(address: str, error: Exception) -> CertificateError | None:
+    """The error for a server that may require a client certificate, and has closed; None if it did not close."""
     if isinstance(error, ssl.SSLEOFError | ConnectionResetError):  # asyncio's servers send no alert
         return CertificateError(
             f"the server at {address} closed the TLS connection; if it requires a client certificate, pass "

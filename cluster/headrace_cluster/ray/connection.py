@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -102,7 +103,8 @@ class OwnRay(RayConnection):
         super().__init__(spec, local_ray.start_own(spec, token_file, cleanup.ray_folder))
         link_ray_logs(logs, cleanup.ray_folder)
         self.token_file = str(token_file)
-        self._gcs = GcsWatch(GcsRestart(lambda: local_ray.dead_processes() == ["gcs_server"], start_gcs))
+        start = partial(start_gcs, cleanup.ray_folder)
+        self._gcs = GcsWatch(GcsRestart(lambda: local_ray.dead_processes() == ["gcs_server"], start))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -17,20 +17,18 @@ POLL_SECONDS = 0.25
 BACKOFF = Backoff(1.0, 30.0)  # between attempts; before the first attempt there is no pause
 STABLE_SECONDS = 60.0  # one that ran so long starts the pauses from the beginning
 RECONNECT_SECONDS = 86_400  # for which raylet, driver and actors wait for the next one; 60 by default, then they end
-BALLAST_BYTES = 64 << 20  # kept free for the next one: without space on disk it ends as soon as it has started
-
-_PATH_VARIABLE = "RAY_gcs_storage_path"
+RESERVED_BYTES = 64 << 20  # on disk, for the next one: without space it ends as soon as it has started
 
 log = structlog.get_logger(__name__)
 
 
-def keep_state_in(folder: Path) -> None:
-    """Makes the next Ray of this process keep the state of its GCS in this folder, and its processes wait for a GCS."""
-    with contextlib.suppress(OSError), _ballast(folder).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, BALLAST_BYTES)
-    os.environ[_PATH_VARIABLE] = str(folder)
+def keep_state_in(ray_folder: Path) -> None:
+    """Makes the next Ray of this process keep the state of its GCS in its folder, and its processes wait for a GCS."""
+    with contextlib.suppress(OSError), _reserved_space(ray_folder).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
     os.environ.update(
         RAY_gcs_storage="rocksdb",
+        RAY_gcs_storage_path=str(ray_folder / "gcs"),
         RAY_gcs_rpc_server_reconnect_timeout_s=str(RECONNECT_SECONDS),
     )
 
@@ -96,7 +94,7 @@ class GcsWatch:
         threading.Event().wait()  # a GCS ends with the thread that started it, and is needed for the end of Ray
 
 
-def start_gcs() -> None:
+def start_gcs(ray_folder: Path) -> None:
     """Starts the GCS of our own Ray again, with the same arguments and on the same port."""
     from ray._private import services, worker
 
@@ -105,11 +103,11 @@ def start_gcs() -> None:
     port = node.gcs_address.rpartition(":")[2]
     name = "--gcs_server_port="
     command = [f"{name}{port}" if argument.startswith(name) else argument for argument in dead.process.args]
-    _ballast(Path(os.environ[_PATH_VARIABLE])).unlink(missing_ok=True)
+    _reserved_space(ray_folder).unlink(missing_ok=True)
     node.all_processes["gcs_server"] = [
         services.start_ray_process(command, "gcs_server", fate_share=node.kernel_fate_share)
     ]
 
 
-def _ballast(folder: Path) -> Path:
-    return folder.with_name("ballast")
+def _reserved_space(ray_folder: Path) -> Path:
+    return ray_folder / "reserved-space"

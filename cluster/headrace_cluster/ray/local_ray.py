@@ -60,7 +60,7 @@ def start_own(spec: ClusterSpec, token_file: Path, temp_dir: Path) -> RayLink:
     # By default each of its log files grows to half a gigabyte.
     os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(16 << 20))
     os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
-    keep_state_in(temp_dir / "gcs")
+    keep_state_in(temp_dir)
     _set_ray_environment()
     import ray
 

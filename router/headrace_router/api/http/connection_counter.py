@@ -3,8 +3,6 @@
 import ipaddress
 from collections import Counter
 
-from headrace_router.core.limits import Limits
-
 TENANT_SHARE = 2
 IPV6_NETWORK = 64  # bits: one client can use any address of its /64
 
@@ -12,8 +10,10 @@ IPV6_NETWORK = 64  # bits: one client can use any address of its /64
 class ConnectionCounter:
     """Bounds the connections of one listening socket."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, connections: int, per_address: int) -> None:
+        """The most that are open at a time: in all, and from one client address."""
+        self._connections = connections
+        self._per_address = per_address
         self._total = 0
         self._per_client: Counter[str] = Counter()
         self._per_tenant: Counter[str] = Counter()
@@ -21,7 +21,7 @@ class ConnectionCounter:
     def add(self, address: str) -> bool:
         """Counts a connection; False = it exceeds a limit and is not counted."""
         client = _client(address)
-        if self._total >= self._limits.connections or self._per_client[client] >= self._limits.connections_per_address:
+        if self._total >= self._connections or self._per_client[client] >= self._per_address:
             return False
         self._total += 1
         self._per_client[client] += 1
@@ -43,7 +43,7 @@ class ConnectionCounter:
         if tenant != previous:
             self.unassign(previous)
             self._per_tenant[tenant] += 1
-        return self._per_tenant[tenant] <= max(1, self._limits.connections // TENANT_SHARE)
+        return self._per_tenant[tenant] <= max(1, self._connections // TENANT_SHARE)
 
     def unassign(self, tenant: str | None) -> None:
         """A connection of the tenant has ended."""

@@ -32,7 +32,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limits = Limits()
-    counter = ConnectionCounter(limits)
+    counter = ConnectionCounter(limits.connections, limits.connections_per_address)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head = True  # from the end of one message to the end of the next one's headers
@@ -240,5 +240,6 @@ class _ResponseTransport:
 
 def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
     """The protocol class for uvicorn, which takes no arguments for one."""
-    own: dict[str, Any] = {"limits": limits, "counter": ConnectionCounter(limits)}
+    counter = ConnectionCounter(limits.connections, limits.connections_per_address)
+    own: dict[str, Any] = {"limits": limits, "counter": counter}
     return type("BoundedProtocol", (BoundedProtocol,), own)

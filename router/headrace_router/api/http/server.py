@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,9 +26,12 @@ class HttpServer:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
         protocol = bounded_protocol(config.limits)
+        served: Callable[..., asyncio.Protocol] = protocol
+        if tls is not None:
+            served = tls_protocol(protocol, tls, protocol.counter, config.limits.header_seconds)
         options = uvicorn.Config(
             app,
-            http=protocol if tls is None else tls_protocol(protocol, tls, config.limits, protocol.counter),
+            http=served,  # type: ignore[arg-type]  # it is only called
             loop="asyncio",
             ws="none",
             lifespan="off",

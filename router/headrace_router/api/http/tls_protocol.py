@@ -10,7 +10,6 @@ from typing import Any
 from headrace_router.api.http.connection_counter import ConnectionCounter
 from headrace_router.api.http.handshake_pacer import HandshakePacer, PacedHandshake
 from headrace_router.api.http.protocol import LINGER_SECONDS
-from headrace_router.core.limits import Limits
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
 WRITE_BYTES = 64 << 10  # that wait to be encrypted, for a client that does not read
@@ -21,13 +20,13 @@ TlsContext = Callable[[], ssl.SSLContext]  # the one for the next handshake
 class Handshakes:
     """Settings and bounds of the handshakes of one listening socket."""
 
-    def __init__(self, tls: TlsContext, limits: Limits, counter: ConnectionCounter) -> None:
-        """counter: of the connections with a handshake, too."""
+    def __init__(self, tls: TlsContext, counter: ConnectionCounter, seconds: float) -> None:
+        """counter: of the connections with a handshake, too. seconds: for a handshake."""
         # By default asyncio allocates and reads 256 KiB per connection; there is no argument for it.
         SSLProtocol.max_size = READ_BYTES
         self.counter = counter
         self._tls = tls
-        self._limits = limits
+        self._seconds = seconds
         self._pacer = HandshakePacer()
 
     async def complete(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> asyncio.Transport:
@@ -39,7 +38,7 @@ class Handshakes:
                 protocol,
                 self._tls(),
                 server_side=True,
-                ssl_handshake_timeout=self._limits.header_seconds,
+                ssl_handshake_timeout=self._seconds,
                 ssl_shutdown_timeout=LINGER_SECONDS,
             )
         )
@@ -106,10 +105,10 @@ class TlsProtocol(asyncio.Protocol):
 
 
 def tls_protocol(
-    serving: Callable[..., asyncio.Protocol], tls: TlsContext, limits: Limits, counter: ConnectionCounter
+    serving: Callable[..., asyncio.Protocol], tls: TlsContext, counter: ConnectionCounter, handshake_seconds: float
 ) -> Callable[..., TlsProtocol]:
     """What makes uvicorn's protocols, in front of those that serve connections. counter: of the latter."""
-    handshakes = Handshakes(tls, limits, counter)
+    handshakes = Handshakes(tls, counter, handshake_seconds)
 
     def make(**options: Any) -> TlsProtocol:
         return TlsProtocol(handshakes, serving(**options), options["server_state"].connections)
