@@ -4,11 +4,13 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.adoption import choose_builds, plan_adoption, restore_records, take_snapshot
@@ -474,7 +476,7 @@ async def _adopting_supervisor(
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": 2}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, identity)
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
     await supervisor.adopt(snapshot)
     supervisor.start()
     try:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 
 from headrace_cluster.controller.admin import admin_app, listen
 from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import Operation, ProfileBody
 from headrace_cluster.controller.supervisor import Supervisor
@@ -51,7 +53,7 @@ async def _supervised(
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": replicas, "aliases": ["small"]}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, identity)
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
     supervisor.start()
     try:
         yield supervisor, membership

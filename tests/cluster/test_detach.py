@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from headrace_cluster.controller.health import STATES
+from headrace_cluster.controller.health import STATES, watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.backoff import Backoff
@@ -34,7 +35,7 @@ async def _running(
     driver: FakeDriver, identity: Identity, eventually: Eventually, replicas: int = 1
 ) -> AsyncIterator[Supervisor]:
     spec = parse_spec({"models": [{"replicas": replicas}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, Membership(), identity)
+    supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)
@@ -151,7 +152,10 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
 
     async def scenario() -> None:
         supervisor = Supervisor(
-            parse_spec({"models": [{"replicas": 2}], "health": HEALTH}), driver, Membership(), identity
+            parse_spec({"models": [{"replicas": 2}], "health": HEALTH}),
+            driver,
+            Membership(),
+            partial(watch_health, identity),
         )
         await supervisor.adopt(None)
         supervisor.start()

@@ -5,12 +5,14 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace_cluster.cli.drain import progress
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
@@ -38,7 +40,7 @@ async def _ready(
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     membership = Membership()
     spec = parse_spec({"models": [model or {"replicas": 2}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, membership, identity)
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)

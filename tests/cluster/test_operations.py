@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from headrace_cluster.controller.admin import admin_app
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.supervisor import Supervisor
@@ -28,7 +30,7 @@ def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventua
     async def scenario() -> None:
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
-        supervisor = Supervisor(spec, driver, Membership(), identity)
+        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
         app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
         transport = httpx.ASGITransport(app)
         supervisor.start()
@@ -77,7 +79,7 @@ def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventua
 )
 def test_bad_bodies_change_nothing(driver: FakeDriver, identity: Identity, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
-        supervisor = Supervisor(parse_spec({}), driver, Membership(), identity)
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
         app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:

@@ -4,10 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
@@ -29,7 +31,9 @@ async def _ready(
     driver: FakeDriver, identity: Identity, eventually: Eventually, **model: Any
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     membership = Membership()
-    supervisor = Supervisor(parse_spec({"models": [model or POOLS], "health": HEALTH}), driver, membership, identity)
+    supervisor = Supervisor(
+        parse_spec({"models": [model or POOLS], "health": HEALTH}), driver, membership, partial(watch_health, identity)
+    )
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.driver import StartFailedError
@@ -31,7 +33,7 @@ async def _ready(
     """Also yields the ready builds of every published member list: generation by address."""
     membership = Membership()
     spec = parse_spec({"models": [model or {"replicas": 1}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, membership, identity)
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
     lists: list[dict[str, int]] = []
 
     async def receive() -> None:

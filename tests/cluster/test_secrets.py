@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from cryptography import x509
 
 from headrace_cluster.cli.router import run_router, write_credentials
 from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
@@ -203,7 +205,9 @@ def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
     driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def run() -> None:
-        supervisor = Supervisor(parse_spec({"models": [{"replicas": 2}]}), driver, Membership(), identity)
+        supervisor = Supervisor(
+            parse_spec({"models": [{"replicas": 2}]}), driver, Membership(), partial(watch_health, identity)
+        )
         supervisor.start()
         await eventually(lambda: supervisor.reconciler.ready and len(driver.admissions) == 2)
         driver.errors["admit"].append(RuntimeError("no reply"))

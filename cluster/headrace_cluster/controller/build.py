@@ -19,6 +19,11 @@ class Build:
     ended: bool = False  # by itself
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def cancel_tasks(self) -> None:
+        """All but the current one."""
+        for task in self.tasks - {asyncio.current_task()}:
+            task.cancel()
+
     @property
     def is_empty(self) -> bool:
         """Whether it accepts no requests and has none. Health messages from before the drain do not count."""

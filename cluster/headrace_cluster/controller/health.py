@@ -21,12 +21,13 @@ STATES = {
     pb.REPLICA_STATE_UNHEALTHY: State.UNHEALTHY,
     pb.REPLICA_STATE_DEAD: State.UNHEALTHY,
 }
-HealthWatch = Callable[[str, Identity, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
+# Address of a replica, times, and what receives its messages: `watch_health` for an identity.
+HealthWatch = Callable[[str, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
 _OPTIONS = (*NO_PROXY, *OWN_CONNECTION)
 
 
 async def watch_health(
-    address: str, identity: Identity, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
+    identity: Identity, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
 ) -> None:
     """Calls `on_health` with every health message, until cancelled.
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import structlog
 
+from headrace_cluster.controller.background_tasks import BackgroundTasks
 from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
-from headrace_cluster.controller.health import STATES, HealthWatch, watch_health
+from headrace_cluster.controller.health import STATES, HealthWatch
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.overview import Overview
 from headrace_cluster.controller.profiles import Profiles
@@ -30,12 +31,11 @@ from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import replica_pb2
 from headrace_proto.errors import HeadraceError
-from headrace_proto.identity import Identity
 
 log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 0.2
-PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this process, in which it heard nothing
+PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this process, which received nothing
 CLEANUP_SECONDS = 1.0  # for the other ranks of a build that failed: one may be stopped and not reply
 PROGRESS_SECONDS = 0.5
 SURGE_PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
@@ -49,21 +49,19 @@ class Supervisor:
         spec: ClusterSpec,
         driver: ReplicaDriver,
         membership: Membership,
-        identity: Identity,
+        watch: HealthWatch,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
-        watch: HealthWatch = watch_health,
     ) -> None:
         self._spec = spec
         self._driver = driver
         self._membership = membership
-        self._identity = identity
-        self._clock = clock
         self._watch = watch
+        self._clock = clock
         self._builds: dict[ReplicaName, Build] = {}
         self._ending: set[ReplicaName] = set()
-        self._background: set[asyncio.Task[None]] = set()
         self.retries = Retries(clock, jitter)
+        self._background = BackgroundTasks(self.retries.note)
         self._passed_at = clock()
         self._failing = False  # whether the last pass of the reconcile loop failed
         # Held to place a build or to end one, never while it drains. A build that failed is ended before the next one
@@ -114,8 +112,7 @@ class Supervisor:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         for name, build in list(self._builds.items()):  # those that a drain did not end in time
-            for task in build.tasks:
-                task.cancel()
+            build.cancel_tasks()
             try:
                 await self._driver.stop(name)
             except Exception as error:
@@ -174,8 +171,7 @@ class Supervisor:
                 self._spawn(name, self._run_build(action))
             case Stop(name, drain, held):
                 if not drain:
-                    for task in self._builds.get(name, Build()).tasks:
-                        task.cancel()
+                    self._builds.get(name, Build()).cancel_tasks()
                 self._begin_end(name, drain=drain, held=held)
 
     def _end_lost_builds(self) -> None:
@@ -226,7 +222,7 @@ class Supervisor:
         assert build.started is not None
         on_health = self._health_receiver(name, build)
         address = build.started.address
-        health = partial(self._watch, address, self._identity, self._spec.health, on_health)
+        health = partial(self._watch, address, self._spec.health, on_health)
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
         self._spawn(name, self._admit(name))  # the authority may have changed while it started, or be another one
         death = partial(self._driver.wait_for_death, name)
@@ -256,7 +252,7 @@ class Supervisor:
             build.health = health
             state = STATES.get(health.state, State.UNHEALTHY)
             step_seconds = health.load.predicted_step_ms / 1e3
-            connected = health.routers >= self._routers_besides(build)
+            connected = health.routers >= self._known_routers(build)
             self.reconciler.health_received(name, state, step_seconds, self._clock(), connected=connected)
             if before is None or before.state != health.state:
                 log.info(str(state), replica=name.replica_id, generation=name.generation)
@@ -264,24 +260,22 @@ class Supervisor:
 
         return receive
 
-    def _routers_besides(self, build: Build) -> int:
+    def _known_routers(self, build: Build) -> int:
         """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
-        heard = [other.health.routers for other in self._builds.values() if other is not build and other.health]
-        return max([len(self._membership.routers), *heard])
+        others = (other.health for other in self._builds.values() if other is not build)
+        return max([len(self._membership.routers), *(health.routers for health in others if health)])
 
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""
         build = self._builds.pop(name, Build())
-        for task in build.tasks - {asyncio.current_task()}:
-            task.cancel()
+        build.cancel_tasks()
         await self._stop_build(name, CLEANUP_SECONDS)
         self._wake.set()
 
     def _begin_end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
         self._ending.add(name)
-        task = asyncio.create_task(self._end(name, drain=drain, held=held))
+        task = self._background.start(self._end(name, drain=drain, held=held))
         task.add_done_callback(lambda _: self._ending.discard(name))
-        self._keep_reference(task)
 
     async def _end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
         if drain:
@@ -289,8 +283,7 @@ class Supervisor:
             await self.drains.wait_until_empty(name, self._builds.get(name, Build()))
         async with self._place_locks[name.replica_id]:
             build = self._builds.pop(name, Build())
-            for task in build.tasks:
-                task.cancel()
+            build.cancel_tasks()
             await self._stop_build(name)
             self.reconciler.stopped(name, self._clock())
         self._wake.set()
@@ -300,18 +293,7 @@ class Supervisor:
         await self.retries.run(f"the end of {name.replica_id}", partial(self._driver.stop, name, seconds))
 
     def _spawn(self, name: ReplicaName, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        build = self._builds[name]
-        build.tasks.add(task)
-        task.add_done_callback(build.tasks.discard)
-        self._keep_reference(task)
-
-    def _keep_reference(self, task: asyncio.Task[None]) -> None:
-        # asyncio itself has only weak references to tasks.
-        self._background.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.retries.note("a task of the controller", error)
+        task = self._background.start(work)
+        tasks = self._builds[name].tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import structlog
 from headrace_cluster import program
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.record_keeper import keep_record
@@ -61,7 +63,8 @@ class ControllerActor:
             replica_class=self._args.replica_class,
             log_folder=self._args.log_folder,
         )
-        self._supervisor = Supervisor(self._spec, driver, self._membership, self._identity)
+        watch = partial(watch_health, self._identity)
+        self._supervisor = Supervisor(self._spec, driver, self._membership, watch)
         self._servers = contextlib.AsyncExitStack()  # those that listen
         self._stop_requested = False
         self._polled_at = time.monotonic()

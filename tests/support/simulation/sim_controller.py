@@ -17,7 +17,6 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.identity import Identity
 from support import identities
 from support.simulation.health_stream import HealthStream
 from support.simulation.sim_driver import SimDriver
@@ -61,10 +60,9 @@ class SimController:
                 spec,
                 SimDriver(self),
                 self._membership,
-                identities.controller(),
+                self._watch_health,
                 self.loop.time,
                 cluster.world.random.random,
-                self._watch_health,
             )
 
     @property
@@ -153,7 +151,7 @@ class SimController:
     # -- replicas ----------------------------------------------------------------------------------------------
 
     async def _watch_health(
-        self, address: str, identity: Identity, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
+        self, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
     ) -> None:
         """As `watch_health`, over simulated connections."""
         while True:
