@@ -16,7 +16,7 @@ class _Controller:
         self.restarts = 0
         self.failures: list[Exception] = []  # of the next restarts
 
-    def view(self) -> View:
+    def poll(self) -> View:
         if not self.alive:
             raise ControllerLostError("the controller's process ended")
         return View(

@@ -260,9 +260,8 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
         failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
     )
     ray, monitor = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: view)
-    secrets = ClusterSecrets(None)
-    cluster = running_cluster.RunningCluster(ray, monitor, None, secrets, view)  # type: ignore[arg-type]
-    cluster.watch(threading.Event())
+    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
+    cluster.watch(threading.Event(), ClusterSecrets(None))
     assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning"), ("the end of m-1 failed 2 times", "warning")]
     assert ray.stop_requested, "the cluster ends with this process, in a joined Ray, too"
 

@@ -140,7 +140,8 @@ def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
         return SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=len(seen) == 6)
 
     ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=poll), SimpleNamespace()
-    running_cluster.RunningCluster(ray, monitor, None, secrets, view).watch(threading.Event())  # type: ignore[arg-type]
+    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
+    cluster.watch(threading.Event(), secrets)
     assert seen == [(OLD,), (OLD,), (NEW,), (NEW,), (NEW,), (NEW,)]
     assert [words[0].partition(":")[0] for words in shown] == [
         "the secret file has changed",
@@ -158,7 +159,8 @@ def test_serve_continues_when_others_can_read_the_secret_file(tmp_path: Path, mo
     path.chmod(0o644)
     stopped: Any = SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=True)
     ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: stopped), SimpleNamespace()
-    running_cluster.RunningCluster(ray, monitor, None, secrets, view).watch(threading.Event())  # type: ignore[arg-type]
+    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
+    cluster.watch(threading.Event(), secrets)
     assert ["chmod 600" in sentence for sentence in shown] == [True] and secrets.current == (OLD,)
 
 

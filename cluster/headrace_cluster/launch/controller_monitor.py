@@ -21,8 +21,8 @@ log = structlog.get_logger(__name__)
 class MonitoredController(Protocol):
     """The part of a ControllerHandle that a monitor uses."""
 
-    def view(self) -> View:
-        """State of the cluster. Raises ControllerLostError."""
+    def poll(self) -> View:
+        """Sends the controller what has changed; returns the state of the cluster. Raises ControllerLostError."""
         ...
 
     def restart(self) -> None:
@@ -65,7 +65,7 @@ class ControllerMonitor:
             self._restart_at = None
             self._report("a new controller runs")
         try:
-            return self._controller.view()
+            return self._controller.poll()
         except Exception as error:
             self._record_loss(error)
             return None

@@ -27,7 +27,6 @@ class RunningCluster:
         ray: RayConnection,
         monitor: ControllerMonitor,
         routers: RouterGroup | None,
-        secrets: ClusterSecrets,
         view: View,
         places: Sequence[RouterPlace] = (),
     ) -> None:
@@ -37,18 +36,20 @@ class RunningCluster:
         self._ray = ray
         self._monitor = monitor
         self._routers = routers
-        self._secrets = secrets
         self._secret_problem = ""
 
-    def watch(self, stop_requested: threading.Event) -> None:
-        """Runs until the event or an admin call requests a stop. Shows failures and recoveries."""
+    def watch(self, stop_requested: threading.Event, secrets: ClusterSecrets) -> None:
+        """Runs until the event or an admin call requests a stop. Shows failures and recoveries.
+
+        secrets: are read again all the time; the controller and the next routers get what has changed.
+        """
         reported: dict[str, str] = {}
         problems: dict[str, str] = {}
         while not stop_requested.wait(WATCH_SECONDS):
             if self._routers is not None:
                 _warn(self._routers.watch(may_restart=True))
             _warn(self._ray.check())
-            self._reread_secrets()
+            self._reread(secrets)
             view = self._monitor.poll()
             if view is None:
                 continue
@@ -67,11 +68,11 @@ class RunningCluster:
                 self._ray.stop_requested = True
                 return
 
-    def _reread_secrets(self) -> None:
+    def _reread(self, secrets: ClusterSecrets) -> None:
         """The controller gets other ones with the next poll, and certifies every member again."""
         problem = ""
         try:
-            if self._secrets.reread():
+            if secrets.reread():
                 show_message("the secret file has changed: every process gets another certificate")
         except HeadraceError as error:
             problem = str(error)
@@ -91,7 +92,6 @@ def await_ready(
     routers: RouterGroup | None,
     display: StartDisplay,
     record: ServerRecord,
-    secrets: ClusterSecrets,
 ) -> RunningCluster:
     """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses.
 
@@ -114,14 +114,14 @@ def await_ready(
             display.update(replica_id, "ready", 1.0)
         if routers is None:
             if view.ready:
-                return RunningCluster(ray, monitor, None, secrets, view)
+                return RunningCluster(ray, monitor, None, view)
         else:
             routers.watch(may_restart=False)
             places = routers.places(view.routers)
             if places:
                 record.add_routers(places)
             if view.ready and routers.ready(places):
-                return RunningCluster(ray, monitor, routers, secrets, view, places)
+                return RunningCluster(ray, monitor, routers, view, places)
         time.sleep(POLL_SECONDS)
 
 

@@ -124,7 +124,7 @@ class Serve:
         try:
             self._signals.enter_serving()
             self._show_ready(cluster)
-            cluster.watch(self._signals.requested)
+            cluster.watch(self._signals.requested, self._secrets)
         except KeyboardInterrupt:
             pass  # the signal requests a stop
         finally:
@@ -161,7 +161,7 @@ class Serve:
             stack.callback(self._limit_close)  # once the routers have ended
             routers = self._start_routers(ray, logs, stack) if self._with_router else None
             monitor = ControllerMonitor(controller, show_message)
-            return await_ready(ray, monitor, routers, display, self._record, self._secrets)
+            return await_ready(ray, monitor, routers, display, self._record)
 
     def _open_logs(self) -> RunFolder:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""

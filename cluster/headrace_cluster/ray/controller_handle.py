@@ -96,14 +96,12 @@ class ControllerHandle:
         self._process = ProcessId.of(opened.pid) if self._ray.link.owned else None
         return opened
 
-    def view(self) -> View:
-        """State of the cluster. Raises ControllerLostError."""
+    def poll(self) -> View:
+        """Sends the cluster's secrets if they have changed; returns the state. Raises ControllerLostError."""
         import ray
 
         try:
-            if self._sent != (secrets := self._secrets.current):
-                ray.get(self._actor.use_secrets.remote(self._seal(secrets)), timeout=VIEW_SECONDS)
-                self._sent = secrets
+            self._send_changed_secrets()
             encoded = ray.get(self._actor.view.remote(), timeout=VIEW_SECONDS)
         except ray.exceptions.GetTimeoutError as error:
             raise ControllerLostError(f"the controller has not answered for {VIEW_SECONDS:g} s") from error
@@ -143,6 +141,13 @@ class ControllerHandle:
                 pass
         if self._ray.alive:
             self._ray.end_actors()
+
+    def _send_changed_secrets(self) -> None:
+        import ray
+
+        if self._sent != (secrets := self._secrets.current):
+            ray.get(self._actor.use_secrets.remote(self._seal(secrets)), timeout=VIEW_SECONDS)
+            self._sent = secrets
 
     def _seal(self, secrets: tuple[bytes, ...]) -> bytes:
         """For the controller's process alone: Ray's connections are not encrypted."""

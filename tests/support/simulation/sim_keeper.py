@@ -43,7 +43,7 @@ class SimKeeper:
         self.alive = False
         self._cluster.end_routers()
 
-    def view(self) -> View:
+    def poll(self) -> View:
         """See MonitoredController."""
         controller = self._cluster.controller
         assert controller is not None
