@@ -15,12 +15,13 @@ import pytest
 from cryptography import x509
 
 from headrace_cluster.cli.router import run_router, write_credentials
+from headrace_cluster.controller.certificates import ControllerCertificates
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.view import ControllerSecrets
+from headrace_cluster.core.view import ControllerSecrets, Opened
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch import running_cluster
 from headrace_cluster.launch.router_process import issuer
@@ -178,27 +179,37 @@ def test_no_argument_of_an_actor_has_a_secret(tmp_path: Path) -> None:
             assert secret not in argument
 
 
-@pytest.fixture
-def actor(tmp_path: Path) -> ControllerActor:
-    """Without Ray; it has not been opened."""
-    spec = parse_spec({})
-    serve: Any = Serve(spec)
+def test_a_controller_receives_its_secrets_sealed() -> None:
+    controller = Identity()
+
+    def sealed(secrets: tuple[bytes, ...], receiver: Identity = controller) -> bytes:
+        given = ControllerSecrets(secrets=secrets, admin_key="an admin key")
+        made = seal(receiver.request, msgspec.msgpack.encode(given))
+        assert OLD not in made and b"an admin key" not in made
+        return made
+
+    certificates = ControllerCertificates(controller, "c", sealed((OLD,)))
+    assert certificates.admin_key == "an admin key"
+    for secrets in ((OLD,), (NEW, OLD)):
+        certificates.replace(sealed(secrets))
+        assert certificates.authority().fingerprints == ClusterAuthority(secrets).fingerprints
+        assert controller.certificate.authorities == ClusterAuthority(secrets).fingerprints
+    with pytest.raises(HeadraceError, match="made for another process"):
+        certificates.replace(sealed((NEW,), Identity()))
+    assert certificates.authority().fingerprints == ClusterAuthority((NEW, OLD)).fingerprints
+
+
+def test_a_controller_that_cannot_read_its_secrets_does_not_open(tmp_path: Path) -> None:
+    serve: Any = Serve(parse_spec({}))
     args = serve._controller_args(SimpleNamespace(link=SimpleNamespace(owned=True)), SimpleNamespace(path=tmp_path))
-    return ControllerActor(msgspec.msgpack.encode(msgspec.structs.replace(args, log_folder="")))
+    actor = ControllerActor(msgspec.msgpack.encode(msgspec.structs.replace(args, log_folder="")))
 
-
-def test_a_controller_receives_its_secrets_sealed(actor: ControllerActor) -> None:
     async def run() -> None:
-        request = await actor.request()
-        for secrets in ((OLD,), (NEW, OLD)):
-            given = ControllerSecrets(secrets=secrets, admin_key="an admin key")
-            sealed = seal(request, msgspec.msgpack.encode(given))
-            assert OLD not in sealed and b"an admin key" not in sealed
-            await actor.use_secrets(sealed)
-            assert actor._authority().fingerprints == ClusterAuthority(secrets).fingerprints
-            assert actor._identity.certificate.authorities == ClusterAuthority(secrets).fingerprints
-        with pytest.raises(HeadraceError, match="made for another process"):
-            await actor.use_secrets(seal(Identity().request, b""))
+        opened = msgspec.msgpack.decode(await actor.open(seal(Identity().request, b"")), type=Opened)
+        assert "made for another process" in opened.error and await actor.is_watched()
+        with pytest.raises(HeadraceError, match="not open"):
+            await actor.view()
+        await actor.close()
 
     asyncio.run(run())
 

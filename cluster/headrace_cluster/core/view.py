@@ -5,6 +5,7 @@ import msgspec
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_worker.core.config import ReplicaStarted
 
+UNWATCHED_SECONDS = 5.0  # without a poll, until a controller has no keeper; one that is to stop then stops by itself
 BUILT_AGAIN = "it is built again"  # why a replica is down when an operator requested it and nothing failed
 
 

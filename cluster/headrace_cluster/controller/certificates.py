@@ -1,0 +1,53 @@
+"""The cluster's authority in its controller, and the controller's own certificate."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from headrace_cluster.core.view import ControllerSecrets
+from headrace_proto.authority import ClusterAuthority
+from headrace_proto.identity import Identity
+from headrace_proto.plane import Plane
+
+DUE_SECONDS = 600.0  # between two looks at the age of the certificates
+
+
+class ControllerCertificates:
+    """The authority of the secrets that are valid now, which has certified this process. For one event loop."""
+
+    def __init__(self, identity: Identity, cluster: str, sealed: bytes) -> None:
+        """sealed: ControllerSecrets for `identity`, which gets its certificate. Raises SealedMessageError."""
+        self._identity = identity
+        self._cluster = cluster
+        self._secrets = self._unseal(sealed)
+        self._authority = ClusterAuthority(self._secrets.secrets)
+        self._certify()
+
+    @property
+    def admin_key(self) -> str:
+        return self._secrets.admin_key
+
+    def authority(self) -> ClusterAuthority:
+        """The one that signs now."""
+        return self._authority
+
+    def replace(self, sealed: bytes) -> None:
+        """As at the start, after the secrets have changed. Raises SealedMessageError."""
+        self._secrets = self._unseal(sealed)
+        self._authority = ClusterAuthority(self._secrets.secrets)
+        self._certify()
+
+    async def keep(self, on_renewal: Callable[[], None]) -> None:
+        """Renews this process's certificate in time, until cancelled. on_renewal: those of replicas are due, too."""
+        while True:
+            await asyncio.sleep(DUE_SECONDS)
+            if self._identity.is_due(self._authority.fingerprints):
+                self._certify()
+                on_renewal()
+
+    def _unseal(self, sealed: bytes) -> ControllerSecrets:
+        return msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
+
+    def _certify(self) -> None:
+        self._identity.install(self._authority.certify(self._identity.request, Plane.CONTROLLER, self._cluster))
