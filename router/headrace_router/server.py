@@ -112,7 +112,7 @@ class RouterServer:
         async with contextlib.AsyncExitStack() as failed:
             if config.metrics_port is not None:
                 own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
-                tls = self._tls and self._tls.monitoring_context
+                tls = None if self._tls is None else self._tls.monitoring_context
                 self._monitoring = HttpServer(build_monitoring_app(self.services), own, config, tls)
                 self.metrics_port = self._monitoring.port
                 failed.push_async_callback(self._monitoring.stop, 0.0)
@@ -124,7 +124,8 @@ class RouterServer:
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
             failed.pop_all()
-        self._http = HttpServer(build_app(self.services), public, config, self._tls and self._tls.context)
+        tls = None if self._tls is None else self._tls.context
+        self._http = HttpServer(build_app(self.services), public, config, tls)
         self.http_port = self._http.port
         if not config.share_port:
             self._connect_to_replicas()
