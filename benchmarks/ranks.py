@@ -19,7 +19,7 @@ import torch
 from headrace_proto.identity import Identity
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
@@ -32,7 +32,7 @@ PROMPT, OUTPUT = 32, 32
 
 def run_follower(config: ReplicaConfig, rank: int, rendezvous: Rendezvous) -> None:
     """The process of every rank but the first."""
-    replica = Replica(config, Identity(), rank)
+    replica = Replica(config, Identity(), LOCAL_CACHE_KEY, rank)
     replica.start(rendezvous)
     replica.wait()
     replica.stop()

@@ -31,7 +31,7 @@ from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
 from headrace_worker.core.transfer.orders import OpenPair
 from headrace_worker.kv_transfer.pair_group import PairGroup
 from headrace_worker.replica import Replica
@@ -51,7 +51,7 @@ def run_replica(name: str, pipe: Any) -> None:
         replica_id=name, model="smollm2", source="smollm2", dtype="float32", device="cpu",
         kv_cache_memory=CACHE, max_model_len=1024, max_num_seqs=32, cpu_threads=1,
     )  # fmt: skip
-    replica = Replica(config, identities.replica())
+    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY)
     pipe.send(replica.start().address)
     pipe.recv()
     replica.stop()

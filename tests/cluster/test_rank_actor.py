@@ -66,7 +66,7 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
     assert (up.role, up.draining, up.ended) == ("both", False, False)
     assert (before.authorities, up.authorities) == ((), identities.authority().fingerprints)
-    assert _replica(actor).config.cache_key == identities.authority().cache_key
+    assert _replica(actor).cache_key == identities.authority().cache_key
     actor.set_role("decode")
     assert up.held is None
     actor.drain(False)

@@ -65,10 +65,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint(config: ReplicaConfig) -> bytes:
     """16 bytes, equal for configs that describe the same replica.
 
-    All fields count except the generation, the role (it may change at run time), the key of the block hash (a later
-    secret gives another) and what is derived from the machine.
+    All fields count except the generation, the role (it may change at run time) and what is derived from the machine.
     """
-    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None, cache_key=b"")
+    same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None)
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 

@@ -25,7 +25,7 @@ from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.identity import Identity
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,7 @@ class RankActor:
         if self._config.host == NODE_HOST:
             self._config = replace(self._config, host=self._node)
         self._identity = Identity()
+        self._cache_key = LOCAL_CACHE_KEY  # rank 0 gets that of the cluster, sealed: Ray keeps the arguments of actors
         self._authorities: tuple[bytes, ...] = ()
         self._rank = rank
         self._replica_class = replica_class
@@ -174,7 +175,7 @@ class RankActor:
         self._identity.install(admission.certificate)
         self._authorities = admission.certificate.authorities
         if self._replica is None:  # what has started keeps its key: its cache is full of hashes under it
-            self._config = replace(self._config, cache_key=cache_key)
+            self._cache_key = cache_key
         return StartOutcome()
 
     def _await_end(self) -> None:
@@ -191,7 +192,7 @@ class RankActor:
     def _make(self) -> Any:
         module, _, name = self._replica_class.partition(":")
         make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        self._replica = make(self._config, self._identity, self._rank, self._report)
+        self._replica = make(self._config, self._identity, self._cache_key, self._rank, self._report)
         return self._replica
 
     def _guarded(self, call: Callable[[], StartOutcome]) -> bytes:

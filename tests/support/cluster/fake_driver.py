@@ -12,7 +12,7 @@ from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
-from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig, ReplicaStarted
 from support import identities
 from support.cluster.fake_replica import FakeReplica
 
@@ -39,7 +39,9 @@ class FakeDriver:
     def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
         """Adds a replica that an earlier controller started."""
         config = ReplicaConfig(replica_id=name.replica_id, generation=name.generation, model="smollm2", source="")
-        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=role), identities.replica())
+        replica = self.replicas[name] = FakeReplica(
+            dataclasses.replace(config, role=role), identities.replica(), LOCAL_CACHE_KEY
+        )
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
@@ -76,7 +78,7 @@ class FakeDriver:
             source="",
             role=role,
         )
-        self.replicas[name] = FakeReplica(config, identities.replica())
+        self.replicas[name] = FakeReplica(config, identities.replica(), LOCAL_CACHE_KEY)
         self._deaths[name] = asyncio.get_running_loop().create_future()
         return [RankFacts(0, 1000 + name.generation, "here")]
 

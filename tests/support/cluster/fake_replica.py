@@ -27,11 +27,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self,
         config: ReplicaConfig,
         identity: Identity,
+        cache_key: bytes,
         rank: int = 0,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         self.config = config
         self._identity = identity
+        self.cache_key = cache_key
         self.rank = rank
         self.report = report
         self.role: str = config.role

@@ -12,7 +12,7 @@ import httpx
 from headrace_proto.identity import Identity
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
-from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.replica import Replica
 from support import identities
 
@@ -37,7 +37,7 @@ class InProcessCluster:
             source=str(self._folder),
             **defaults | options,
         )
-        replica = Replica(config, identity or identities.replica())
+        replica = Replica(config, identity or identities.replica(), LOCAL_CACHE_KEY)
         self.replicas.append(replica)
         self.addresses.append(replica.start().address)
 

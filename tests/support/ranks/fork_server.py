@@ -27,7 +27,7 @@ import msgspec
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from headrace_kernels.cpu.library import missing
-from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
@@ -55,7 +55,7 @@ def run_rank(order: dict[str, Any]) -> str:
     recorder = None
     if order.get("record") is not None:
         recorder = make_recorder(order["record"], lambda: report_facts(stage="recording fails"))
-    replica = Replica(config, identities.replica(), order["rank"], report, recorder)
+    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY, order["rank"], report, recorder)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_proto.role import Role, UnknownRoleError
-from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.replica import Replica
 from support import identities
 
@@ -21,7 +21,9 @@ def replica(replica_config: Callable[..., ReplicaConfig]) -> Iterator[Callable[.
         fields = {"kv_cache_memory": 8 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
         made.append(
             Replica(
-                replica_config(folder, tp=1, pp=1, role=Role(role), replica_id=role, **fields), identities.replica()
+                replica_config(folder, tp=1, pp=1, role=Role(role), replica_id=role, **fields),
+                identities.replica(),
+                LOCAL_CACHE_KEY,
             )
         )
         return made[-1], made[-1].start().address

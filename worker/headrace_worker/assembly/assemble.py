@@ -12,7 +12,7 @@ from headrace_worker.assembly.step_thread import StepThread
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.assembly.transfer_reports import to_commands
 from headrace_worker.comm.parallel_context import SINGLE
-from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, KvSize, request_limit, size_kv
@@ -110,9 +110,11 @@ def assemble(
     team: Team | None = None,
     profiler: StepProfiler | None = None,
     recorder: GraphRecorder | None = None,
+    cache_key: bytes = LOCAL_CACHE_KEY,
 ) -> Assembly:
     """A whole engine, or rank 0's part of one that also runs the team's other ranks. Raises a HeadraceError.
 
+    `cache_key`: 32 bytes of the block hash.
     `recorder`: records steps for replay, instead of the device's own recorder.
     """
     commands = CommandQueue()
@@ -134,7 +136,7 @@ def assemble(
     kv = KVManager(
         model.layout,
         size.num_blocks,
-        BlockHasher(config.cache_key),
+        BlockHasher(cache_key),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
     depth, threaded = choose_depth(config, model.device)

@@ -9,6 +9,7 @@ from pydantic import Field
 from headrace_proto.flag import flag
 from headrace_proto.role import Role
 
+LOCAL_CACHE_KEY = bytes(32)  # of the block hash, where no other process uses the cache
 EMBEDDED_MODEL = "smollm2"  # the source that needs no files and no network
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WeightFormat = Literal["safetensors", "gguf", "dummy"]
@@ -134,8 +135,6 @@ class ReplicaConfig(ReplicaSettings):
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port: int = 0  # 0 = any free one
     defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
-    # Of the block hash, the same for all replicas of a cluster: no argument of an actor, its rank receives it sealed.
-    cache_key: bytes = field(default=bytes(32), repr=False)
 
 
 class Rendezvous(Struct, frozen=True):

@@ -34,16 +34,19 @@ class Replica:
         self,
         config: ReplicaConfig,
         identity: Identity,
+        cache_key: bytes,
         rank: int = 0,
         report: Progress = ignore_progress,
         recorder: GraphRecorder | None = None,
     ) -> None:
         """identity: of rank 0, which has the server; with its certificate before `start`.
 
+        `cache_key`: of rank 0, which hashes blocks; 32 bytes, the same for all replicas of a cluster.
         `recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder.
         """
         self._config = config
         self._identity = identity
+        self._cache_key = cache_key
         self._rank = rank
         self._report = report
         self._recorder = recorder
@@ -78,8 +81,8 @@ class Replica:
             raise
 
     def _serve(self, team: Team | None) -> ReplicaStarted:
-        parts = (self._config, self._identity, self._boot_id, self._report, team, self._profiler, self._recorder)
-        self._running = running = ServingRank(*parts)
+        own = (self._config, self._identity, self._cache_key, self._boot_id)
+        self._running = running = ServingRank(*own, self._report, team, self._profiler, self._recorder)
         return running.started
 
     def _follow(self, team: Team) -> ReplicaStarted:

@@ -27,6 +27,7 @@ class ServingRank:
         self,
         config: ReplicaConfig,
         identity: Identity,
+        cache_key: bytes,
         boot_id: bytes,
         report: Progress,
         team: Team | None = None,
@@ -34,7 +35,7 @@ class ServingRank:
         recorder: GraphRecorder | None = None,
     ) -> None:
         """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
-        assembly = assemble(config, report, team=team, profiler=profiler, recorder=recorder)
+        assembly = assemble(config, report, team=team, profiler=profiler, recorder=recorder, cache_key=cache_key)
         freeze_loaded()
         if team is not None:
             team.barrier()
