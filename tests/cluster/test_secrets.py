@@ -233,9 +233,15 @@ def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
 
 
 def test_a_router_has_the_id_of_its_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, started = tmp_path / "credentials", []
+    path = tmp_path / "credentials"
+    started: list[Any] = []
+
+    def run(config: Any, issue: Any) -> int:
+        started.append(config)
+        return 0
+
     RouterCredentials.issue(identities.authority(), "router-7").write(path)
-    monkeypatch.setattr("headrace_cluster.cli.router._run", lambda config, issue: started.append(config) or 0)
+    monkeypatch.setattr("headrace_cluster.cli.router._run", run)
     run_router(parse_spec({}), "127.0.0.1:1", path)
     assert [config.router_id for config in started] == ["router-7"]
 

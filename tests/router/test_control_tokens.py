@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -135,6 +135,11 @@ def test_a_prompt_has_no_control_tokens_and_is_else_unchanged(tokenizer: Tokeniz
 
 
 @settings(max_examples=150, deadline=None)
+@example(
+    tokenizer=_tokenizer("all", "bpe", lstrip=True, rstrip=True, single_word=False),
+    template=TEMPLATES[0],
+    contents=["¨", "´ ¸"],
+)  # normalized to white space, which the control tokens beside it include
 @given(
     tokenizer=tokenizers,
     template=st.sampled_from(TEMPLATES),

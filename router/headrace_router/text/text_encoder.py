@@ -49,6 +49,7 @@ class TextEncoder:
             for token_id, token in added.items()
             if token.content and (token.special or (not token.content.isspace() and token.content in template_source))
         }
+        self._takes_space = {token_id for token_id, token in added.items() if token.lstrip or token.rstrip}
         self._unknown = unknown
         # An added token between two characters keeps the tokenizer from joining them. No text contains its random name.
         self._cut = f"\U0010fffe{secrets.token_hex(16)}\U0010fffe"
@@ -123,15 +124,28 @@ class TextEncoder:
         for place, token_id in enumerate(ids):
             if token_id in control:
                 span = encoding.token_to_chars(place) or (0, 0)
+                if token_id in self._takes_space:
+                    span = self._without_space(text, *span)
                 if control[token_id] != self._unknown or self._is_spelled(text[slice(*span)]):
                     spans.append(span)
         return spans
 
+    def _without_space(self, text: str, start: int, end: int) -> tuple[int, int]:
+        """The span of a token without the characters around its name that are normalized to white space."""
+        while start < end and not self._normalized(text[start]):
+            start += 1
+        while start < end and not self._normalized(text[end - 1]):
+            end -= 1
+        return start, end
+
     def _is_spelled(self, part: str) -> bool:
         """Whether the text is the name of the unknown token, not something that the vocabulary lacks."""
         name = self._unknown or ""
-        normalize = self._normalizer.normalize_str if self._normalizer is not None else str
-        return part.strip() == name or bool(normalize(part).strip() == normalize(name).strip())
+        return part.strip() == name or self._normalized(part) == self._normalized(name)
+
+    def _normalized(self, part: str) -> str:
+        """Without white space around it."""
+        return str(part if self._normalizer is None else self._normalizer.normalize_str(part)).strip()
 
     def _with_cuts(self, text: str, places: list[int]) -> str:
         edges = [0, *places, len(text)]
