@@ -128,7 +128,9 @@ class ChoiceOutput:
 class Scenario:
     """One run over named replicas, chosen in their order, and the events that it reports."""
 
-    def __init__(self, *names: str, deadline: float | None = None, stops_at: int | None = None) -> None:
+    def __init__(
+        self, *names: str, deadline: float | None = None, stops_at: int | None = None, migration_limit: int = 2
+    ) -> None:
         self.clock = Clock()
         self.replicas = {name: FakeReplica(name) for name in names}
         self.prefill: FakeReplica | None = None
@@ -139,7 +141,9 @@ class Scenario:
         self.output = ChoiceOutput(stops_at)
         self.quarantine = Quarantine(self.clock.now)
         request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=4), deadline_seconds=deadline)
-        retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+        retry: RetryState[ReplicaState[None]] = RetryState(
+            "m", max_attempts=3, migration_limit=migration_limit, patience=5.0
+        )
         self.refuses = 0  # further calls of `place` that must wait
         self.run = ChoiceRun(request, self.output, self, retry, self.clock, self)
         self.run.begin()
@@ -366,6 +370,7 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused(
         scenario[name].end_attempts()
         scenario.clock.run()
     assert scenario.alone == [False, False, True] and scenario["c"].isolated
+    scenario["c"].connected = False
     scenario["c"].end_attempts()
     scenario.clock.run()
     assert isinstance(scenario.results[0], PoisonousRequestError) and scenario.nothing_left()
@@ -375,6 +380,25 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused(
     scenario.quarantine.check(ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling()))
     scenario.clock.run(601.0)
     scenario.quarantine.check(again)
+
+
+def test_replicas_that_return_were_not_killed_by_the_choice() -> None:
+    """Paused, overloaded or cut off: the same process makes steps again."""
+    scenario = Scenario("a", "b", migration_limit=9)
+    scenario["a"].answer(0, 1)
+
+    def lose(name: str, boot_id: bytes = b"") -> None:
+        scenario[name].connected = False
+        scenario[name].end_attempts()
+        scenario.clock.run()
+        scenario[name].connected, scenario[name].identity = True, ReplicaIdentity(boot_id=boot_id)
+
+    for name in "ababab":
+        lose(name)
+    assert scenario.alone == [False] * 7
+    for name in "ab":
+        lose(name, b"another process")
+    assert scenario.alone == [False] * 8 + [True] and not scenario.results
 
 
 def test_the_quarantine_is_bounded() -> None:

@@ -117,6 +117,7 @@ class ChoiceRun(Generic[C]):
         self._prompt_computed = False
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
+        self._lost: list[tuple[ReplicaState[C], bytes]] = []  # replicas that failed while it ran there, and boot ids
         self._trial_end: int | None = None  # output tokens after which others may run beside this choice
 
     @property
@@ -149,6 +150,7 @@ class ChoiceRun(Generic[C]):
 
     def _place(self) -> None:
         self._placement.quarantine.check(self._request)
+        self._take_back_losses()
         retry, begun = self._retry, self._output_tokens > 0
         preferred, self._target = self._target, None
         if preferred is None and self._leader is not None and not retry.excluded:
@@ -285,11 +287,21 @@ class ChoiceRun(Generic[C]):
 
     def _count_end(self, replica: ReplicaState[C], outcome: Outcome, begun: bool) -> None:
         """Raises the error that ends the run."""
+        self._take_back_losses()
+        if outcome is Outcome.LOST and self._replica_failed:
+            self._lost.append((replica, replica.identity.boot_id))
         try:
             self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
         finally:
             if outcome is Outcome.LOST and self._retry.losses > SUSPECT_LOSSES:
                 self._placement.quarantine.add(self._request)
+
+    def _take_back_losses(self) -> None:
+        """A process that was paused, overloaded or cut off, and makes steps again, was not killed by this choice."""
+        for replica, boot_id in list(self._lost):
+            if replica.connected and not replica.stalled and replica.identity.boot_id == boot_id:
+                self._lost.remove((replica, boot_id))
+                self._retry.returned()
 
     def _expire(self) -> None:
         self._end(None, DeadlineError("The request's deadline passed before the answer was complete."))

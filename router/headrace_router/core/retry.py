@@ -3,7 +3,8 @@
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
 after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
                          token it ends after `patience` seconds or MAX_REFUSALS refusals (docs/reliability.md R24)
-present at two losses:   it runs alone once; the next loss ends it (docs/reliability.md I25)
+present at two losses:   it runs alone once; the next loss ends it (docs/reliability.md I25). Processes that return do
+                         not count
 """
 
 from collections.abc import Callable
@@ -99,6 +100,10 @@ class RetryState(Generic[Replica]):
                 )
         elif self._tries >= self.max_attempts:
             raise self._none_left()
+
+    def returned(self) -> None:
+        """A replica that was lost while it ran there is back: the same process."""
+        self.losses -= 1
 
     def moved(self, replica: Replica) -> None:
         """The router itself moved the stream: no replica failed."""
