@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.errors import ContextLengthError
-from headrace_router.text.model_card import LoadedTokenizer, ModelCard, UntraceableChatError
+from headrace_router.text.model_card import LoadedTokenizer, ModelCard
+from headrace_router.text.prompt_text import UntraceableChatError
 from headrace_router.text.text_encoder import ControlTokenError
 
 START, END, THINK, THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"

@@ -10,28 +10,18 @@ from tokenizers import Tokenizer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
-from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.sampling_options import default_options
-from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
+from headrace_router.text.chat_template import ChatTemplate
+from headrace_router.text.context_size import ContextSize
+from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
+from headrace_router.text.prompt_text import RenderedChat
 from headrace_router.text.text_encoder import TextEncoder
 from headrace_router.text.token_reach import token_reach
-from headrace_router.text.traced_text import TextTrace, UntraceableTextError
 
 
 class ModelFactsError(HeadraceError):
     """A replica's description of its model is not usable."""
-
-
-class UntraceableChatError(InvalidRequestError, code="chat_not_traceable"):
-    """Which text of a rendered chat is the user's is not known, so it may contain control tokens of the user."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "The model's chat template changes these messages in a way that cannot be followed, so control tokens in "
-            "them would not be found: use plainer text, or /v1/completions with a prompt in the model's own format.",
-            param="messages",
-        )
 
 
 class LoadedTokenizer:
@@ -66,37 +56,20 @@ class ModelCard:
         self.tokens = loaded.tokens
         self._tokenizer = loaded.tokenizer
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        length = self.max_model_len or None
+        context = ContextSize(tokens=length, chars=loaded.reach * length if loaded.reach and length else None)
         try:
             with panics_as_errors():
-                self.encoder = TextEncoder(
-                    loaded.tokenizer,
-                    facts.chat_template,
-                    facts.bos_token_id if facts.HasField("bos_token_id") else None,
-                    facts.add_bos,
-                    loaded.unknown,
-                    loaded.reach * self.max_model_len if loaded.reach and self.max_model_len else None,
-                    self.max_model_len or None,
-                )
+                control = ControlTokens(loaded.tokenizer, facts.chat_template, loaded.unknown)
+                bos = facts.bos_token_id if facts.add_bos and facts.HasField("bos_token_id") else None
+                self.encoder = TextEncoder(loaded.tokenizer, control, context, bos)
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop."""
         known = self.with_known_roles(messages)
-        now = datetime.now()
-        rendered = self.template.render(known, now)
-        trace = TextTrace()
-
-        def render_traced() -> str:
-            try:
-                traced = self.template.render(trace.mark(known), now)
-            except (ChatTemplateError, UntraceableTextError):
-                traced = ""
-            if trace.plain(traced) != rendered:
-                raise UntraceableChatError
-            return traced
-
-        return self.encoder.encode_chat(rendered, render_traced, trace.is_user)
+        return self.encoder.encode_chat(RenderedChat(self.template, known, datetime.now()))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids without special tokens. Slow for long lists: call off the event loop."""

@@ -1,0 +1,57 @@
+"""The tokens of a model that text of a user must not become (docs/reliability.md R8)."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Encoding, Tokenizer
+
+
+class ControlTokens:
+    """The tokenizer's special tokens, and the other added tokens that the chat template writes."""
+
+    def __init__(self, tokenizer: Tokenizer, template_source: str, unknown: str | None) -> None:
+        """unknown: the token for what the vocabulary lacks; it is a control token only where its name is spelled."""
+        added = tokenizer.get_added_tokens_decoder()
+        self._names = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.content and (token.special or (not token.content.isspace() and token.content in template_source))
+        }
+        self._takes_space = {token_id for token_id, token in added.items() if token.lstrip or token.rstrip}
+        self._unknown = unknown
+        self._normalizer = tokenizer.normalizer
+
+    def isdisjoint(self, ids: Iterable[int]) -> bool:
+        """Whether none of the ids is one of them, or that of the unknown token."""
+        return self._names.keys().isdisjoint(ids)
+
+    def spans(self, text: str, ids: Sequence[int], encoding: Encoding) -> list[tuple[int, int]]:
+        """Where control tokens come from in the text: [start, end) each, in order; (0, 0) where that is not known.
+
+        ids: those of the encoding, which makes another list of them at each access.
+        """
+        spans: list[tuple[int, int]] = []
+        for place, token_id in enumerate(ids):
+            if token_id in self._names:
+                span = encoding.token_to_chars(place) or (0, 0)
+                if token_id in self._takes_space:
+                    span = self._without_space(text, *span)
+                if self._names[token_id] != self._unknown or self._is_spelled(text[slice(*span)]):
+                    spans.append(span)
+        return spans
+
+    def _without_space(self, text: str, start: int, end: int) -> tuple[int, int]:
+        """The span of a token without the characters around its name that are normalized to white space."""
+        while start < end and not self._normalized(text[start]):
+            start += 1
+        while start < end and not self._normalized(text[end - 1]):
+            end -= 1
+        return start, end
+
+    def _is_spelled(self, part: str) -> bool:
+        """Whether the text is the name of the unknown token, not something that the vocabulary lacks."""
+        name = self._unknown or ""
+        return part.strip() == name or self._normalized(part) == self._normalized(name)
+
+    def _normalized(self, part: str) -> str:
+        """Without white space around it."""
+        return str(part if self._normalizer is None else self._normalizer.normalize_str(part)).strip()
