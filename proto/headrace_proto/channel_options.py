@@ -13,13 +13,15 @@ NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
 # A peer without a certificate has a connection for the time of a handshake. A replica needs one per router, and a few.
 MAX_CONNECTIONS = 4096
-# A peer that ended without closing its connection (its machine lost power) is detected after about 15 s.
+# A peer that ended without closing its connection (its machine lost power) is detected after the sum of these.
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_REPLY_SECONDS = 5
 SERVER: Options = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_REPLY_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )

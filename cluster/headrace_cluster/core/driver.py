@@ -13,6 +13,11 @@ from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaStarted
 
 STOP_SECONDS = 5.0
+NOTE_SECONDS = 2.0  # without a place, until the reason is shown
+PLACE_POLL_SECONDS = 0.1
+LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
+REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
+REPORT_TRIES = 3  # a rank whose machine is busy may miss one
 
 
 class StartFailedError(HeadraceError):

@@ -16,6 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
 from headrace_cluster.core.driver import (
+    LATE_POLL_SECONDS,
+    NOTE_SECONDS,
+    PLACE_POLL_SECONDS,
     STOP_SECONDS,
     AdoptedState,
     Progress,
@@ -40,9 +43,6 @@ from headrace_proto.plane import Plane
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
-NOTE_SECONDS = 2.0  # without a place, until the reason is shown
-PLACE_POLL_SECONDS = 0.1
-LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
 _CALLS = 8  # of a rank at a time: start, wait, and short ones
 
 

@@ -9,16 +9,14 @@ import msgspec
 import ray
 
 from headrace_cluster.core.adoption import plan_adoption
-from headrace_cluster.core.driver import AdoptedBuild, AdoptedState
+from headrace_cluster.core.driver import REPORT_SECONDS, REPORT_TRIES, AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 
-REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
 RETRY_SECONDS = 0.5
-REPORT_TRIES = 3  # a rank whose machine is busy may miss one
 
 
 async def adopt(

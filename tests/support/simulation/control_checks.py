@@ -22,8 +22,9 @@ SETTLED_SECONDS = 3.0  # after its readiness or a fault, until a build must be l
 class ControlChecks:
     """Each check ends the schedule; `disturbed` names builds that a fault touched, with the time until it counts."""
 
-    def __init__(self, cluster: "ManagedCluster") -> None:
-        self.harmless = False  # no fault touches a replica, so that none may fail, nor any request
+    def __init__(self, cluster: "ManagedCluster", *, harmless: bool) -> None:
+        """harmless: no fault touches a replica, so that none may fail, nor any request."""
+        self.harmless = harmless
         self.affected: set[str] = set()  # routers that a fault touched
         self.stops: deque[tuple[float, SimController]] = deque()  # of builds that were up and not replaced in order
         self._cluster = cluster

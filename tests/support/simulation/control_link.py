@@ -5,16 +5,13 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from headrace_proto import control_pb2 as control
+from headrace_router.replicas.membership import FIRST_BACKOFF, LAST_BACKOFF, REPORT_SECONDS
 from support.simulation.network import Keepalive
 from support.simulation.world import Fifo
 
 if TYPE_CHECKING:
     from support.simulation.managed_router import ManagedRouter
     from support.simulation.sim_controller import SimController
-
-FIRST_BACKOFF = 0.1
-LAST_BACKOFF = 2.0
-REPORT_SECONDS = 0.5
 
 
 class ControlLink:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from support.simulation.client_request import ClientRequest
 from support.simulation.pair_group import SimPairGroup
-from support.simulation.sim_cluster import Cluster
+from support.simulation.scheduled_cluster import ScheduledCluster
 from support.simulation.sim_replica import SimReplica
 from support.simulation.transfer_stream import TransferStream
 
@@ -14,7 +14,7 @@ HORIZON = 1.5  # seconds in which faults start
 class StreamMoves:
     """Moves of streams at random times, and disconnects of some of their clients shortly after."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ScheduledCluster) -> None:
         self._cluster = cluster
         self._world = cluster.world
 
@@ -38,7 +38,7 @@ class StreamMoves:
 class Faults:
     """Each fault chooses its target when it starts, preferably a busy one."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ScheduledCluster) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self._kinds: list[Callable[[], None]] = [

@@ -28,14 +28,13 @@ VANISHED_SECONDS = 4.0  # the same, if no connection was closed
 class ManagedCluster(Cluster):
     """Replicas are found by address: two builds of one may be up."""
 
-    def __init__(self, world: World, nodes: list[SimNode], size: int) -> None:
-        """size: replicas of the spec."""
+    def __init__(self, world: World, nodes: list[SimNode], size: int, *, harmless: bool) -> None:
+        """size: replicas of the spec. harmless: no fault touches a replica."""
+        super().__init__(world, Model((0,), 1))
         self.size = size
-        super().__init__(world, Model((0,), 1), [], set(), 0.0)
-        self.routers = []
         self.managed_routers: list[ManagedRouter] = []
         self.ray = SimRay(world, nodes, self._rank_ended)
-        self.checks = ControlChecks(self)
+        self.checks = ControlChecks(self, harmless=harmless)
         self.controllers: list[SimController] = []
         self.keeper: SimKeeper | None = None
         self.polled_at = -1e9  # time of the keeper's last poll
@@ -77,9 +76,6 @@ class ManagedCluster(Cluster):
     def busy(self) -> bool:
         """Heartbeats never end: the schedule does."""
         return True
-
-    def publish(self) -> None:
-        """The controller publishes its list itself."""
 
     # -- replicas ----------------------------------------------------------------------------------------------
 

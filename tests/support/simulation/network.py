@@ -1,8 +1,7 @@
 """Which processes reach each other: each direction between two of them can be cut on its own."""
 
+from headrace_proto.channel_options import KEEPALIVE_REPLY_SECONDS, KEEPALIVE_SECONDS
 from support.simulation.world import World
-
-KEEPALIVE_SECONDS = 15.0  # after which a server closes a connection whose other end does not answer
 
 
 class Network:
@@ -44,4 +43,4 @@ class Keepalive:
             self._cut_since = None
             return False
         self._cut_since = self._world.now if self._cut_since is None else self._cut_since
-        return self._world.now - self._cut_since > KEEPALIVE_SECONDS
+        return self._world.now - self._cut_since > KEEPALIVE_SECONDS + KEEPALIVE_REPLY_SECONDS

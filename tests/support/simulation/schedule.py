@@ -15,7 +15,8 @@ import structlog
 
 from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.faults import Faults, StreamMoves
-from support.simulation.sim_cluster import IDLE_SECONDS, Cluster
+from support.simulation.scheduled_cluster import ScheduledCluster
+from support.simulation.sim_cluster import IDLE_SECONDS
 from support.simulation.sim_model import BLOCK, Model
 from support.simulation.sim_replica import Shape
 from support.simulation.world import InvariantViolation, World
@@ -36,7 +37,7 @@ def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str
     shapes = [_shape(random, number, model) for number in range(random.choice((2, 3, 3, 3, 4)))]
     names = [shape.name for shape in shapes]
     decoders = set(names) if random.random() < 0.5 else set(names[1:])
-    cluster = Cluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
+    cluster = ScheduledCluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
     requests = _requests(random)
     cluster.schedule_requests(requests)
     Faults(cluster).plan()

@@ -1,16 +1,14 @@
-"""Replicas, the router and the connections between them."""
+"""Replicas, routers and the connections between them."""
 
-from functools import partial
+from abc import ABC, abstractmethod
 
-from headrace_proto import control_pb2 as control
-from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.transfer.orders import OpenPair
-from support.simulation.client_request import ClientRequest, Phase
+from support.simulation.client_request import Phase
 from support.simulation.network import Network
 from support.simulation.pair_group import DataFaults, SimPairGroup
 from support.simulation.router_stream import RouterStream
 from support.simulation.sim_model import Model
-from support.simulation.sim_replica import Shape, SimReplica
+from support.simulation.sim_replica import SimReplica
 from support.simulation.sim_request import SimRequest
 from support.simulation.sim_router import SimRouter
 from support.simulation.transfer_stream import TransferStream
@@ -20,32 +18,21 @@ ORPHAN_SECONDS = 1.5
 IDLE_SECONDS = 30.0  # by which all answers and faults are over and everything is released
 
 
-class Cluster:
-    """One seed's cluster."""
+class Cluster(ABC):
+    """One seed's cluster; its subclasses start replicas and routers."""
 
-    def __init__(
-        self, world: World, model: Model, shapes: list[Shape], decoders: set[str], source_share: float
-    ) -> None:
+    def __init__(self, world: World, model: Model) -> None:
         self.world = world
         self.data_faults = DataFaults()
         self.network = Network(world)
         self.streams: list[TransferStream] = []
         self.pair_groups: dict[bytes, SimPairGroup] = {}
         self.requests_to_come = 0
+        self.routers: list[SimRouter] = []
 
         self._model = model
-        self._shapes = {shape.name: shape for shape in shapes}
-        self._decoders = decoders
-        self._generations: dict[str, int] = {}
         self._replicas: dict[str, SimReplica] = {}
         self._numbers = 0
-        self._removed: set[str] = set()
-        self._listed = 0
-        self.router = SimRouter(self, source_share)
-        self.routers = [self.router]
-        for shape in shapes:
-            self.start(shape.name)
-        self.publish()
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -65,10 +52,6 @@ class Cluster:
     # -- replicas ----------------------------------------------------------------------------------------------
 
     @property
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    @property
     def replicas(self) -> list[SimReplica]:
         return [replica for replica in self._replicas.values() if replica.alive]
 
@@ -76,46 +59,9 @@ class Cluster:
         replica = self._replicas.get(name)
         return replica if replica is not None and replica.alive else None
 
-    def decodes(self, name: str) -> bool:
-        return name in self._decoders
-
+    @abstractmethod
     def build(self, name: str, generation: int) -> SimReplica | None:
         """This build of a replica, if it is alive."""
-        replica = self.replica_at(name)
-        return replica if replica is not None and self._generations[name] == generation else None
-
-    def start(self, name: str) -> None:
-        self._generations[name] = self._generations.get(name, 0) + 1
-        self._replicas[name] = SimReplica(self, self._shapes[name], self._model, self._generations[name])
-        self.world.at(self.world.delay(), self.publish)
-
-    def publish(self) -> None:
-        """The controller's member list: the newest build of each replica."""
-        self._listed += 1
-        members = [
-            control.Member(
-                identity=pb.ReplicaIdentity(
-                    replica_id=name,
-                    generation=self._generations[name],
-                    role=pb.ROLE_BOTH if self.decodes(name) else pb.ROLE_PREFILL,
-                ),
-                address=name,
-                state=pb.REPLICA_STATE_READY,
-            )
-            for name in self._shapes
-            if name not in self._removed
-        ]
-        self.router.update(control.MemberList(members=members, epoch=b"controller", version=self._listed))
-
-    def kill(self, replica: SimReplica, back_after: float | None) -> None:
-        """At once; every connected process detects it. back_after: seconds until its next build; None = never."""
-        replica.alive = False
-        self.disconnect(replica)
-        if back_after is None:
-            self._removed.add(replica.name)
-            self.world.at(self.world.delay(), self.publish)
-        else:
-            self.world.at(back_after, lambda: self.start(replica.name))
 
     def disconnect(self, replica: SimReplica) -> None:
         """Its process has ended: all its connections are closed."""
@@ -146,21 +92,6 @@ class Cluster:
         return [stream for stream in self.streams if replica in (stream.target, stream.source)]
 
     # -- clients -----------------------------------------------------------------------------------------------
-
-    def schedule_requests(self, requests: list[ClientRequest]) -> None:
-        self.requests_to_come = len(requests)
-
-        def arrive(request: ClientRequest) -> None:
-            self.requests_to_come -= 1
-            self.router.arrive(request)
-
-        self.router.begin()
-        for request in requests:
-            self.world.at(request.arrival, partial(arrive, request))
-
-    def submit_now(self, request: ClientRequest) -> None:
-        """One more request, now."""
-        self.router.arrive(request)
 
     def watch(self, replica: SimReplica) -> None:
         """After a replica's turn: checks orphaned grants; disconnects clients in phases that only the replica knows."""

@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_cluster.core.adoption import plan_adoption
 from headrace_cluster.core.driver import (
+    LATE_POLL_SECONDS,
+    NOTE_SECONDS,
+    PLACE_POLL_SECONDS,
+    REPORT_SECONDS,
+    REPORT_TRIES,
     STOP_SECONDS,
     AdoptedState,
     Progress,
@@ -28,11 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AUTHORITIES = (b"the authority",)
-NOTE_SECONDS = 2.0
-PLACE_POLL_SECONDS = 0.1
-LATE_POLL_SECONDS = 1.0
-REPORT_SECONDS = 5.0
-REPORT_TRIES = 3
 
 
 def rank_config(name: ReplicaName, model: ModelSpec, role: Role) -> ReplicaConfig:

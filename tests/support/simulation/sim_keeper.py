@@ -3,19 +3,17 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace_cluster.core.view import View
+from headrace_cluster.core.view import UNWATCHED_SECONDS, View
 from headrace_cluster.errors import ControllerLostError, ControllerTakenError
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
+from headrace_cluster.launch.running_cluster import WATCH_SECONDS
+from headrace_cluster.ray.controller_handle import OPEN_SECONDS, POLL_SECONDS, VIEW_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
 
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
 
-POLL_SECONDS = 0.5
-VIEW_SECONDS = 10.0
-OPEN_SECONDS = 60.0
-UNWATCHED_SECONDS = 5.0  # without a poll, until a controller has no keeper
 AGAIN_SECONDS = 2.0  # after a start that failed, until the service manager starts it again
 KEEPER = "keeper"
 
@@ -86,7 +84,7 @@ class SimKeeper:
             return
         except _ProcessEndedError:
             return
-        self._world.at(POLL_SECONDS, self._poll, self)
+        self._world.at(WATCH_SECONDS, self._poll, self)
 
     def _create(self) -> None:
         """Ends the last controller and starts one. Raises HeadraceError."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from random import Random
 
 from support.simulation.client_request import ClientRequest
-from support.simulation.sim_cluster import Cluster
+from support.simulation.scheduled_cluster import ScheduledCluster
 from support.simulation.sim_model import Model
 from support.simulation.sim_replica import Shape, SimReplica
 from support.simulation.world import World
@@ -16,7 +16,7 @@ ANSWER_TOKENS = 24
 CAPACITY = ROWS / STEP_SECONDS  # tokens per second of one replica
 
 
-class SteadyLoad(Cluster):
+class SteadyLoad(ScheduledCluster):
     """`count` replicas named r0, r1, …; requests of one size arrive at random times."""
 
     def __init__(self, seed: int, count: int, scale: int = 1) -> None:
