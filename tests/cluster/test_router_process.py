@@ -4,13 +4,20 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.launch.router_process import RouterProcess, admitted, decode_config, encode_config, router_config
+from headrace_cluster.launch.router_process import (
+    RouterProcess,
+    decode_config,
+    encode_config,
+    new_credentials,
+    router_config,
+)
 from headrace_cluster.local.ports import is_taken
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -18,18 +25,23 @@ from headrace_router.config import RouterConfig
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RouterConfig:
+def configure(tmp_path: Path) -> Callable[..., RouterConfig]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     auth = {"keys": [{"name": "me", "key": "key-12345"}], "metrics_key": "mk-123456"}
     spec = parse_spec({"routers": {"port": port, "grpc_port": 0}, "auth": auth})
-    return router_config(spec, "127.0.0.1:1", log_folder=tmp_path / "run")
+    return partial(router_config, spec, "127.0.0.1:1", log_folder=tmp_path / "run")
 
 
 @pytest.fixture
-def router(config: RouterConfig) -> Iterator[RouterProcess]:
-    process = RouterProcess(config, ClusterSecrets(None))
+def config(configure: Callable[..., RouterConfig]) -> RouterConfig:
+    return configure(new_credentials(ClusterSecrets(None)))
+
+
+@pytest.fixture
+def router(configure: Callable[..., RouterConfig]) -> Iterator[RouterProcess]:
+    process = RouterProcess(configure, ClusterSecrets(None))
     yield process
     process.kill()
 
@@ -47,7 +59,6 @@ def _until_listening(port: int) -> None:
 
 
 def test_a_config_is_equal_after_the_pipe(config: RouterConfig) -> None:
-    config = admitted(config, ClusterSecrets(None))
     back = decode_config(encode_config(config))
     assert back == config
     assert "PRIVATE KEY" in str(back.credentials.get_secret_value()) and "PRIVATE KEY" not in repr(back)
@@ -106,4 +117,4 @@ def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: 
 
 def test_the_setting_of_unknown_fields_reaches_the_router() -> None:
     spec = parse_spec({"routers": {"unknown_fields": "ignore"}})
-    assert router_config(spec, "127.0.0.1:1").unknown_fields == "ignore"
+    assert router_config(spec, "127.0.0.1:1", new_credentials(ClusterSecrets(None))).unknown_fields == "ignore"

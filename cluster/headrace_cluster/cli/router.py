@@ -4,34 +4,29 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import SecretBytes
-
 from headrace_cluster.errors import SpecError
-from headrace_cluster.launch.router_process import EXIT_CONFIG, admitted, decode_config, issuer, router_config
+from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, issuer, new_credentials, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
-from headrace_proto.authority import ClusterAuthority
 from headrace_proto.plane import Certificate
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
-from headrace_router.config import RouterConfig, new_router_id
+from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials
 
 
 def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> int:
     """Runs until SIGTERM. credentials: a file of `write_credentials`. Raises HeadraceError."""
-    config = router_config(spec, controller)
     issue: Callable[[bytes], Certificate] | None = None
     if credentials is not None:
         found = RouterCredentials.read(credentials)
-        encoded = SecretBytes(found.encode())
-        given = {"credentials": encoded, "credentials_file": credentials, "router_id": found.name}
-        config = config.model_copy(update=given)
+        config = router_config(spec, controller, found, credentials_file=credentials)
     elif spec.control.secret_file is not None:
         secrets = ClusterSecrets(spec.control.secret_file)
-        config, issue = admitted(config, secrets), issuer(secrets, config.router_id)
+        issued = new_credentials(secrets)
+        config, issue = router_config(spec, controller, issued), issuer(secrets, issued.name)
     else:
         raise SpecError(
             f"a router needs credentials: --credentials FILE, made by `{program_name()} credentials`, or --secret-file "
@@ -48,9 +43,9 @@ def write_credentials(path: Path, secret_file: Path | None) -> None:
     """Makes the credentials of one router, for a machine that is not to have the secret. Raises SpecError."""
     if secret_file is None:
         raise SpecError("credentials are made from the cluster's secret: --secret-file FILE")
-    authority = ClusterAuthority(ClusterSecrets(secret_file).current)
+    made = new_credentials(ClusterSecrets(secret_file))
     try:
-        RouterCredentials.issue(authority, new_router_id()).write(path)
+        made.write(path)
     except OSError as error:
         raise SpecError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -4,6 +4,7 @@ import http.client
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from headrace_cluster.core.view import RouterPlace
@@ -33,16 +34,16 @@ class RouterGroup:
         self._tls_cert = spec.tls.cert
         self._shutdown_seconds = routers.shutdown_seconds
         self._reservations: list[PortReservation] = []
+        configure = partial(router_config, spec, controller, log_folder=log_folder)
         if routers.count == 1:
-            self._processes = [RouterProcess(router_config(spec, controller, log_folder=log_folder), secrets)]
+            self._processes = [RouterProcess(configure, secrets)]
             return
         self._reservations.append(PortReservation(routers.host, routers.port, "HTTP", "--port"))
         self._reservations.append(PortReservation(routers.host, routers.grpc_port, "gRPC", "--grpc-port"))
         shared = {"port": self._reservations[0].port, "grpc_port": self._reservations[1].port, "share_port": True}
         self._processes = []
         for index in range(routers.count):
-            each = router_config(spec, controller, index, log_folder)
-            each = each.model_copy(update=shared)
+            each = partial(configure, index=index, **shared)
             self._processes.append(RouterProcess(each, secrets, f"router {index + 1} of {routers.count}"))
 
     def start(self) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretBytes
 
@@ -29,29 +30,40 @@ STABLE_SECONDS = 60.0
 EXIT_CONFIG = 2
 
 
-def router_config(spec: ClusterSpec, controller: str, index: int = 0, log_folder: Path | None = None) -> RouterConfig:
-    """The config of the router with this index, without credentials. Without a folder it logs to stderr only."""
-    routers, own = spec.routers, spec.metrics_ports
+def router_config(
+    spec: ClusterSpec,
+    controller: str,
+    credentials: RouterCredentials,
+    *,
+    index: int = 0,
+    log_folder: Path | None = None,
+    **own: Any,
+) -> RouterConfig:
+    """The config of the router with these credentials and this index. Without a folder it logs to stderr only.
+
+    own: other values than those of the spec.
+    """
+    routers, metrics_ports = spec.routers, spec.metrics_ports
     part = f"router {index + 1}" if routers.count > 1 else "router"
     path = str(log_path(log_folder, part)) if log_folder is not None else ""
     shared = RoutersSpec.model_fields.keys() & RouterConfig.model_fields.keys()  # settings that both name alike
-    own_values = {
-        "metrics_port": own[index] if own else None,
+    values = {name: getattr(routers, name) for name in shared} | {
+        "metrics_port": metrics_ports[index] if metrics_ports else None,
         "metrics_host": spec.metrics_host,
         "controller": controller,
-        "credentials": SecretBytes(b""),
+        "credentials": SecretBytes(credentials.encode()),
+        "router_id": credentials.name,
         "auth": spec.auth,
         "tls": spec.tls,
         "limits": spec.limits,
         "logs": LogConfig(part, path=path, format=spec.logs.format, stderr_level=routers.log_level),
     }
-    return RouterConfig(**{name: getattr(routers, name) for name in shared} | own_values)
+    return RouterConfig(**values | own)
 
 
-def admitted(config: RouterConfig, secrets: ClusterSecrets) -> RouterConfig:
-    """The config with the credentials of a new member: a key of its own."""
-    issued = RouterCredentials.issue(ClusterAuthority(secrets.current), config.router_id)
-    return config.model_copy(update={"credentials": SecretBytes(issued.encode())})
+def new_credentials(secrets: ClusterSecrets) -> RouterCredentials:
+    """Of another router, with an id and a key of its own."""
+    return RouterCredentials.issue(ClusterAuthority(secrets.current), new_router_id())
 
 
 def issuer(secrets: ClusterSecrets, router_id: str) -> Callable[[bytes], Certificate]:
@@ -87,10 +99,14 @@ def _clear(key: ApiKey) -> dict[str, str]:
 class RouterProcess:
     """One supervised router. Not thread-safe; create it in the main thread: the router ends when it ends."""
 
-    def __init__(self, config: RouterConfig, secrets: ClusterSecrets, label: str = "the router") -> None:
-        """config: without credentials; secrets: of the cluster, which give it those of each start."""
-        self._config = config
+    def __init__(
+        self, configure: Callable[..., RouterConfig], secrets: ClusterSecrets, label: str = "the router"
+    ) -> None:
+        """configure: `router_config` for credentials and ports. secrets: of the cluster, for those of each start."""
+        self._configure = configure
         self._secrets = secrets
+        self._ports: dict[str, int | None] = {}  # that are other than those of the spec
+        self._config: RouterConfig | None = None  # of the last start
         self._label = label
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
@@ -103,11 +119,12 @@ class RouterProcess:
 
     @property
     def router_id(self) -> str:
-        return self._config.router_id
+        """Of the last start; empty before the first one."""
+        return self._config.router_id if self._config is not None else ""
 
     def start(self) -> None:
         """Starts the process under a new id; the controller lists it once it serves."""
-        self._config = admitted(self._config.model_copy(update={"router_id": new_router_id()}), self._secrets)
+        self._config = config = self._configure(new_credentials(self._secrets), **self._ports)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
         # -P: no module of this folder, which may be anybody's.
         program = [sys.executable, "-P", "-m", "headrace_cluster"]
@@ -117,13 +134,13 @@ class RouterProcess:
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(encode_config(self._config).encode())
+            pipe.write(encode_config(config).encode())
         self._started_at = time.monotonic()
         self._restart_at = None
 
     def fix_ports(self, http: int, grpc: int, metrics: int | None = None) -> None:
         """Sets the ports that the system assigned, so that a restarted router listens on the same ones."""
-        self._config = self._config.model_copy(update={"port": http, "grpc_port": grpc, "metrics_port": metrics})
+        self._ports = {"port": http, "grpc_port": grpc, "metrics_port": metrics}
 
     def watch(self, *, may_restart: bool) -> str:
         """Restarts it after it died; returns a sentence when the end was just detected, else an empty string.
@@ -140,7 +157,8 @@ class RouterProcess:
             return ""
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         if not may_restart:
-            raise RouterFailedError(f"{self._label} ended ({how}); its log: {self._config.logs.path or 'above'}")
+            path = self._config.logs.path if self._config is not None else ""
+            raise RouterFailedError(f"{self._label} ended ({how}); its log: {path or 'above'}")
         if now - self._started_at > STABLE_SECONDS:
             self._failures = 0
         delay = RESTART_SECONDS[min(self._failures, len(RESTART_SECONDS) - 1)]
