@@ -9,7 +9,14 @@ import pytest
 import ray
 import ray.util
 
-from headrace_cluster.core.rank_config import NODE_HOST, Admission, RankReport, StartArgs, StartOutcome, fingerprint
+from headrace_cluster.core.rank_config import (
+    NODE_HOST,
+    RankCredentials,
+    RankReport,
+    StartArgs,
+    StartOutcome,
+    fingerprint,
+)
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_proto.identity import seal
 from headrace_proto.plane import Plane
@@ -39,14 +46,14 @@ def _report(actor: RankActor) -> RankReport:
     return msgspec.msgpack.decode(actor.report(), type=RankReport)
 
 
-def _admit(actor: RankActor) -> StartOutcome:
+def _certify(actor: RankActor) -> StartOutcome:
     request, authority = actor.certificate_request(), identities.authority()
-    admission = Admission(authority.certify(request, Plane.REPLICA, "m-0"), seal(request, authority.cache_key))
-    return msgspec.msgpack.decode(actor.admit(msgspec.msgpack.encode(admission)), type=StartOutcome)
+    credentials = RankCredentials(authority.certify(request, Plane.REPLICA, "m-0"), seal(request, authority.cache_key))
+    return msgspec.msgpack.decode(actor.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
 
 
 def _start(actor: RankActor) -> None:
-    assert not _admit(actor).error
+    assert not _certify(actor).error
     actor.start(msgspec.msgpack.encode(StartArgs()))
 
 
@@ -75,11 +82,11 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     assert _report(actor).held is True
 
 
-def test_the_admission_of_another_rank_is_refused(make: Callable[..., RankActor]) -> None:
+def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankActor]) -> None:
     one, other = make(), make()
     certificate = identities.authority().certify(one.certificate_request(), Plane.REPLICA, "m-0")
-    admission = Admission(certificate, seal(other.certificate_request(), bytes(32)))
-    outcome = msgspec.msgpack.decode(one.admit(msgspec.msgpack.encode(admission)), type=StartOutcome)
+    credentials = RankCredentials(certificate, seal(other.certificate_request(), bytes(32)))
+    outcome = msgspec.msgpack.decode(one.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
     assert "made for another process" in outcome.error and _report(one).authorities == ()
 
 

@@ -214,7 +214,7 @@ def test_a_controller_that_cannot_read_its_secrets_does_not_open(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
+def test_builds_that_are_up_are_certified_again_until_it_succeeds(
     driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
     async def run() -> None:
@@ -222,11 +222,11 @@ def test_builds_that_are_up_are_admitted_again_until_it_succeeds(
             parse_spec({"models": [{"replicas": 2}]}), driver, Membership(), partial(watch_health, identity)
         )
         supervisor.start()
-        await eventually(lambda: supervisor.reconciler.ready and len(driver.admissions) == 2)
-        driver.errors["admit"].append(RuntimeError("no reply"))
+        await eventually(lambda: supervisor.reconciler.ready and len(driver.credentials) == 2)
+        driver.errors["install_credentials"].append(RuntimeError("no reply"))
         supervisor.renew_certificates()
-        await eventually(lambda: len(driver.admissions) == 4)
-        assert sorted(driver.admissions) == sorted(2 * [ReplicaName(f"smollm2-{place}", 1) for place in range(2)])
+        await eventually(lambda: len(driver.credentials) == 4)
+        assert sorted(driver.credentials) == sorted(2 * [ReplicaName(f"smollm2-{place}", 1) for place in range(2)])
         await supervisor.stop()
 
     asyncio.run(run())

@@ -126,7 +126,7 @@ class Supervisor:
         """Every build that is up gets another certificate soon; its connections are not affected."""
         for name, build in self._builds.items():
             if build.started is not None:
-                self._spawn(name, self._admit(name))
+                self._spawn(name, self._install_credentials(name))
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -224,7 +224,8 @@ class Supervisor:
         address = build.started.address
         health = partial(self._watch, address, self._spec.health, on_health)
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
-        self._spawn(name, self._admit(name))  # the authority may have changed while it started, or be another one
+        # The authority may have changed while the build started, or be another one.
+        self._spawn(name, self._install_credentials(name))
         death = partial(self._driver.wait_for_death, name)
         cause = await self.retries.run(f"the watch over {name.replica_id}", death)
         build.ended = True
@@ -235,8 +236,8 @@ class Supervisor:
         async with self._place_locks[name.replica_id]:
             await self._clean_up(name)
 
-    async def _admit(self, name: ReplicaName) -> None:
-        await self.retries.run(f"the certificate of {name.replica_id}", partial(self._driver.admit, name))
+    async def _install_credentials(self, name: ReplicaName) -> None:
+        await self.retries.run(f"the certificate of {name.replica_id}", partial(self._driver.install_credentials, name))
 
     async def _poll_progress(self, name: ReplicaName, build: Build) -> None:
         while True:

@@ -106,7 +106,7 @@ class ReplicaDriver(Protocol):
         """Returns once the replica is ready to serve. Raises StartFailedError."""
         ...
 
-    async def admit(self, name: ReplicaName) -> None:
+    async def install_credentials(self, name: ReplicaName) -> None:
         """Gives a replica that is up another certificate. Raises when it does not reply: the call is to be repeated."""
         ...
 

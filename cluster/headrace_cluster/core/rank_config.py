@@ -25,7 +25,7 @@ class StartArgs(msgspec.Struct, frozen=True):
     gpu: int | None = None  # index among these
 
 
-class Admission(msgspec.Struct, frozen=True):
+class RankCredentials(msgspec.Struct, frozen=True):
     """What makes rank 0 a member of the cluster: the reply to its certificate request."""
 
     certificate: Certificate
@@ -50,7 +50,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     gpus: list[str]  # assigned by Ray
     fingerprint: bytes
-    authorities: tuple[bytes, ...]  # fingerprints of those that it trusts; none: it was never admitted
+    authorities: tuple[bytes, ...]  # fingerprints of those that it trusts; none: it has no certificate
     model: str
     tp: int
     pp: int

@@ -26,7 +26,13 @@ from headrace_cluster.core.driver import (
 )
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import rank_gpus, waiting_sentence
-from headrace_cluster.core.rank_config import REPLICA_CLASS, Admission, ProfileOutcome, fingerprint, replica_config
+from headrace_cluster.core.rank_config import (
+    REPLICA_CLASS,
+    ProfileOutcome,
+    RankCredentials,
+    fingerprint,
+    replica_config,
+)
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.local.run_logs import rank_log_path
@@ -136,12 +142,12 @@ class RayDriver:
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
-        await self._groups[name].admit(partial(self._admission, name))
+        await self._groups[name].install_credentials(partial(self._credentials, name))
         return await self._groups[name].start()
 
-    async def admit(self, name: ReplicaName) -> None:
+    async def install_credentials(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
-        await self._groups[name].admit(partial(self._admission, name))
+        await self._groups[name].install_credentials(partial(self._credentials, name))
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
@@ -179,10 +185,10 @@ class RayDriver:
         await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)
 
-    def _admission(self, name: ReplicaName, request: bytes) -> Admission:
+    def _credentials(self, name: ReplicaName, request: bytes) -> RankCredentials:
         authority = self._authority()
         certificate = authority.certify(request, Plane.REPLICA, name.replica_id)
-        return Admission(certificate, seal(request, authority.cache_key))
+        return RankCredentials(certificate, seal(request, authority.cache_key))
 
     # -- configuration of a rank ------------------------------------------------------------------------------
 

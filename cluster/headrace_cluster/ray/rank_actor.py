@@ -14,8 +14,8 @@ import structlog
 from headrace_cluster.core.rank_config import (
     NODE_HOST,
     REPLICA_CLASS,
-    Admission,
     ProfileOutcome,
+    RankCredentials,
     RankReport,
     StartArgs,
     StartOutcome,
@@ -97,12 +97,12 @@ class RankActor:
         """Of the key that was made here, and that never leaves this process."""
         return self._identity.request
 
-    def admit(self, encoded: bytes) -> bytes:
-        """Before `start` on rank 0, and whenever its certificate is renewed. encoded: an Admission.
+    def install_credentials(self, encoded: bytes) -> bytes:
+        """Before `start` on rank 0, and whenever its certificate is renewed. encoded: RankCredentials.
 
         Returns an encoded StartOutcome.
         """
-        return self._guarded(lambda: self._admit(msgspec.msgpack.decode(encoded, type=Admission)))
+        return self._guarded(lambda: self._install(msgspec.msgpack.decode(encoded, type=RankCredentials)))
 
     def open_rendezvous(self) -> bytes:
         """For rank 0 of several: an encoded StartOutcome with the rendezvous for the start of all ranks."""
@@ -170,10 +170,10 @@ class RankActor:
         self._started = started
         return started
 
-    def _admit(self, admission: Admission) -> StartOutcome:
-        cache_key = self._identity.unseal(admission.cache_key)
-        self._identity.install(admission.certificate)
-        self._authorities = admission.certificate.authorities
+    def _install(self, credentials: RankCredentials) -> StartOutcome:
+        cache_key = self._identity.unseal(credentials.cache_key)
+        self._identity.install(credentials.certificate)
+        self._authorities = credentials.certificate.authorities
         if self._replica is None:  # what has started keeps its key: its cache is full of hashes under it
             self._cache_key = cache_key
         return StartOutcome()

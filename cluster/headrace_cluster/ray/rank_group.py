@@ -15,7 +15,7 @@ import ray.util
 from headrace_cluster.core.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import Admission, ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.core.rank_config import ProfileOutcome, RankCredentials, StartArgs, StartOutcome
 from headrace_cluster.errors import RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
@@ -77,7 +77,7 @@ class RankGroup:
         self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
         return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
 
-    async def admit(self, issue: Callable[[bytes], Admission]) -> None:
+    async def install_credentials(self, issue: Callable[[bytes], RankCredentials]) -> None:
         """Makes rank 0, which has the server, a member of the cluster, or gives it another certificate.
 
         issue: called with its certificate request. Raises StartFailedError.
@@ -85,7 +85,7 @@ class RankGroup:
 
         async def exchange() -> bytes:
             request = await self._actors[0].certificate_request.remote()
-            encoded: bytes = await self._actors[0].admit.remote(msgspec.msgpack.encode(issue(request)))
+            encoded: bytes = await self._actors[0].install_credentials.remote(msgspec.msgpack.encode(issue(request)))
             return encoded
 
         await self._start_outcome(0, exchange())

@@ -5,7 +5,7 @@ from collections import Counter
 from headrace_router.core.errors import OverloadedError
 from headrace_router.core.limits import Limits
 
-RESERVE = 4  # a part of the capacity as large as one in this many is added for tenants that hold little
+RESERVE = 0.25  # of the capacity: is added for tenants that hold little
 
 
 class BodyBudget:
@@ -34,7 +34,7 @@ class BodyBudget:
         total, own = self.held + size, self._held_by[tenant] + size
         others = len(self._held_by.keys() - {tenant})
         in_reserve = others > 0 and own <= self.capacity // (others + 1)
-        return total <= self.capacity or (in_reserve and total <= self.capacity + self.capacity // RESERVE)
+        return total <= self.capacity or (in_reserve and total <= self.capacity + int(self.capacity * RESERVE))
 
 
 class BodyShare:

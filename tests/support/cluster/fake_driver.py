@@ -24,7 +24,7 @@ class FakeDriver:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
         self.held: dict[ReplicaName, bool] = {}  # of drains: whether an operator drained it
-        self.admissions: list[ReplicaName] = []  # certificates of builds that are up
+        self.credentials: list[ReplicaName] = []  # certificates of builds that are up
         self.failures: list[StartFailedError] = []  # of the next starts
         self.refusals: list[PlacementError] = []  # of the next launches
         self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
@@ -88,9 +88,9 @@ class FakeDriver:
             raise self.failures.pop(0)
         return self.replicas[name].start()
 
-    async def admit(self, name: ReplicaName) -> None:
-        self._fail("admit")
-        self.admissions.append(name)
+    async def install_credentials(self, name: ReplicaName) -> None:
+        self._fail("install_credentials")
+        self.credentials.append(name)
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         self._fail("progress")

@@ -26,7 +26,7 @@ class RankProcess:
         self.pid = pid
         self.node = node
         self.started: ReplicaStarted | None = None
-        self.authorities: tuple[bytes, ...] = ()  # that it trusts since it was admitted
+        self.authorities: tuple[bytes, ...] = ()  # that it trusts since it has a certificate
         self.loaded = False
         self.draining = False
         self.held: bool | None = None

@@ -130,7 +130,7 @@ class SimDriver:
             if len(started) == len(ranks):
                 return started[0]
 
-    async def admit(self, name: ReplicaName) -> None:
+    async def install_credentials(self, name: ReplicaName) -> None:
         def install(rank: RankProcess) -> bool:
             rank.authorities = AUTHORITIES
             return True

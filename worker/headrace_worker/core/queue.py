@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.request import Request
 
-REMOVED = 16  # entries of removed requests that a heap may have besides as many as it has members
+MAX_REMOVED = 16  # entries of removed requests that a heap may have besides as many as it has members
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class WaitingQueue:
         own.count -= 1
         while own.heap and id(own.heap[0][3]) not in self._members:
             heappop(own.heap)
-        if len(own.heap) > 2 * own.count + REMOVED:
+        if len(own.heap) > 2 * own.count + MAX_REMOVED:
             own.heap = [entry for entry in own.heap if id(entry[3]) in self._members]
             heapify(own.heap)
         if not own.count:

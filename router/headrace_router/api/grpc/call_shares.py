@@ -1,4 +1,4 @@
-"""How many calls one tenant may have open, so that others find a place, on their connections, too."""
+"""How many calls one tenant may have open, on all its connections together, so that others can call, too."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ class CallShares:
 
     def __init__(self, calls: int) -> None:
         """calls: of all tenants at a time."""
-        self._most = max(1, calls // TENANT_SHARE)
+        self._most = max(1, int(calls * TENANT_SHARE))
         self._open: Counter[str] = Counter()
 
     def limited(self, handler: Any, tenant: str) -> Any:

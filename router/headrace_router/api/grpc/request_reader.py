@@ -50,7 +50,7 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
             )
         if handler.stream_stream is not None and handler.request_deserializer is not None:
             return grpc.stream_stream_rpc_method_handler(
-                self._both(handler), response_serializer=handler.response_serializer
+                self._bidirectional(handler), response_serializer=handler.response_serializer
             )
         return handler
 
@@ -74,7 +74,7 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _both(self, handler: Any) -> Any:
+    def _bidirectional(self, handler: Any) -> Any:
         async def parsed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async for data in requests:
                 yield await _parse(handler, data, context)

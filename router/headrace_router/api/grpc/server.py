@@ -35,7 +35,7 @@ class GrpcServer:
         """Listens; returns the port. Raises ListenError."""
         limits = self._services.config.limits
         # One tenant alone may have as many requests as are admitted.
-        requests = TENANT_SHARE * (limits.max_concurrent_requests + limits.max_queued_requests)
+        requests = int((limits.max_concurrent_requests + limits.max_queued_requests) / TENANT_SHARE)
         calls = requests + OPEN_STREAMS + SHORT_CALLS
         keys = KeyInterceptor(self._services.auth, CallShares(calls))
         self._server = grpc.aio.server(

@@ -3,7 +3,7 @@
 import ipaddress
 from collections import Counter
 
-TENANT_SHARE = 2
+TENANT_SHARE = 0.5  # of what all may have, for one tenant
 IPV6_NETWORK = 64  # bits: one client can use any address of its /64
 
 
@@ -38,12 +38,12 @@ class ConnectionCounter:
     def assign(self, tenant: str, previous: str | None) -> bool:
         """A connection has sent a tenant's key, and `previous`'s before; False = the tenant has more than its share.
 
-        Such a connection is closed once its request is answered, so that others find a place.
+        Such a connection is closed once its request is answered, so that others can connect.
         """
         if tenant != previous:
             self.unassign(previous)
             self._per_tenant[tenant] += 1
-        return self._per_tenant[tenant] <= max(1, self._connections // TENANT_SHARE)
+        return self._per_tenant[tenant] <= max(1, int(self._connections * TENANT_SHARE))
 
     def unassign(self, tenant: str | None) -> None:
         """A connection of the tenant has ended."""

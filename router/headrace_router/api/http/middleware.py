@@ -48,14 +48,14 @@ class RequestMiddleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         label = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16).encode()
-        started = crowded = False
+        started = over_share = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
-                if crowded or body_is_unread():
+                if over_share or body_is_unread():
                     message["headers"].append((b"connection", b"close"))  # the rest of the body is not read
             await send(message)
 
@@ -65,7 +65,7 @@ class RequestMiddleware:
         try:
             self._check_host(headers.get(b"host"))
             tenant = state["tenant"] = self._tenant(scope, headers)
-            crowded = tenant is not None and not self._auth.open and not state["assign_connection"](tenant.name)
+            over_share = tenant is not None and not self._auth.open and not state["assign_connection"](tenant.name)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             if not started:
