@@ -21,7 +21,7 @@ import machine
 from serving import VOCABULARY, Request, ask, own_server, percentile
 
 KEYS = {"quiet": "quiet-tenant-key", "flood": "flood-tenant-key"}
-SETTLE_SECONDS = 5.0
+PAUSE_SECONDS = 5.0
 QUIET, FLOOD = (128, 8), (256, 64)  # tokens in and out
 
 
@@ -50,7 +50,7 @@ async def flooding(session: aiohttp.ClientSession, model: str, count: int, rando
     tasks = [asyncio.create_task(repeat()) for _ in range(count)]
     try:
         if tasks:
-            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
         yield
         if failed := next((task for task in tasks if task.done()), None):
             failed.result()

@@ -112,7 +112,7 @@ class _Root:
     """The authority of one secret: the same key and name wherever it is derived."""
 
     def __init__(self, secret: bytes) -> None:
-        # Everyone who connects sees a signature of this key and can test guesses of the secret with it: a slow
+        # Each peer that connects receives a signature of this key and can test guesses of the secret with it: a slow
         # derivation makes each guess expensive. 48 bytes, so that the remainder is uniform.
         derived = hashlib.scrypt(secret, salt=_SALT, n=1 << 14, r=8, p=1, dklen=48)
         curve = ec.SECP256R1()

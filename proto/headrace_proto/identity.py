@@ -93,13 +93,13 @@ class Identity:
         return time.time() > self._expires
 
     def is_due(self, authorities: Sequence[bytes]) -> bool:
-        """Whether another certificate is needed. authorities: the fingerprints of those that are valid now."""
+        """Whether another certificate is needed. authorities: the fingerprints of the valid ones."""
         # The clock of renewals may have stood still while the machine slept; the date is what peers check.
         late = self._clock() >= self._renew_at or self.expired
         return late or self.certificate.authorities != tuple(authorities)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that accepts members of the cluster only; `CallerInterceptor` knows which may call what."""
+        """For a server that accepts members of the cluster only; `CallerInterceptor` decides which may call what."""
         return reloading_credentials(lambda: self.certificate, self._server_configuration, require_client=True)
 
     def channel(self, address: str, peer: Plane, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:

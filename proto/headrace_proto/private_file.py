@@ -1,8 +1,8 @@
 """Files and folders with keys, secrets and state: used only if no other user can change them, or read a secret.
 
-`ssh` has the same rule. Two cases are wider, since who mounts or owns a file decides its mode there: Kubernetes and
-Docker mount Secrets read-only, owned by root and by default readable by all; and root may give a file to the group of
-a service (0640 root:service).
+`ssh` has the same rule. Two kinds of files are accepted besides: files of root that all can read, mounted read-only, as
+Kubernetes and Docker mount Secrets by default; and files of root that the group of a service can read (0640
+root:service).
 """
 
 import os

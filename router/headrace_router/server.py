@@ -200,7 +200,7 @@ class RouterServer:
         return any(replica.connected for replica in self.services.fleet.replicas)
 
     def _keep_credentials(self, tenant_key: bytes) -> None:
-        """For the next start: those in the file expire, and salts stay the same until then. An empty key: as before."""
+        """For the next start: credentials expire, and salts stay the same until then. An empty key: as before."""
         path = self.config.credentials_file
         if path is None:
             return

@@ -1,4 +1,4 @@
-"""The cluster's secrets: where they are read, who receives them, and how they are replaced while the cluster runs."""
+"""The cluster's secrets: where they are read, which processes receive them, and how they are replaced meanwhile."""
 
 import asyncio
 import os

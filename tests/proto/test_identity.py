@@ -1,4 +1,4 @@
-"""Mutual TLS between planes: who is accepted, as what, and what a stranger learns (docs/reliability.md R20)."""
+"""Mutual TLS between planes: which peers are accepted, as what, and what others receive (docs/reliability.md R20)."""
 
 import asyncio
 import socket
@@ -151,7 +151,7 @@ def test_a_member_of_another_plane_cannot_pose_as_a_replica(plane: Plane) -> Non
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[str, bytearray]]:
+def listener() -> Iterator[tuple[str, bytearray]]:
     """Listens on an address that a list may still name, and records all that it receives."""
     received = bytearray()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -178,8 +178,10 @@ def stranger() -> Iterator[tuple[str, bytearray]]:
     thread.join(5)
 
 
-def test_a_stranger_at_a_listed_address_receives_a_handshake_only(stranger: tuple[str, bytearray]) -> None:
-    address, received = stranger
+def test_an_unauthenticated_peer_at_a_listed_address_receives_a_handshake_only(
+    listener: tuple[str, bytearray],
+) -> None:
+    address, received = listener
     caller = member(Plane.ROUTER, name="a-name-in-the-certificate")
     assert asyncio.run(_call(caller, address, "Describe")) in REFUSED
     assert received[:1] == b"\x16", "a TLS handshake, not the text of HTTP/2"

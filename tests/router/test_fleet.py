@@ -24,7 +24,7 @@ from headrace_router.core.errors import NoReplicaError, RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import LeastLoad
-from headrace_router.core.policy.rebalance import PAUSE_SECONDS, SETTLE_SECONDS
+from headrace_router.core.policy.rebalance import AFTER_LOSS_SECONDS, PAUSE_SECONDS
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.step_speed import LONGEST_PROBE_PAUSE, PROBE_SHARE
 
@@ -202,7 +202,7 @@ def test_nothing_is_rebalanced_shortly_after_a_loss() -> None:
     busy = {"running": 8, "waiting": 2, "kv_usage": 0.9}
     cluster.fleet.rebalance(cluster.now)
     cluster.links[2].close()
-    for _ in range(round(SETTLE_SECONDS / STEP) - 1):
+    for _ in range(round(AFTER_LOSS_SECONDS / STEP) - 1):
         cluster.run(STEP, r0=busy, r1={"kv_usage": 0.1})
         cluster.fleet.rebalance(cluster.now)
         assert attempt.open

@@ -102,11 +102,11 @@ REQUESTS = st.one_of(
 def _send_http(target: Harness, sent: bytes) -> None:
     assert target.router is not None
     received = b""
-    stranger = socket.create_connection(("127.0.0.1", target.router.http_port), 5)
-    with stranger, contextlib.suppress(ConnectionError, TimeoutError):
-        stranger.sendall(sent)
-        stranger.settimeout(0.02)  # for an answer; an incomplete request has none
-        while piece := stranger.recv(1 << 16):
+    client = socket.create_connection(("127.0.0.1", target.router.http_port), 5)
+    with client, contextlib.suppress(ConnectionError, TimeoutError):
+        client.sendall(sent)
+        client.settimeout(0.02)  # for an answer; an incomplete request has none
+        while piece := client.recv(1 << 16):
             received += piece
     assert all(int(status) < 500 for status in STATUS.findall(received)), received
     assert not any(leak in received for leak in LEAKS)

@@ -126,11 +126,11 @@ def test_a_client_certificate_is_required(
 ) -> None:
     clients = Authority(tmp_path, "clients")
     router = start(client_ca=clients.file, metrics_port=0)
-    member, stranger = clients.issue("member"), authority.issue("stranger")
+    member, foreign = clients.issue("member"), authority.issue("foreign")
     with _openai(router, _context(authority, member)) as client:
         assert client.chat.completions.create(**BODY).choices[0].message.content == expected_reply
     assert _generate(harness, authority, member) == expected_reply
-    for pair in (None, stranger):
+    for pair in (None, foreign):
         with pytest.raises(openai.APIConnectionError), _openai(router, _context(authority, pair)) as client:
             client.models.list()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -168,10 +168,10 @@ def test_what_is_no_tls_is_closed_without_harm(start: Any, authority: Authority)
         b"\x00" * 9,
     ):
         for port in (router.http_port, router.grpc_port):
-            with socket.create_connection(("127.0.0.1", port), 5) as stranger, contextlib.suppress(ConnectionError):
-                stranger.sendall(sent)
+            with socket.create_connection(("127.0.0.1", port), 5) as client, contextlib.suppress(ConnectionError):
+                client.sendall(sent)
                 received = b""
-                while piece := stranger.recv(4096):
+                while piece := client.recv(4096):
                     received += piece
                 assert b"HTTP/1.1 200" not in received and b"Traceback" not in received
     with _openai(router, _context(authority)) as client:

@@ -75,7 +75,7 @@ def test_where_text_may_vanish_no_bound_is_known(change: dict[str, Any]) -> None
     assert reach_of(tokenizer) is None
 
 
-def test_an_added_token_that_takes_in_white_space_has_no_bound() -> None:
+def test_an_added_token_that_includes_white_space_has_no_bound() -> None:
     spec = json.loads(make().to_str())
     spec["added_tokens"][0]["rstrip"] = True
     assert token_reach(spec) is None

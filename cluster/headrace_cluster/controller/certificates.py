@@ -39,7 +39,7 @@ class ControllerCertificates:
         self._certify()
 
     async def keep(self, on_renewal: Callable[[], None]) -> None:
-        """Renews this process's certificate in time, until cancelled. on_renewal: those of replicas are due, too."""
+        """Renews this process's certificate in time, until cancelled. on_renewal: replicas need others then, too."""
         while True:
             await asyncio.sleep(DUE_SECONDS)
             if self._identity.is_due(self._authority.fingerprints):

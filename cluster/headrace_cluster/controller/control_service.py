@@ -19,7 +19,7 @@ from headrace_proto.plane import Plane
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Serves the member list, listens to what routers hear, and renews their certificates."""
+    """Serves the member list, receives the reports of routers, and renews their certificates."""
 
     def __init__(self, membership: Membership, authority: Callable[[], ClusterAuthority]) -> None:
         """authority: the current one."""
@@ -38,7 +38,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             self._membership.routers.pop(registration, None)
 
     async def Report(self, request: pb.RouterReport, context: Any) -> pb.RouterReportReply:
-        """A router reports which replicas it hears."""
+        """A router reports from which replicas it receives messages."""
         await _check_name(request.router_id, context)
         self._membership.report(request)
         return pb.RouterReportReply(authorities=self._authority().fingerprints)

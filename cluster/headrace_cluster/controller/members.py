@@ -34,7 +34,7 @@ class Membership:
         self.router_reports = RouterReports()
 
     def report(self, report: pb.RouterReport) -> None:
-        """A router says which replicas it hears."""
+        """A router reports from which replicas it receives messages."""
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
         self.router_reports.report(report.router_id, heard, self._clock())
 

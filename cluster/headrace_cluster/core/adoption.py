@@ -55,7 +55,7 @@ def choose_builds(
     """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
     reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
-    of each replica of the spec. authorities: fingerprints of those that this controller has. Raises AdoptionError when
+    of each replica of the spec. authorities: the fingerprints that this controller has. Raises AdoptionError when
     what serves would be ended by mistake.
     """
     _check_silence(reports)
@@ -95,7 +95,7 @@ def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
 
 
 def _check_silence(reports: Reports) -> None:
-    """One rank that does not reply has failed. When many do not, it is this controller that does not hear."""
+    """One rank that does not reply has failed. When many do not, this controller may be cut off."""
     silent = [name for name, report in reports.items() if report is None]
     if len(silent) > 1 and 2 * len(silent) >= len(reports):
         raise AdoptionError(

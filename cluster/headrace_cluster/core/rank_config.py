@@ -50,7 +50,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     gpus: list[str]  # assigned by Ray
     fingerprint: bytes
-    authorities: tuple[bytes, ...]  # fingerprints of those that it trusts; none: it has no certificate
+    authorities: tuple[bytes, ...]  # their fingerprints, if it trusts them; none: it has no certificate
     model: str
     tp: int
     pp: int

@@ -134,7 +134,7 @@ class Reconciler:
         return following
 
     def resume(self, gap: float, now: float) -> None:
-        """The caller was paused for `gap` seconds and heard nothing meanwhile: they do not count for any replica."""
+        """The caller was paused for `gap` seconds and received nothing meanwhile: they do not count for any replica."""
         for record in self.builds():
             record.since = min(now, record.since + gap)
             record.last_health = min(now, record.last_health + gap)
@@ -152,7 +152,7 @@ class Reconciler:
         if record is None:
             return
         record.last_health = now
-        # "Every router" means nothing before those of the last controller are registered at this one.
+        # The routers of the last controller may not be registered at this one yet.
         record.connected = (record.connected or now) if connected and now >= self._routers_known_at else None
         record.silence_limit = stall_limit(step_seconds, self._health.silence_seconds)
         if state is State.READY:

@@ -102,7 +102,7 @@ class RouterProcess:
     def __init__(
         self, configure: Callable[..., RouterConfig], secrets: ClusterSecrets, label: str = "the router"
     ) -> None:
-        """configure: `router_config` for credentials and ports. secrets: of the cluster, for those of each start."""
+        """configure: `router_config` for credentials and ports. secrets: make the credentials of each start."""
         self._configure = configure
         self._secrets = secrets
         self._ports: dict[str, int | None] = {}  # that are other than those of the spec
@@ -126,7 +126,7 @@ class RouterProcess:
         """Starts the process under a new id; the controller lists it once it serves."""
         self._config = config = self._configure(new_credentials(self._secrets), **self._ports)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
-        # -P: no module of this folder, which may be anybody's.
+        # -P: it imports no module of the current folder, which any user may have written.
         program = [sys.executable, "-P", "-m", "headrace_cluster"]
         command = [*program, "router", "--config-stdin", "--parent", str(os.getpid())]
         self._process = subprocess.Popen(

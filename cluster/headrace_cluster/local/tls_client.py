@@ -25,8 +25,8 @@ def pinned(cert: Path) -> ssl.SSLContext:
     try:
         found = _CERTIFICATE.search(cert.read_text(encoding="ascii"))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # no other certificate is accepted: its names prove nothing more
-        # It is the server's own file: its dates prove nothing more, either.
+        context.check_hostname = False  # no other certificate is accepted, so its names are not needed
+        # Its dates are not needed, either: the file is the server's own.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
         context.load_verify_locations(cadata=found[0] if found is not None else "")
     except (OSError, ValueError) as error:
@@ -36,7 +36,7 @@ def pinned(cert: Path) -> ssl.SSLContext:
 
 
 def trusted(ca: Path | None, client_cert: Path | None = None) -> ssl.SSLContext:
-    """Accepts certificates for the host's name, of the authorities in `ca`; None = those that this machine trusts.
+    """Accepts certificates for the host's name, of the authorities in `ca`; None = those of this machine.
 
     Raises CertificateError.
     """

@@ -57,7 +57,7 @@ class Controller:
             log_folder=args.log_folder,
         )
         self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, identity))
-        self._servers = contextlib.AsyncExitStack()  # those that listen
+        self._servers = contextlib.AsyncExitStack()  # that listen
         self._stop_requested = False
         self._record = ClusterRecord(spec.cluster)
         self._keeping: asyncio.Task[None] | None = None

@@ -69,7 +69,7 @@ class TlsFiles:
             self._loaded = load_tls_files(self._config)
         except (HeadraceError, OSError) as error:  # it is tried again: the cause may be a lack of descriptors
             if version != self._refused:
-                log.warning(f"the TLS files changed and are not used: {error}; those that were read before stay in use")
+                log.warning(f"the TLS files changed and are not used: {error}; the earlier ones stay in use")
             self._refused = version
         else:
             self._seen = version

@@ -102,12 +102,12 @@ class Fleet(Generic[C]):
         self.sweep()
 
     def report(self, router_id: str) -> RouterReport:
-        """Which replicas this router hears, for the controller."""
-        heard = [
+        """From which replicas this router receives messages, for the controller."""
+        replicas = [
             HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
             for replica in self.replicas
         ]
-        return RouterReport(router_id=router_id, replicas=heard)
+        return RouterReport(router_id=router_id, replicas=replicas)
 
     def maintain(self) -> None:
         """Called several times a second: finds slow replicas, and moves the attempts of a stalled one to others."""

@@ -1,4 +1,4 @@
-"""Watches the controller's member list, which also registers this router there, and reports what this router hears."""
+"""Watches the controller's member list, which also registers this router, and reports which replicas are silent."""
 
 import asyncio
 import random
@@ -73,7 +73,7 @@ async def watch_controller(
 
 
 async def _report(stub: Any, router_id: str, certificate: RouterCertificate, fleet: Fleet[ModelCard]) -> None:
-    """Sends the controller which replicas this router hears, until cancelled, or until it does not know the call.
+    """Reports to the controller from which replicas this router receives, until cancelled, or if it has no such call.
 
     Its replies show when this router needs another certificate.
     """

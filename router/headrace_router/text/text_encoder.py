@@ -73,7 +73,7 @@ class TextEncoder:
             if spans and not traced:
                 self._context.check_tokens(len(ids), param)  # the text grows with each control token
                 traced = prompt.trace()
-            # A control token without a place in the text may be anyone's.
+            # A control token whose place in the text is not known counts as the user's.
             spans = [(start, end) for start, end in spans if start == end or prompt.is_user(traced[start:end])]
             if not spans:
                 return [token_id for token_id in ids if token_id != self._cut_id]

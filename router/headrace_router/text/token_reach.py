@@ -14,7 +14,7 @@ def token_reach(spec: dict[str, Any]) -> int | None:
     """The most characters of a text that become one token of a tokenizer.json; None where no bound is known.
 
     Known: byte-pair encoding that has a token for every byte, so that nothing is dropped or merged as unknown, and
-    steps before it that remove nothing. Added tokens count as long as they are; one that takes in the white space
+    steps before it that remove nothing. Added tokens count as long as they are; one that includes the white space
     around it has no bound.
     """
     model, added = spec.get("model") or {}, spec.get("added_tokens") or []

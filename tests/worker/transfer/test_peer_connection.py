@@ -119,7 +119,7 @@ def test_an_unexpected_chunk_ends_the_pair(
 
 
 def test_a_changed_byte_or_another_key_is_detected() -> None:
-    """A stranger on the network can compute any checksum, and no MAC."""
+    """An unauthenticated peer on the network can compute any checksum, and no MAC."""
     key = bytes(32)
     piece = torch.arange(64, dtype=torch.uint8)
     sent = PieceMac(key)

@@ -1,4 +1,4 @@
-"""Requests that wait for a row, fair among tenants; those of one tenant in order of priority and arrival."""
+"""Requests that wait for a row, fair among tenants; of one tenant in order of priority and arrival."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.request import Request
 
-MAX_REMOVED = 16  # entries of removed requests that a heap may have besides as many as it has members
+MAX_REMOVED = 16  # entries of removed requests that a heap may have, besides one for each member
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class WaitingQueue:
     """A priority queue per tenant. A preempted request keeps its arrival time and so is its tenant's first.
 
     Between tenants: the more urgent priority, then the tenant that runs fewer requests, then the one that was served
-    fewer tokens (virtual token counters: Sheng et al., OSDI 2024). A tenant that begins to wait has at least as many
-    as those that do, so that time without requests is no credit.
+    fewer tokens (virtual token counters: Sheng et al., OSDI 2024). When a tenant begins to wait, its
+    count is raised to the lowest of the tenants that wait: it gains nothing from the time before.
     """
 
     def __init__(self, running: Mapping[bytes, int]) -> None:

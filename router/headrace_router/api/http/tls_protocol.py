@@ -55,7 +55,7 @@ class Handshakes:
 class TlsProtocol(asyncio.Protocol):
     """A connection until its handshake is done; the protocol that serves it gets the connection then.
 
-    asyncio's servers know a connection from the end of its handshake on, and would bound neither number nor time.
+    asyncio's servers call a protocol when its handshake is done, and would bound neither number nor time before.
     """
 
     transport: asyncio.Transport

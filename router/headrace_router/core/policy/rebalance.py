@@ -21,7 +21,7 @@ COLD_USAGE = 0.6  # KV in use at most on the replica that a stream moves to
 USAGE_STEP = 0.2  # at least this much less than on the replica that it leaves
 FEWER_STREAMS = 4
 SLOWER_STEPS = 1.5
-SETTLE_SECONDS = 5.0  # after a loss, without moves: the streams of the lost replica arrive at the others
+AFTER_LOSS_SECONDS = 5.0  # after a loss, without moves: the streams of the lost replica arrive at the others
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class Rebalancer:
     _preempted_at: dict[tuple[str, int], float] = field(default_factory=dict)
     _due: dict[tuple[str, int], float] = field(default_factory=dict)  # of the next move away from a replica
     _not_before: dict[tuple[str, int], float] = field(default_factory=dict)
-    _settled_at: float = 0.0
+    _paused_until: float = 0.0
 
     def replica_lost(self, now: float) -> None:
-        """Pauses all moves for SETTLE_SECONDS."""
-        self._settled_at = now + SETTLE_SECONDS
+        """Pauses all moves for AFTER_LOSS_SECONDS."""
+        self._paused_until = now + AFTER_LOSS_SECONDS
 
     def choose_moves(self, members: Sequence[Candidate], now: float) -> list[tuple[int, int]]:
         """Pairs of member indices (from, to): one stream should move for each."""
@@ -45,7 +45,7 @@ class Rebalancer:
         for index, member in enumerate(members):
             key = member.build
             short_of_kv = self._is_short_of_kv(member, now)
-            if member.load.running < 2 or now < max(self._settled_at, self._not_before.get(key, 0.0)):
+            if member.load.running < 2 or now < max(self._paused_until, self._not_before.get(key, 0.0)):
                 continue
             free = [other for other in range(len(members)) if other != index and _has_capacity(members[other].load)]
             fit = [

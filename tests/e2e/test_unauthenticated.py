@@ -1,4 +1,4 @@
-"""Every listening socket of a cluster is in docs/sockets.md, and bytes of strangers do no harm at any of them."""
+"""Every listening socket of a cluster is in docs/sockets.md; bytes of unauthenticated clients do no harm at any."""
 
 import contextlib
 import random
@@ -28,9 +28,9 @@ def _hello() -> bytes:
     return sent.read()
 
 
-STRANGERS = {
+BYTES = {
     "random": random.Random(0).randbytes(4096),
-    "HTTP": b"GET / HTTP/1.1\r\nhost: stranger.example\r\n\r\n",
+    "HTTP": b"GET / HTTP/1.1\r\nhost: unknown.example\r\n\r\n",
     "TLS": _hello(),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff" * 64,
     "garbage": b"\xff" * (1 << 20),
@@ -48,12 +48,12 @@ def _owner(process: str, owners: Counter[str]) -> str:
 
 
 def _send(port: int, sent: bytes) -> None:
-    with socket.socket() as stranger, contextlib.suppress(OSError):
-        stranger.settimeout(1)
-        stranger.connect(("127.0.0.1", port))
-        stranger.sendall(sent)
-        stranger.settimeout(0.3)
-        stranger.recv(4096)
+    with socket.socket() as client, contextlib.suppress(OSError):
+        client.settimeout(1)
+        client.connect(("127.0.0.1", port))
+        client.sendall(sent)
+        client.settimeout(0.3)
+        client.recv(4096)
 
 
 def test_every_socket_is_in_the_table_and_no_bytes_do_harm(
@@ -81,8 +81,8 @@ def test_every_socket_is_in_the_table_and_no_bytes_do_harm(
     streaming.start()
     try:
         eventually(lambda: bool(beside) and beside[0].events > 2, 60, "that a stream runs")
-        with ThreadPoolExecutor(8) as strangers:
-            work = [strangers.submit(_send, entry.port, sent) for entry in listening for sent in STRANGERS.values()]
+        with ThreadPoolExecutor(8) as clients:
+            work = [clients.submit(_send, entry.port, sent) for entry in listening for sent in BYTES.values()]
             for each in work:
                 each.result()
     finally:
