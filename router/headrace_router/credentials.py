@@ -10,10 +10,8 @@ from typing import Self
 import msgspec
 from cryptography import x509
 
-from headrace_proto.authority import ClusterAuthority
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_proto.private_file import read_private
 
 
@@ -26,13 +24,6 @@ class RouterCredentials(msgspec.Struct, frozen=True):
 
     identity: bytes  # a saved Identity
     tenant_key: bytes  # from which the tenants' salts are derived: the same for all routers
-
-    @classmethod
-    def issue(cls, authority: ClusterAuthority, name: str) -> Self:
-        """For a new router."""
-        identity = Identity()
-        identity.install(authority.certify(identity.request, Plane.ROUTER, name))
-        return cls(identity.save(), authority.tenant_key)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:

@@ -15,10 +15,10 @@ from headrace_cluster.launch.router_process import (
     RouterProcess,
     decode_config,
     encode_config,
-    new_credentials,
     router_config,
 )
 from headrace_cluster.local.ports import is_taken
+from headrace_cluster.local.router_credentials import new_credentials
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_router.config import RouterConfig

@@ -24,14 +24,14 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.view import ControllerSecrets, Opened
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch import running_cluster
-from headrace_cluster.launch.router_process import issuer
 from headrace_cluster.launch.serve import Serve
+from headrace_cluster.local.authority import ClusterAuthority
+from headrace_cluster.local.router_credentials import issue_credentials, issuer
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray.controller_actor import ControllerActor
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc
-from headrace_proto.authority import ClusterAuthority
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity, seal
@@ -240,7 +240,7 @@ def test_a_router_has_the_id_of_its_credentials(tmp_path: Path, monkeypatch: pyt
         started.append(config)
         return 0
 
-    RouterCredentials.issue(identities.authority(), "router-7").write(path)
+    issue_credentials(identities.authority(), "router-7").write(path)
     monkeypatch.setattr("headrace_cluster.cli.router._run", run)
     run_router(parse_spec({}), "127.0.0.1:1", path)
     assert [config.router_id for config in started] == ["router-7"]

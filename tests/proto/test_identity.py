@@ -10,16 +10,14 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from headrace_proto import control_pb2, replica_pb2, replica_pb2_grpc
-from headrace_proto.authority import (
+from headrace_cluster.local.authority import (
     LIFETIME_SECONDS,
     RENEW_SECONDS,
-    CertificateRequestError,
     ClusterAuthority,
 )
+from headrace_proto import control_pb2, replica_pb2, replica_pb2_grpc
 from headrace_proto.callers import CALLERS, CallerInterceptor
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
 from headrace_proto.identity import Identity, SealedMessageError, seal
@@ -226,14 +224,6 @@ def test_a_process_that_was_cut_off_during_a_rotation_still_verifies_the_others(
     asyncio.run(run())
 
 
-def test_a_member_cannot_certify_others() -> None:
-    """A leaf is no authority, whatever its chain contains."""
-    inner = member(Plane.ROUTER)
-    chain = x509.load_pem_x509_certificate(inner.certificate.chain.encode())
-    constraints = chain.extensions.get_extension_for_class(x509.BasicConstraints)
-    assert constraints.critical and not constraints.value.ca
-
-
 def test_a_certificate_is_due_after_a_third_of_its_life() -> None:
     now, issued = 1000.0, authority()
     router = Identity(clock=lambda: now)
@@ -253,42 +243,6 @@ def test_an_expired_certificate_is_due_whatever_the_clock_of_renewals_says() -> 
     assert router.is_due(past.fingerprints)
 
 
-def test_a_certificate_is_valid_on_a_machine_whose_clock_is_slow() -> None:
-    """Else a controller with a fast clock would cut off members that serve, and take them for lost."""
-    ahead = ClusterAuthority((SECRET,), lambda: time.time() + 86_400)
-    issued = ahead.certify(Identity().request, Plane.ROUTER, "r").chain.encode()
-    assert x509.load_pem_x509_certificate(issued).not_valid_before_utc.timestamp() < time.time()
-
-
-def test_the_same_secret_is_the_same_authority() -> None:
-    first, second = ClusterAuthority((SECRET,)), ClusterAuthority((SECRET,))
-    assert first.fingerprints == second.fingerprints != authority((OTHER,)).fingerprints
-    assert first.cache_key == second.cache_key != authority((OTHER,)).cache_key
-    assert first.tenant_key == second.tenant_key != first.cache_key
-
-
-def _rsa_request() -> bytes:
-    key = rsa.generate_private_key(65537, 2048)
-    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
-    return request.public_bytes(serialization.Encoding.PEM)
-
-
-def _changed_request() -> bytes:
-    """Another key than the one that signed."""
-    first, second = (x509.load_pem_x509_csr(Identity().request) for _ in range(2))
-    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    encoded = first.public_bytes(serialization.Encoding.DER).replace(
-        first.public_key().public_bytes(*form), second.public_key().public_bytes(*form)
-    )
-    return x509.load_der_x509_csr(encoded).public_bytes(serialization.Encoding.PEM)
-
-
-@pytest.mark.parametrize("request_", [b"", b"no PEM", _rsa_request(), _changed_request()])
-def test_a_request_without_proof_of_its_key_is_refused(request_: bytes) -> None:
-    with pytest.raises(CertificateRequestError, match="P-256"):
-        authority().certify(request_, Plane.ROUTER, "r")
-
-
 def test_a_saved_identity_is_the_same_member() -> None:
     identity = member(Plane.ROUTER)
     again = Identity.restore(identity.save())
@@ -305,13 +259,3 @@ def test_a_sealed_message_is_read_by_its_receiver_only() -> None:
             receiver.unseal(changed)
     with pytest.raises(SealedMessageError, match="start this one again"):
         other.unseal(sealed)
-
-
-def test_members_are_those_of_valid_secrets_until_they_expire() -> None:
-    now = 1_800_000_000.0
-    ours = ClusterAuthority((SECRET,), lambda: now)
-    chain = ours.certify(Identity().request, Plane.ROUTER, "r").chain.encode()
-    assert ours.is_member(chain) and ClusterAuthority((OTHER, SECRET), lambda: now).is_member(chain)
-    assert not ClusterAuthority((OTHER,), lambda: now).is_member(chain)
-    assert not ClusterAuthority((SECRET,), lambda: now + LIFETIME_SECONDS + 1).is_member(chain)
-    assert not ours.is_member(b"") and not ours.is_member(chain[:100])

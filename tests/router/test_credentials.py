@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_proto.authority import LIFETIME_SECONDS, ClusterAuthority
+from headrace_cluster.local.authority import LIFETIME_SECONDS, ClusterAuthority
+from headrace_cluster.local.router_credentials import issue_credentials
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
 from headrace_proto.private_file import PrivateFileError
@@ -17,7 +18,7 @@ YEAR_2026 = 1.77e9
 
 
 def test_a_file_of_credentials_is_private_and_complete(tmp_path: Path) -> None:
-    path, made = tmp_path / "credentials", RouterCredentials.issue(identities.authority(), "r")
+    path, made = tmp_path / "credentials", issue_credentials(identities.authority(), "r")
     made.write(path)
     assert path.stat().st_mode & 0o777 == 0o600 and [entry.name for entry in tmp_path.iterdir()] == ["credentials"]
     assert RouterCredentials.read(path) == made and made.tenant_key == identities.authority().tenant_key
@@ -36,7 +37,7 @@ def test_a_file_that_is_none_or_old_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CredentialsError, match="`headrace credentials` makes them"):
             RouterCredentials.read(path)
     past = ClusterAuthority((identities.SECRET,), clock=lambda: YEAR_2026 - LIFETIME_SECONDS)
-    RouterCredentials.issue(past, "r").write(path)
+    issue_credentials(past, "r").write(path)
     with pytest.raises(CredentialsError, match="have expired"):
         RouterCredentials.read(path)
 

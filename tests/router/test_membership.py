@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto.authority import ClusterAuthority
+from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.callers import CallerInterceptor
 from headrace_proto.control_pb2 import (
     Member,

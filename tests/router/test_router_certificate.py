@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from pydantic import SecretBytes
 
-from headrace_proto.authority import LIFETIME_SECONDS, ClusterAuthority
+from headrace_cluster.local.authority import LIFETIME_SECONDS, ClusterAuthority
+from headrace_cluster.local.router_credentials import issue_credentials
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_proto.plane import Plane
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
-from headrace_router.credentials import RouterCredentials
 from headrace_router.replicas import router_certificate
 from headrace_router.replicas.membership import watch_controller
 from headrace_router.replicas.router_certificate import CertificateRefusedError, RouterCertificate
@@ -113,7 +113,7 @@ def test_streams_of_a_router_finish_before_it_ends_for_its_certificate(make_repl
         await replica.start()
         soon = ClusterAuthority((identities.SECRET,), clock=lambda: time.time() - LIFETIME_SECONDS + 2)
         members = (StaticMember(address=replica.address, replica_id="r0"),)
-        credentials = SecretBytes(RouterCredentials.issue(soon, "r").encode())
+        credentials = SecretBytes(issue_credentials(soon, "r").encode())
         config = RouterConfig(port=0, grpc_port=None, members=members, credentials=credentials, shutdown_seconds=0)
         router = RouterServer(config)
         await router.start()

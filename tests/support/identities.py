@@ -5,10 +5,10 @@ from functools import cache
 
 from pydantic import SecretBytes
 
-from headrace_proto.authority import ClusterAuthority
+from headrace_cluster.local.authority import ClusterAuthority
+from headrace_cluster.local.router_credentials import issue_credentials
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
-from headrace_router.credentials import RouterCredentials
 
 SECRET = b"the secret of every cluster in tests"
 
@@ -47,4 +47,4 @@ def router() -> Identity:
 @cache
 def router_credentials() -> SecretBytes:
     """For `RouterConfig`."""
-    return SecretBytes(RouterCredentials.issue(authority(), "a router").encode())
+    return SecretBytes(issue_credentials(authority(), "a router").encode())

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_cluster.errors import SpecError
-from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, issuer, new_credentials, router_config
+from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
+from headrace_cluster.local.router_credentials import issuer, new_credentials
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace_cluster.core.view import ControllerSecrets
-from headrace_proto.authority import ClusterAuthority
+from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
 

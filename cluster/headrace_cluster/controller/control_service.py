@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.local.authority import CertificateRequestError, ClusterAuthority
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
-from headrace_proto.authority import CertificateRequestError, ClusterAuthority
 from headrace_proto.callers import CallerInterceptor, caller_certificate, caller_name
 from headrace_proto.channel_options import SERVER
 from headrace_proto.errors import ListenError

@@ -14,15 +14,14 @@ from typing import Any
 from pydantic import SecretBytes
 
 from headrace_cluster.errors import RouterFailedError
+from headrace_cluster.local.router_credentials import new_credentials
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
-from headrace_proto.authority import ClusterAuthority
 from headrace_proto.logs import LogConfig, stderr
-from headrace_proto.plane import Certificate, Plane
 from headrace_router.access.auth import ApiKey
-from headrace_router.config import RouterConfig, new_router_id
+from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials
 
 RESTART_SECONDS = (0.2, 1.0, 2.0, 5.0)  # delay before the next attempt; the last one repeats
@@ -59,21 +58,6 @@ def router_config(
         "logs": LogConfig(part, path=path, format=spec.logs.format, stderr_level=routers.log_level),
     }
     return RouterConfig(**values | own)
-
-
-def new_credentials(secrets: ClusterSecrets) -> RouterCredentials:
-    """Of another router, with an id and a key of its own."""
-    return RouterCredentials.issue(ClusterAuthority(secrets.current), new_router_id())
-
-
-def issuer(secrets: ClusterSecrets, router_id: str) -> Callable[[bytes], Certificate]:
-    """Makes a certificate of a router for a request, with the secrets that the file has then. Raises HeadraceError."""
-
-    def issue(request: bytes) -> Certificate:
-        secrets.reread()
-        return ClusterAuthority(secrets.current).certify(request, Plane.ROUTER, router_id)
-
-    return issue
 
 
 def encode_config(config: RouterConfig) -> str:

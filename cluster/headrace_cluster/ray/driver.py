@@ -35,6 +35,7 @@ from headrace_cluster.core.rank_config import (
 )
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray import resources as ray_resources
@@ -42,7 +43,6 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.authority import ClusterAuthority
 from headrace_proto.identity import seal
 from headrace_proto.logs import LogConfig
 from headrace_proto.plane import Plane

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from headrace_proto.authority import ClusterAuthority
+from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.callers import CallerInterceptor
 from headrace_proto.control_pb2 import MemberList, RouterReport, RouterReportReply
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
