@@ -7,7 +7,8 @@ import pytest
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
-from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler
+from headrace_worker.core.scheduler_limits import SchedulerLimits
 from support.worker.engine_bench import Bench, Clock, make_layout
 from support.worker.fake_model import expected, expected_of
 from support.worker.fake_runner import FakeRunner, PipelineRunner

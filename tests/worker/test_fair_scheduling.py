@@ -185,7 +185,7 @@ def test_blocks_that_were_released_meanwhile_cost_nobody_a_row(make_bench: Make)
     bench.engine.submit(waiting)
     while flood[0].finish is None:
         bench.engine.step()
-    assert bench.scheduler._without_blocks is waiting
+    assert bench.scheduler._blocks.failed(waiting)
     bench.engine.step()
     assert waiting.row >= 0 and bench.scheduler.counters.preemptions == 0
 

@@ -55,6 +55,15 @@ class RequestTable:
         )
         return latest if latest.priority >= waiting.priority else None
 
+    def least_urgent(self, excluded: Sequence[Request]) -> Request | None:
+        """The running request to preempt first: of lowest priority, then of the tenant that runs most, the latest."""
+        planned = {id(request) for request in excluded}
+        return max(
+            (request for request in self.running if id(request) not in planned),
+            key=lambda request: (request.priority, self.running_of[request.tenant_salt], request.arrival),
+            default=None,
+        )
+
     def remove(self, request: Request) -> None:
         """Removes a request in any phase: its row and blocks are free at once."""
         self.waiting.remove(request)

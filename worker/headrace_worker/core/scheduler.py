@@ -9,35 +9,21 @@ A plan may be made while earlier steps still run: sampled tokens that are not re
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from headrace_worker.core.block_search import BlockSearch
 from headrace_worker.core.deadlines import Deadlines
 from headrace_worker.core.fair_shares import divide_budget
-from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
+from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.plan import StepResult, TableUpdate
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_table import RequestTable
 from headrace_worker.core.scheduled_step import ScheduledStep, StepDraft
 from headrace_worker.core.scheduler_counters import SchedulerCounters
+from headrace_worker.core.scheduler_limits import SchedulerLimits
 
 GUIDE_FAILED = (
     "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests.
-
-    With `batches` > 1 that many steps are in different pipeline stages at a time. A request is then in only one of
-    them, as its next position needs the token sampled at the end, and each step gets an equal share of the requests.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting: int
-    watermark: float = 0.01  # share of the pool that an admission leaves free while other requests run
-    batches: int = 1
 
 
 class Scheduler:
@@ -53,7 +39,7 @@ class Scheduler:
         self.running = self._request_table.running
         self._deadlines = Deadlines()
         self._step = 0
-        self._without_blocks: Request | None = None  # the waiting request that found too few
+        self._blocks = BlockSearch(kv, limits.watermark)
 
     @property
     def has_work(self) -> bool:
@@ -78,14 +64,8 @@ class Scheduler:
         """Ends a request in any phase: its row and blocks are free at once."""
         self._request_table.remove(request)
         request.finish = finish
-        return Output(
-            request.attempt_id,
-            request.emitted - request.prompt_len,
-            [],
-            finish=finish,
-            error=error,
-            preemptions=request.preemptions,
-        )
+        index = request.emitted - request.prompt_len
+        return Output(request.attempt_id, index, [], finish=finish, error=error, preemptions=request.preemptions)
 
     def detach(self, request: Request) -> BlockTable | None:
         """Ends a running request but passes its block table to the caller, which must release it."""
@@ -215,7 +195,7 @@ class Scheduler:
         if end > table.capacity:
             updates = self.kv.grow(table, request.row, request.computed, end)
             while updates is None:
-                victim = self._victim(draft) or request
+                victim = self._request_table.least_urgent(draft.requests) or request
                 draft.preempted = True
                 self._preempt(victim)
                 if victim is request:
@@ -229,9 +209,9 @@ class Scheduler:
         request = self.waiting.peek()
         if request is None:
             return
-        if request is self._without_blocks and self._find_blocks(request, budget) is not None:
-            self._without_blocks = None  # blocks were released since
-        if request is self._without_blocks or not self._request_table.rows:
+        if self._blocks.failed(request):
+            self._blocks.find(request, budget, idle=not self.running)  # some may have been released since
+        if self._blocks.failed(request) or not self._request_table.rows:
             victim = self._request_table.in_excess(request)
             if victim is not None:
                 self._preempt(victim)
@@ -239,20 +219,9 @@ class Scheduler:
     def _admissible_tenant(self) -> frozenset[bytes]:
         """The tenant of the request that may be admitted in this step."""
         request = self.waiting.peek() if self._request_table.rows else None
-        if request is None or request.in_flight or request is self._without_blocks:
+        if request is None or request.in_flight or self._blocks.failed(request):
             return frozenset()
         return frozenset((request.tenant_salt,))
-
-    def _victim(self, draft: StepDraft) -> Request | None:
-        """Of lowest priority, then of the tenant that runs most, the latest one that this step does not compute."""
-        running_of = self._request_table.running_of
-        planned = {id(request) for request in draft.requests}
-        candidates = [request for request in self.running if id(request) not in planned]
-        return max(
-            candidates,
-            key=lambda request: (request.priority, running_of[request.tenant_salt], request.arrival),
-            default=None,
-        )
 
     def _admit(self, draft: StepDraft) -> None:
         while draft.budget > 0 and self._request_table.rows:
@@ -260,22 +229,10 @@ class Scheduler:
             if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
                 return
 
-    def _find_blocks(self, request: Request, budget: int) -> tuple[PrefixHit, int] | None:
-        """The cached prefix and the end of the first chunk; None if there are too few blocks for it."""
-        tokens = request.tokens
-        self.kv.extend_chain(request.chain, tokens, len(tokens) // self.kv.block_size)
-        hit = self.kv.lookup(request.chain, len(tokens) - 1)
-        chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
-        spare = int(self.kv.pool.total * self.limits.watermark) if self.running else 0
-        found = self.kv.cost_of(hit, chunk_end) + spare <= self.kv.pool.available
-        return (hit, chunk_end) if found else None
-
     def _admit_one(self, draft: StepDraft, request: Request) -> bool:
-        found = self._find_blocks(request, draft.budget)
+        found = self._blocks.find(request, draft.budget, idle=not self.running)
         if found is None:
-            self._without_blocks = request
             return False
-        self._without_blocks = None
         hit, chunk_end = found
         draft.inits.append(self._request_table.admit(request, hit))
         if request.started is None:  # later hits include blocks that it computed itself
@@ -299,7 +256,7 @@ class Scheduler:
         if request.in_flight > 0:
             return
         while not (self._request_table.rows and self._admit_one(draft, request)):
-            victim = self._victim(draft)
+            victim = self._request_table.least_urgent(draft.requests)
             if victim is None:
                 return
             self._preempt(victim)
