@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from headrace_proto.plane import Plane
 
@@ -21,7 +22,10 @@ CALLERS = {
 
 
 class CallerInterceptor(grpc.aio.ServerInterceptor):
-    """Runs a method only for its plane in `CALLERS`. The server's credentials have verified the certificate."""
+    """Runs a method only for its plane in `CALLERS`. The server's credentials have verified the certificate.
+
+    Bytes that are no message end the call with INVALID_ARGUMENT; gRPC itself would log a traceback.
+    """
 
     async def intercept_service(
         self,
@@ -50,22 +54,35 @@ def _guarded(handler: Any, plane: Plane | None) -> Any:
         if plane is None or plane.dns_name.encode() not in names:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"only a {plane or 'member'} may call this method")
 
+    async def parse(data: bytes, context: Any) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "these bytes are no message of this method")
+
+    async def parse_all(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield await parse(data, context)
+
+    async def checked(request: Any, context: Any) -> Any:
+        await check(context)
+        return parse_all(request, context) if handler.request_streaming else await parse(request, context)
+
     if handler.response_streaming:
         stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
         async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            await check(context)
-            async with aclosing(stream(request, context)) as messages:
+            async with aclosing(stream(await checked(request, context), context)) as messages:
                 async for message in messages:
                     yield message
 
         make = (
             grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
         )
-        return make(respond_stream, handler.request_deserializer, handler.response_serializer)
+        return make(respond_stream, response_serializer=handler.response_serializer)
 
     async def respond(request: Any, context: Any) -> Any:
-        await check(context)
-        return await handler.unary_unary(request, context)  # no internal method is client-streaming
+        # No internal method is client-streaming.
+        return await handler.unary_unary(await checked(request, context), context)
 
-    return grpc.unary_unary_rpc_method_handler(respond, handler.request_deserializer, handler.response_serializer)
+    return grpc.unary_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)

@@ -1,5 +1,6 @@
 """The actor around a replica, without Ray: its report to a controller that did not start it, and its end."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 import ray
 import ray.util
+from hypothesis import given, settings
 
 from headrace_cluster.core.rank_config import (
     NODE_HOST,
@@ -19,10 +21,11 @@ from headrace_cluster.core.rank_config import (
 )
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_proto.identity import seal
-from headrace_proto.plane import Plane
+from headrace_proto.plane import Certificate, Plane
 from headrace_worker.core.config import ReplicaConfig
 from support import identities
 from support.cluster.fake_replica import FakeReplica
+from support.hostile_messages import damaged
 
 CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", host=NODE_HOST)
 
@@ -88,6 +91,23 @@ def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankAct
     credentials = RankCredentials(certificate, seal(other.certificate_request(), bytes(32)))
     outcome = msgspec.msgpack.decode(one.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
     assert "made for another process" in outcome.error and _report(one).authorities == ()
+
+
+def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankActor]) -> None:
+    actor = make()
+    before = _report(actor)
+    admission = msgspec.msgpack.encode(Admission(Certificate("no PEM", "", (b"x",), 0.0), b"not sealed"))
+
+    @settings(max_examples=100, deadline=None)
+    @given(damaged(admission), damaged(msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))))
+    def check(admitted: bytes, started: bytes) -> None:
+        assert msgspec.msgpack.decode(actor.admit(admitted), type=StartOutcome).error
+        with contextlib.suppress(msgspec.MsgspecError):  # Ray passes it to the caller
+            actor.start(started[:-1])
+        assert _report(actor) == before
+
+    check()
+    _start(actor)
 
 
 def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:

@@ -1,6 +1,7 @@
 """Fixtures of the engine's tests: a fake runner whose tokens depend only on a row's own tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace_worker.core.scheduler_limits import SchedulerLimits
 from support.worker.engine_bench import Bench, Clock, make_layout
 from support.worker.fake_model import expected, expected_of
 from support.worker.fake_runner import FakeRunner, PipelineRunner
+from support.worker.served_engine import ServedEngine
 
 
 @pytest.fixture
@@ -50,3 +52,17 @@ def undisturbed() -> Callable[[list[int], int], list[int]]:
 def undisturbed_of() -> Callable[..., list[int]]:
     """The fake model's outputs for a prompt and a new guide."""
     return expected_of
+
+
+@pytest.fixture
+def make_served(make_bench: Callable[..., Bench]) -> Iterator[Callable[..., ServedEngine]]:
+    """Creates a bench behind a replica's gRPC server; options as those of `make_bench`."""
+    made: list[ServedEngine] = []
+
+    def make(**options: Any) -> ServedEngine:
+        made.append(ServedEngine(make_bench(**options)))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.close()

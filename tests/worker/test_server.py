@@ -15,61 +15,11 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.assembly.command_queue import CommandQueue
-from headrace_worker.assembly.loop import EngineLoop
-from headrace_worker.core.transfer.shards import KvShards, RankShard
-from headrace_worker.server.description import Description
-from headrace_worker.server.pairs import PairRegistry
-from headrace_worker.server.server import ReplicaServer
-from headrace_worker.server.servicer import Servicer
 from support import identities
+from support.worker.served_engine import ServedEngine
 
 Make = Callable[..., Any]
 Undisturbed = Callable[[list[int], int], list[int]]
-
-
-class ServedEngine:
-    """An engine behind a gRPC server."""
-
-    def __init__(self, bench: Any) -> None:
-        self.bench = bench
-        self.server = ReplicaServer("127.0.0.1", 0, identities.replica())
-        identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
-        facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
-        self.loop = EngineLoop(
-            bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report), CommandQueue()
-        )
-        layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
-        shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
-        pair_registry = PairRegistry(
-            lambda: identity, shards, self.loop.commands, "127.0.0.1", lambda pair, opened: None
-        )
-        self.description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(
-            self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, identities.replica()
-        )
-        self.address = self.server.start(self.servicer)
-        self.loop.start()
-
-    def stub(self, channel: grpc.aio.Channel) -> ReplicaStub:
-        return ReplicaStub(channel)
-
-    def close(self) -> None:
-        self.loop.stop()
-        self.server.stop()
-
-
-@pytest.fixture
-def make_served(make_bench: Make) -> Any:
-    made: list[ServedEngine] = []
-
-    def make(**options: Any) -> ServedEngine:
-        made.append(ServedEngine(make_bench(**options)))
-        return made[-1]
-
-    yield make
-    for served in made:
-        served.close()
 
 
 def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: Any) -> pb.Submit:
@@ -133,6 +83,9 @@ def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make, und
         ({"prompt_token_ids": [1] * 200}, pb.FINISH_ERROR, "context"),
         ({"attempt_id": b"short"}, pb.FINISH_ERROR, "16 bytes"),
         ({"sampling": pb.Sampling(stop_token_ids=[4_000_000_000])}, pb.FINISH_ERROR, "vocabulary"),
+        ({"sampling": pb.Sampling(temperature=float("nan"))}, pb.FINISH_ERROR, "finite"),
+        ({"sampling": pb.Sampling(logit_bias={3: float("inf")})}, pb.FINISH_ERROR, "finite"),
+        ({"sampling": pb.Sampling(repetition_penalty=-1)}, pb.FINISH_ERROR, "negative"),
     ],
 )
 def test_a_bad_submit_is_answered_and_the_next_one_works(

@@ -12,10 +12,14 @@ from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
 from headrace_proto.callers import CallerInterceptor, caller_certificate, caller_name
-from headrace_proto.channel_options import SERVER
+from headrace_proto.channel_options import SERVER, Options
 from headrace_proto.errors import ListenError
 from headrace_proto.identity import Identity
 from headrace_proto.plane import Plane
+
+# A report has about a hundred bytes for each replica; parsing and keeping it is work of the controller's event loop.
+MESSAGES: Options = (("grpc.max_receive_message_length", 256 << 10),)
+FIELD_CHARS = 256  # of what a router registers
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -28,9 +32,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
         """Streams the list; the client is a registered router until the stream ends."""
-        await _check_name(request.router.id, context)
+        router = request.router
+        await _check_name(router.id, context)
+        if max(map(len, (router.node, router.http, router.grpc, router.metrics))) > FIELD_CHARS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an address has {FIELD_CHARS} characters at most")
         registration = secrets.token_bytes(8)
-        self._membership.routers[registration] = request.router
+        self._membership.routers[registration] = router
         try:
             async for members in self._membership.watch():
                 yield members
@@ -78,7 +85,7 @@ async def start_control_server(
     membership: Membership, identity: Identity, authority: Callable[[], ClusterAuthority], host: str, port: int
 ) -> tuple[Any, int]:
     """The running server and its port. Raises ListenError."""
-    server = grpc.aio.server(interceptors=[CallerInterceptor()], options=SERVER)
+    server = grpc.aio.server(interceptors=[CallerInterceptor()], options=(*SERVER, *MESSAGES))
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership, authority), server)
     address = host_port(host, port)
     try:

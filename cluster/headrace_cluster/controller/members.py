@@ -33,6 +33,11 @@ class Membership:
         self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
         self.router_reports = RouterReports()
 
+    @property
+    def router_count(self) -> int:
+        """A router that reconnects, or that watches several times, is one."""
+        return len({router.id for router in self.routers.values()})
+
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages."""
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}

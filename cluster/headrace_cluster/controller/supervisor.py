@@ -264,7 +264,7 @@ class Supervisor:
     def _known_routers(self, build: Build) -> int:
         """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
         others = (other.health for other in self._builds.values() if other is not build)
-        return max([len(self._membership.routers), *(health.routers for health in others if health)])
+        return max([self._membership.router_count, *(health.routers for health in others if health)])
 
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""

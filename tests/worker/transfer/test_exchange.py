@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from headrace_worker.core.transfer.orders import Drop, Receive
+from headrace_worker.core.config import Rendezvous
+from headrace_worker.core.transfer.messages import Done, FetchRequest
+from headrace_worker.core.transfer.orders import Drop, OpenPair, Receive
 from headrace_worker.server.transfer_convert import target_frame
 
 
@@ -14,6 +16,19 @@ def test_a_dropped_grants_blocks_are_released_before_a_fetch_may_write_them(make
     exchange.fetcher.orders.append(receive)
     exchange.granter.orders.append(drop)
     assert exchange.take_orders(0) == [drop, receive]
+
+
+def test_blocks_of_a_grant_that_ends_too_early_are_dropped_first(make_bench: Callable[..., Any]) -> None:
+    """A target that reports the end before it can have all blocks: chunks may be under way from them."""
+    bench = make_bench(depth=1)
+    granter = bench.engine.exchange.granter
+    granter.open_pair("there", OpenPair(7, Rendezvous("there", 1, bytes(32)), 2, 0, 1, (), sends=True), 0.0)
+    granter.receive("there", FetchRequest(1, b"", "", list(range(20, 60)), 0), 0.0)
+    bench.engine.step()
+    granter.receive("there", Done(1), 0.0)
+    assert granter.orders == [Drop(7, 1)] and not len(granter)
+    bench.step_until_idle({})
+    assert bench.kv.pool.used == 0
 
 
 def test_an_extreme_prediction_makes_no_fetch_endless(make_bench: Callable[..., Any]) -> None:

@@ -7,11 +7,24 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.transfer.shards import KvShards, RankShard, mismatch, plan_routes, wanted_blocks
 from headrace_worker.model.kv_shards import kv_shards
+from headrace_worker.server.transfer_convert import (
+    MAX_GROUPS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    InvalidTransferError,
+    to_shards,
+)
+
+
+def _rank(layers: int) -> pb.RankShard:
+    return pb.RankShard(groups=[pb.GroupLayers(layers=range(layers))], first_head=0, stop_head=1)
+
 
 SPLITS = list(product(range(1, 5), range(1, 4)))  # (tp, pp)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -55,6 +68,23 @@ def _assert_complete(source: KvShards, target: KvShards) -> None:
     # One stream of pieces between two ranks: their order is defined only if a pair of ranks has one route for each
     # span of heads and each set of layers.
     assert len({(route.source, route.target, route.layers, route.heads) for route in routes}) == len(routes)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.KvShards(),
+        pb.KvShards(windows=[0], ranks=[_rank(1)] * (MAX_RANKS + 1)),
+        pb.KvShards(windows=[0] * (MAX_GROUPS + 1), ranks=[pb.RankShard(groups=[pb.GroupLayers()] * (MAX_GROUPS + 1))]),
+        pb.KvShards(windows=[0], ranks=[_rank(MAX_LAYERS + 1)]),
+        pb.KvShards(windows=[0, 0], ranks=[_rank(1)]),
+    ],
+    ids=["none", "ranks", "groups", "layers", "a group less"],
+)
+def test_shards_of_a_peer_are_bounded(message: pb.KvShards) -> None:
+    """4096 ranks took 170 ms of a replica's event loop, a million layers 340 ms."""
+    with pytest.raises(InvalidTransferError, match="the peer's KV shards"):
+        to_shards(message)
 
 
 @pytest.mark.parametrize("kv", [1, 2, 3, 4, 6, 8])

@@ -11,10 +11,11 @@ import pytest
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.messages import Cancel, FetchRequest, ToSource
+from headrace_worker.core.transfer.messages import Cancel, FetchRequest, Refused, ToSource
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
+from headrace_worker.server.transfer_service import MAX_UNSENT, TransferService
 from support import identities
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
@@ -96,3 +97,16 @@ def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureF
     events, received = asyncio.run(conversation(UNENCODABLE))
     assert events == ["opened", "lost", "opened"] and received == ["hello", "hello", "cancel"]
     assert "kv_source_failed" in "".join(capfd.readouterr())
+
+
+def test_a_target_that_reads_nothing_is_disconnected() -> None:
+    async def run() -> None:
+        service = TransferService(FakePairRegistry(), max_model_len=8, vocab_size=8)  # type: ignore[arg-type]
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        service._outgoing["there"] = queue
+        for _ in range(2 * MAX_UNSENT):
+            service.send("there", Refused(1, "the source is full"))
+        unsent = [queue.get_nowait() for _ in range(queue.qsize())]
+        assert len(unsent) == MAX_UNSENT + 1 and unsent[-1] is None
+
+    asyncio.run(run())

@@ -20,6 +20,8 @@ _FINISH = {
 
 
 _MAX_UINT32 = 2**32 - 1
+_LARGEST = 1e9  # of an option: far beyond any range, and a product with a logit is finite in float32
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _CONVERTED = {"top_p", "top_k", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs"}
 _COPIED = tuple(name for name in RowSampling.__struct_fields__ if name not in _CONVERTED)
 
@@ -57,6 +59,7 @@ def to_request(
     largest = max(max(tokens), max(stop_ids, default=0), max(options.logit_bias, default=0))
     if largest >= vocab_size:
         raise InvalidSubmitError(f"token id {largest} is outside the vocabulary of {vocab_size}")
+    _check_numbers(options)
     max_tokens = options.max_tokens or max_model_len
     if max_tokens <= len(submit.output_token_ids):
         raise InvalidSubmitError("max_tokens leaves nothing to generate")
@@ -77,6 +80,15 @@ def to_request(
         source=submit.source.address,
         cached_only=submit.source.cached_only,
     )
+
+
+def _check_numbers(options: pb.Sampling) -> None:
+    """Raises InvalidSubmitError."""
+    numbers = [getattr(options, name) for name in _NUMBERS] + list(options.logit_bias.values())
+    if not all(abs(number) <= _LARGEST for number in numbers):  # nor is NaN
+        raise InvalidSubmitError("an option of sampling is no finite number")
+    if min(options.temperature, options.min_p, options.repetition_penalty) < 0:
+        raise InvalidSubmitError("temperature, min_p and repetition_penalty are not negative")
 
 
 def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int) -> RowSampling:

@@ -17,7 +17,10 @@ from headrace_worker.core.transfer.messages import (
 )
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 
-MAX_RANKS = 4096
+# Routes between the ranks of two replicas are planned on the event loop.
+MAX_RANKS = 256
+MAX_GROUPS = 32  # of layers with one attention span
+MAX_LAYERS = 1 << 15  # over all ranks
 
 
 class InvalidTransferError(Exception):
@@ -43,17 +46,17 @@ def shards_message(shards: KvShards) -> pb.KvShards:
 
 def to_shards(message: pb.KvShards) -> KvShards:
     """Raises InvalidTransferError."""
+    groups = len(message.windows)
+    countable = len(message.ranks) <= MAX_RANKS and 0 < groups <= MAX_GROUPS
+    if not countable or any(len(rank.groups) != groups for rank in message.ranks):
+        raise InvalidTransferError(f"the peer's KV shards are invalid: {MAX_RANKS} ranks have a part of each group")
+    if sum(len(group.layers) for rank in message.ranks for group in rank.groups) > MAX_LAYERS:
+        raise InvalidTransferError(f"the peer's KV shards have more than {MAX_LAYERS} layers")
     ranks = tuple(
         RankShard(tuple(tuple(group.layers) for group in rank.groups), (rank.first_head, rank.stop_head))
         for rank in message.ranks
     )
-    groups = len(message.windows)
-    valid = (
-        0 < len(ranks) <= MAX_RANKS
-        and groups > 0
-        and all(len(rank.layers) == groups and rank.heads[0] < rank.heads[1] for rank in ranks)
-    )
-    if not valid:
+    if not ranks or any(rank.heads[0] >= rank.heads[1] for rank in ranks):
         raise InvalidTransferError("the peer's KV shards are invalid: a rank holds no layers or heads")
     return KvShards(message.block_size, message.head_dim, message.dtype, tuple(message.windows), ranks)
 

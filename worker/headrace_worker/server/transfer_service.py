@@ -9,6 +9,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.callers import caller_name
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_convert import (
@@ -18,6 +19,8 @@ from headrace_worker.server.transfer_convert import (
     to_shards,
     to_source_message,
 )
+
+MAX_UNSENT = 4096  # messages that wait for a target
 
 log = structlog.get_logger(__name__)
 
@@ -33,10 +36,10 @@ class TransferService:
         self._outgoing: dict[str, asyncio.Queue[FromSource | None]] = {}
 
     def send(self, target: str, message: FromSource) -> None:
-        """Sends to a target; dropped when its stream has ended."""
+        """Sends to a target; dropped when its stream has ended. One that reads no answers is disconnected."""
         queue = self._outgoing.get(target)
-        if queue is not None:
-            queue.put_nowait(message)
+        if queue is not None and queue.qsize() <= MAX_UNSENT:
+            queue.put_nowait(message if queue.qsize() < MAX_UNSENT else None)
 
     def disconnect(self, target: str) -> None:
         """Ends a target's stream, if there is one."""
@@ -61,7 +64,7 @@ class TransferService:
         if reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
             return
-        name = f"{first.hello.identity.replica_id}#{next(self._numbers)}"
+        name = f"{caller_name(context)}#{next(self._numbers)}"
         queue = self._outgoing[name] = asyncio.Queue()
         order = pair_registry.as_source(rendezvous, shards)
         pair_registry.commands.exchange(lambda exchange: exchange.open_target(name, order))

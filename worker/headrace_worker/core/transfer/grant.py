@@ -31,3 +31,8 @@ class Grant:
     sent: int = 0  # leading blocks that the target has, or that were sent
     chunks: int = 0
     uncommitted: list[tuple[int, int]] = field(default_factory=list)  # (step, chunk)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks were sent and are known to be computed."""
+        return self.sent == self.blocks and not self.uncommitted

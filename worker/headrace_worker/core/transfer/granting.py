@@ -95,9 +95,12 @@ class Granter:
                 if grant is not None:
                     self._drop(grant, known)
             case Done(fetch):
-                grant = self._grants.pop((peer, fetch), None)
-                if grant is not None:
+                grant = self._grants.get((peer, fetch))
+                if grant is not None and grant.complete:
+                    del self._grants[peer, fetch]
                     self._release(grant)
+                elif grant is not None:
+                    self._drop(grant, known)  # chunks may be under way from its blocks
 
     def tick(self, now: float, seconds_per_token: float) -> None:
         """Handles expired leases and renewals. `seconds_per_token`: predicted time to compute a token here."""
@@ -138,8 +141,7 @@ class Granter:
                 _, chunk = grant.uncommitted.pop(0)
                 self.messages.append((grant.peer, Commit(grant.fetch, chunk)))
             request = grant.request
-            complete = grant.sent == grant.blocks and not grant.uncommitted
-            if request is not None and complete and request.table is grant.table:
+            if request is not None and grant.complete and request.table is grant.table:
                 grant.table, grant.request = self._scheduler.detach(request), None
 
     def held(self) -> list[int]:
