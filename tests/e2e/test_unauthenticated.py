@@ -37,6 +37,17 @@ BYTES = {
 }
 
 
+HELD = 10  # connections to each socket that stay open, with half of a handshake
+
+
+def _hold(port: int) -> socket.socket | None:
+    with contextlib.suppress(OSError):
+        stranger = socket.create_connection(("127.0.0.1", port), 1)
+        stranger.sendall(STRANGERS["TLS"][:20])
+        return stranger
+    return None
+
+
 def _owners() -> Counter[str]:
     """How many sockets each process of the table may have."""
     rows = re.findall(r"^\| [^|]+ \| `([^`|]+)`", TABLE.read_text(), re.MULTILINE)
@@ -81,10 +92,15 @@ def test_every_socket_is_in_the_table_and_no_bytes_do_harm(
     streaming.start()
     try:
         eventually(lambda: bool(beside) and beside[0].events > 2, 60, "that a stream runs")
+        held = [_hold(entry.port) for entry in listening for _ in range(HELD)]
+        assert len([connection for connection in held if connection is not None]) > 100
         with ThreadPoolExecutor(8) as clients:
             work = [clients.submit(_send, entry.port, sent) for entry in listening for sent in BYTES.values()]
             for each in work:
                 each.result()
+        for connection in held:
+            if connection is not None:
+                connection.close()
     finally:
         over.set()
         streaming.join(120)
