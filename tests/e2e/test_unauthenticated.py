@@ -42,9 +42,9 @@ HELD = 10  # connections to each socket that stay open, with half of a handshake
 
 def _hold(port: int) -> socket.socket | None:
     with contextlib.suppress(OSError):
-        stranger = socket.create_connection(("127.0.0.1", port), 1)
-        stranger.sendall(STRANGERS["TLS"][:20])
-        return stranger
+        client = socket.create_connection(("127.0.0.1", port), 1)
+        client.sendall(BYTES["TLS"][:20])
+        return client
     return None
 
 

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.errors import ContextLengthError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
+from headrace_router.text.text_encoder import TextEncoder
 from headrace_router.text.token_reach import token_reach
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -79,6 +80,36 @@ def test_an_added_token_that_includes_white_space_has_no_bound() -> None:
     spec = json.loads(make().to_str())
     spec["added_tokens"][0]["rstrip"] = True
     assert token_reach(spec) is None
+
+
+@pytest.mark.parametrize("word", ["a ", "aaa", "word, ", "é"])
+def test_a_far_too_long_text_is_not_tokenized_whole(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million characters took 150 MiB, whatever the context: the longest token of this vocabulary has 16."""
+    tokenizer = make()
+    encoder = TextEncoder(tokenizer, "", None, False, max_tokens=100)
+    sizes: list[int] = []
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+            sizes.extend(map(len, texts))
+            return tokenizer.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(encoder, "_tokenizer", Counting())
+    with pytest.raises(ContextLengthError, match="the first 800 of the prompt's 600000 characters"):
+        encoder.encode_prompt(word * (600_000 // len(word)))
+    assert sizes == [800]
+    encoder.encode_prompt("a " * 800)
+    assert sizes == [800, 1600], "it may be shorter than its beginning suggests"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    normalizer=st.sampled_from(sorted(NORMALIZERS)), text=st.text(alphabet="a <>é가ᄀ\u1161\u11a8e\u0301", max_size=60)
+)
+def test_the_rest_of_a_text_takes_few_tokens_from_its_beginning(normalizer: str, text: str) -> None:
+    tokenizer = make(normalizer)
+    counts = [len(tokenizer.encode(text[:end]).ids) for end in range(len(text) + 1)]
+    assert all(count <= counts[-1] + 8 for count in counts)
 
 
 def test_prompt_and_chat_are_refused_with_the_error_of_a_long_context() -> None:

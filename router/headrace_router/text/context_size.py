@@ -23,7 +23,10 @@ class ContextSize:
     def check_tokens(self, count: int, param: str) -> None:
         """Raises ContextLengthError."""
         if self.tokens is not None and count > self.tokens:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.tokens} tokens; the prompt has {count}. Shorten it.",
-                param=param,
-            )
+            raise self.too_long(f"the prompt has {count}", param)
+
+    def too_long(self, counted: str, param: str) -> ContextLengthError:
+        """counted: how many tokens there are."""
+        return ContextLengthError(
+            f"This model's maximum context length is {self.tokens} tokens; {counted}. Shorten it.", param=param
+        )

@@ -11,6 +11,10 @@ from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.prompt_text import PromptText, RenderedChat, UserText
 
 _ROUNDS = 32  # each one at least halves the spans that it found
+# A text with twice as many characters for each token of the context is first tokenized up to here: memory is
+# proportional to what is tokenized. Beyond the cut tokens may join, but never as many as the margin.
+_SAMPLE_CHARS = 8
+_SAMPLE_MARGIN = 1.5
 
 
 class ControlTokenError(InvalidRequestError, code="control_token_in_text"):
@@ -49,7 +53,7 @@ class TextEncoder:
 
         Raises ControlTokenError, ContextLengthError.
         """
-        self._context.check_chars(len(text), "prompt")
+        self._check_length(text, "prompt")
         # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._control.isdisjoint(ids):
@@ -61,8 +65,20 @@ class TextEncoder:
 
         Raises ControlTokenError, ContextLengthError, UntraceableChatError.
         """
-        self._context.check_chars(len(chat.text), "messages")
+        self._check_length(chat.text, "messages")
         return self._encode(chat, "messages")
+
+    def _check_length(self, text: str, param: str) -> None:
+        self._context.check_chars(len(text), param)
+        if self._context.tokens is None:
+            return
+        sample = _SAMPLE_CHARS * self._context.tokens
+        if len(text) > 2 * sample:
+            count = len(self._tokenizer.encode_batch_fast([text[:sample]], add_special_tokens=False)[0])
+            if count > _SAMPLE_MARGIN * self._context.tokens:
+                raise self._context.too_long(
+                    f"the first {sample} of the prompt's {len(text)} characters have {count}", param
+                )
 
     def _encode(self, prompt: PromptText, param: str) -> list[int]:
         text, traced = prompt.text, ""  # the trace is made if there are control tokens
