@@ -96,12 +96,15 @@ def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankAct
 def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankActor]) -> None:
     actor = make()
     before = _report(actor)
-    admission = msgspec.msgpack.encode(Admission(Certificate("no PEM", "", (b"x",), 0.0), b"not sealed"))
+    credentials = msgspec.msgpack.encode(RankCredentials(Certificate("no PEM", "", (b"x",), 0.0), b"not sealed"))
+    arguments = msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))
 
     @settings(max_examples=100, deadline=None)
-    @given(damaged(admission), damaged(msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))))
-    def check(admitted: bytes, started: bytes) -> None:
-        assert msgspec.msgpack.decode(actor.admit(admitted), type=StartOutcome).error
+    @given(
+        damaged(msgspec.msgpack.encode(credentials)), damaged(msgspec.msgpack.encode(StartArgs(visible_gpus=("0",))))
+    )
+    def check(installed: bytes, started: bytes) -> None:
+        assert msgspec.msgpack.decode(actor.install_credentials(installed), type=StartOutcome).error
         with contextlib.suppress(msgspec.MsgspecError):  # Ray passes it to the caller
             actor.start(started[:-1])
         assert _report(actor) == before

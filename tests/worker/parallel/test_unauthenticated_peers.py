@@ -1,4 +1,4 @@
-"""Bytes of strangers at the sockets on which the ranks of two replicas connect and exchange KV blocks (R21)."""
+"""Bytes of unauthenticated peers at the sockets on which ranks connect and exchange KV blocks (R21)."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def _tls_hello() -> bytes:
     return sent.read()
 
 
-def _strangers() -> list[bytes]:
+def _openings() -> list[bytes]:
     half = sign_hello(os.urandom(32), 1, 1)[1]
     whole = [os.urandom(4096), _tls_hello(), b"\xff" * (1 << 20), bytes(64), half]
     held = [b"", half[: len(half) // 2], os.urandom(7), _tls_hello()[:20]]
@@ -46,7 +46,7 @@ def _listening() -> set[int]:
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
-class _Strangers:
+class _Peers:
     """Sends to every socket on which this process listens since then, once each, and keeps the connections open."""
 
     def __init__(self, before: set[int]) -> None:
@@ -61,7 +61,7 @@ class _Strangers:
         while not self._over.wait(0.005):
             for port in _listening() - self._before - self.reached:
                 self.reached.add(port)
-                for sent in _strangers():
+                for sent in _openings():
                     self._send(port, sent)
 
     def _send(self, port: int, sent: bytes) -> None:
@@ -80,8 +80,8 @@ class _Strangers:
 
 
 @pytest.fixture
-def strangers() -> Iterator[_Strangers]:
-    made = _Strangers(_listening())
+def peers() -> Iterator[_Peers]:
+    made = _Peers(_listening())
     yield made
     made.close()
 
@@ -93,14 +93,14 @@ def _wait_until(reached: Callable[[], object], work: "Future[Any]") -> None:
         time.sleep(0.005)
 
 
-def test_strangers_disturb_no_pair_of_ranks(strangers: _Strangers) -> None:
+def test_unauthenticated_peers_disturb_no_pair_of_ranks(peers: _Peers) -> None:
     """They reach the rendezvous before the second rank does, and stay until blocks are transferred."""
     opened = RendezvousHost("127.0.0.1")
     target_order = OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False)
     source_order = OpenPair(1, opened.rendezvous, 2, 1, 0, (), sends=True)
     with ThreadPoolExecutor(2) as threads:
         connecting = threads.submit(PairGroup, target_order, 0, "127.0.0.1", opened)
-        _wait_until(lambda: opened.rendezvous.port in strangers.reached, connecting)
+        _wait_until(lambda: opened.rendezvous.port in peers.reached, connecting)
         source = threads.submit(PairGroup, source_order, 0, "127.0.0.1", None).result(20)
         target = connecting.result(20)
         try:
@@ -117,7 +117,7 @@ def test_strangers_disturb_no_pair_of_ranks(strangers: _Strangers) -> None:
             target.close()
 
 
-def test_strangers_disturb_no_collective(strangers: _Strangers) -> None:
+def test_unauthenticated_peers_disturb_no_collective(peers: _Peers) -> None:
     """They reach gloo's socket of the first rank while it waits for the second one."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=10))
@@ -127,8 +127,8 @@ def test_strangers_disturb_no_collective(strangers: _Strangers) -> None:
             return threads.submit(host_group, store, "host", "127.0.0.1", rank, 2, FailureDetector(rank))
 
         first = join(0)
-        _wait_until(lambda: strangers.reached, first)
-        strangers.stop()
+        _wait_until(lambda: peers.reached, first)
+        peers.stop()
         groups = [join(1).result(20), first.result(20)]
         for _ in range(20):
             sums = [threads.submit(group.reduce, torch.ones(1000)) for group in groups]
