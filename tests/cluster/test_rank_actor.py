@@ -100,9 +100,7 @@ def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankA
     arguments = msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))
 
     @settings(max_examples=100, deadline=None)
-    @given(
-        damaged(msgspec.msgpack.encode(credentials)), damaged(msgspec.msgpack.encode(StartArgs(visible_gpus=("0",))))
-    )
+    @given(damaged(credentials), damaged(arguments))
     def check(installed: bytes, started: bytes) -> None:
         assert msgspec.msgpack.decode(actor.install_credentials(installed), type=StartOutcome).error
         with contextlib.suppress(msgspec.MsgspecError):  # Ray passes it to the caller
