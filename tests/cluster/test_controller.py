@@ -145,7 +145,7 @@ def test_a_replica_that_only_routers_hear_is_kept(
                         await asyncio.sleep(0.1)
 
                 reporting = asyncio.create_task(keep_reporting())
-                await eventually(lambda: "routers hear it" in supervisor.status()["replicas"][0]["note"])
+                await eventually(lambda: "routers receive from it" in supervisor.status()["replicas"][0]["note"])
                 await asyncio.sleep(1)
                 assert supervisor.status()["replicas"][0]["state"] == "ready" and driver.calls == [("launch", FIRST)]
                 report.replicas[0].heard = False
@@ -174,7 +174,7 @@ def test_a_router_neither_reports_nor_registers_as_another_one(
                     with pytest.raises(grpc.aio.AioRpcError, match="the name in its certificate") as raised:
                         await call
                     assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert membership.router_reports.hears(FIRST, time.monotonic()) is None and not membership.routers
+            assert membership.router_reports.receives(FIRST, time.monotonic()) is None and not membership.routers
             await server.stop(0)
 
     asyncio.run(scenario())

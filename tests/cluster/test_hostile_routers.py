@@ -119,7 +119,7 @@ def controller(identity: Identity, caplog: pytest.LogCaptureFixture) -> Iterator
     yield made
     made.run(made.report())
     assert NEIGHBOUR in {router.id for router in made.membership.routers.values()}
-    assert made.membership.router_reports.hears(SEEN, time.monotonic()) is True
+    assert made.membership.router_reports.receives(SEEN, time.monotonic()) is True
     assert made.failures == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     made.close()

@@ -71,7 +71,7 @@ def test_the_word_of_routers_that_hear_decides() -> None:
         one_hears = [dict.fromkeys(bench.names, False), dict.fromkeys(bench.names, True)]
         assert bench.run(10 * MINUTE, routers=one_hears) == []
         assert bench.states == {State.READY}
-        assert "routers hear it" in bench.reconciler.records["smollm2-0"].cause
+        assert "routers receive from it" in bench.reconciler.records["smollm2-0"].cause
 
 
 def test_a_replica_that_alone_is_silent_is_replaced() -> None:
@@ -93,7 +93,7 @@ def test_the_only_replica_is_replaced_unless_a_router_hears_it() -> None:
 
 
 def test_many_are_replaced_when_routers_agree_and_only_a_few_in_a_minute() -> None:
-    """A rack of 60 of 100 is lost: routers hear the others."""
+    """A rack of 60 of 100 is lost: routers receive from the others."""
     bench = Bench(100)
     lost, heard = bench.names[:60], bench.names[60:]
     words = dict.fromkeys(lost, False) | dict.fromkeys(heard, True)
@@ -108,7 +108,7 @@ def test_routers_that_hear_nothing_at_all_are_weak_witnesses() -> None:
     bench = Bench(10)
     words = [dict.fromkeys(bench.names, False)]
     assert bench.run(HEALTH.silence_seconds + ALL_SILENT_FACTOR * HEALTH.replace_seconds, routers=words) == []
-    assert "neither the controller nor any router hears any" in bench.reconciler.records["smollm2-0"].cause
+    assert "neither the controller nor any router receives from any" in bench.reconciler.records["smollm2-0"].cause
     stops = [action for action in bench.run(MINUTE - 1, routers=words) if isinstance(action, Stop)]
     assert len(stops) == HEALTH.stops_per_minute
 
@@ -138,9 +138,9 @@ def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:
 def test_an_old_report_does_not_count() -> None:
     router_reports, name = RouterReports(), ReplicaName("m-0", 1)
     router_reports.report("router", {name: True}, 10.0)
-    assert router_reports.hears(name, 10.0 + FRESH_SECONDS) is True
-    assert router_reports.hears(name, 10.1 + FRESH_SECONDS) is None
-    assert router_reports.hears(ReplicaName("m-0", 2), 10.0) is None, "another build"
+    assert router_reports.receives(name, 10.0 + FRESH_SECONDS) is True
+    assert router_reports.receives(name, 10.1 + FRESH_SECONDS) is None
+    assert router_reports.receives(ReplicaName("m-0", 2), 10.0) is None, "another build"
 
 
 def test_a_replica_is_ready_again_when_a_router_hears_it() -> None:

@@ -7,7 +7,7 @@ from headrace_cluster.core.router_reports import RouterReports, Silence, judge_s
 from headrace_cluster.spec.process_specs import HealthSpec
 
 BUDGET_SECONDS = 60.0  # in which health.stops_per_minute counts
-ALL_SILENT_FACTOR = 4  # longer until a replica is replaced while no router hears any: they may be cut off, too
+ALL_SILENT_FACTOR = 4  # longer until a replica is replaced while no router receives from any: they may be cut off, too
 _WAITS = "; other replicas were replaced in the last minute, so it waits"
 
 
@@ -39,7 +39,7 @@ class HealthJudge:
             record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
         if silence in (Silence.LOST, Silence.ALL_SILENT):
             record.enter(State.UNHEALTHY, now)
-        elif silence is Silence.HEARD:
+        elif silence is Silence.RECEIVED:
             record.enter(State.READY, now)
         elif silence is Silence.UNKNOWN:
             record.since = now  # its time as unhealthy begins when that is certain
