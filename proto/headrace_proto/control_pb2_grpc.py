@@ -63,7 +63,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Which replicas a router hears, about twice a second: the second witness when the controller hears nothing of them.
+        """From which replicas a router receives messages, about twice a second: they may not reach the controller.
         A controller without this call ends it as UNIMPLEMENTED; a router then does not report.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
