@@ -28,7 +28,7 @@ import torch
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
@@ -96,7 +96,7 @@ class ReplicaStream:
     def __init__(self, address: str) -> None:
         self.address = address
         self.load = pb.Load()
-        self._channel = identities.router().channel(address, Plane.REPLICA, NO_PROXY)
+        self._channel = identities.router().channel(address, Component.REPLICA, NO_PROXY)
         self._answers: dict[bytes, tuple[Answer, float]] = {}
 
     async def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Which plane may call which method of an internal service (docs/reliability.md R20)."""
+"""Which component may call which method of an internal service (docs/reliability.md R20)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -7,22 +7,22 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 
 CALLERS = {
-    "/headrace.v1.Replica/Describe": Plane.ROUTER,
-    "/headrace.v1.Replica/Serve": Plane.ROUTER,
-    "/headrace.v1.Replica/WatchCache": Plane.ROUTER,
-    "/headrace.v1.Replica/Transfer": Plane.REPLICA,
-    "/headrace.v1.Replica/WatchHealth": Plane.CONTROLLER,
-    "/headrace.v1.Control/Watch": Plane.ROUTER,
-    "/headrace.v1.Control/Report": Plane.ROUTER,
-    "/headrace.v1.Control/Renew": Plane.ROUTER,
+    "/headrace.v1.Replica/Describe": Component.ROUTER,
+    "/headrace.v1.Replica/Serve": Component.ROUTER,
+    "/headrace.v1.Replica/WatchCache": Component.ROUTER,
+    "/headrace.v1.Replica/Transfer": Component.REPLICA,
+    "/headrace.v1.Replica/WatchHealth": Component.CONTROLLER,
+    "/headrace.v1.Control/Watch": Component.ROUTER,
+    "/headrace.v1.Control/Report": Component.ROUTER,
+    "/headrace.v1.Control/Renew": Component.ROUTER,
 }
 
 
 class CallerInterceptor(grpc.aio.ServerInterceptor):
-    """Runs a method only for its plane in `CALLERS`. The server's credentials have verified the certificate.
+    """Runs a method only for its component in `CALLERS`. The server's credentials have verified the certificate.
 
     Bytes that are no message end the call with INVALID_ARGUMENT; gRPC itself would log a traceback.
     """
@@ -48,11 +48,13 @@ def caller_certificate(context: Any) -> bytes:
     return b"".join(context.auth_context().get("x509_pem_cert", ()))
 
 
-def _guarded(handler: Any, plane: Plane | None) -> Any:
+def _guarded(handler: Any, component: Component | None) -> Any:
     async def check(context: Any) -> None:
         names = context.auth_context().get("x509_subject_alternative_name", ())
-        if plane is None or plane.dns_name.encode() not in names:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"only a {plane or 'member'} may call this method")
+        if component is None or component.dns_name.encode() not in names:
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, f"only a {component or 'member'} may call this method"
+            )
 
     async def parse(data: bytes, context: Any) -> Any:
         try:

@@ -71,7 +71,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Another certificate of the caller's own plane and name, for the key of the request.
+        """Another certificate of the caller's own component and name, for the key of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from cryptography.x509.oid import NameOID
 
+from headrace_proto.component import Certificate, Component
 from headrace_proto.errors import HeadraceError
-from headrace_proto.plane import Certificate, Plane
 from headrace_proto.reloading_credentials import reloading_credentials
 
 _SUITE = Suite(KEM.P256, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
@@ -102,7 +102,7 @@ class Identity:
         """For a server that accepts members of the cluster only; `CallerInterceptor` decides which may call what."""
         return reloading_credentials(lambda: self.certificate, self._server_configuration, require_client=True)
 
-    def channel(self, address: str, peer: Plane, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    def channel(self, address: str, peer: Component, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """A channel to a process that proves to be `peer`; until then nothing but the handshake is sent."""
         certificate = self.certificate
         credentials = grpc.ssl_channel_credentials(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import structlog
 
+from headrace_proto.component import Certificate
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
-from headrace_proto.plane import Certificate
 from headrace_router.config import RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import structlog
 
 from headrace_proto.address import host_port
+from headrace_proto.component import Certificate
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Certificate
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget

@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from headrace_cluster.local.authority import LIFETIME_SECONDS, CertificateRequestError, ClusterAuthority
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from support.identities import SECRET, authority, member
 
 OTHER = b"the secret of another cluster in tests"
@@ -18,7 +18,7 @@ OTHER = b"the secret of another cluster in tests"
 def test_a_certificate_is_valid_on_a_machine_whose_clock_is_slow() -> None:
     """Else a controller with a fast clock would cut off members that serve, and take them for lost."""
     ahead = ClusterAuthority((SECRET,), lambda: time.time() + 86_400)
-    issued = ahead.certify(Identity().request, Plane.ROUTER, "r").chain.encode()
+    issued = ahead.certify(Identity().request, Component.ROUTER, "r").chain.encode()
     assert x509.load_pem_x509_certificate(issued).not_valid_before_utc.timestamp() < time.time()
 
 
@@ -48,13 +48,13 @@ def _changed_request() -> bytes:
 @pytest.mark.parametrize("request_", [b"", b"no PEM", _rsa_request(), _changed_request()])
 def test_a_request_without_proof_of_its_key_is_refused(request_: bytes) -> None:
     with pytest.raises(CertificateRequestError, match="P-256"):
-        authority().certify(request_, Plane.ROUTER, "r")
+        authority().certify(request_, Component.ROUTER, "r")
 
 
 def test_members_are_those_of_valid_secrets_until_they_expire() -> None:
     now = 1_800_000_000.0
     ours = ClusterAuthority((SECRET,), lambda: now)
-    chain = ours.certify(Identity().request, Plane.ROUTER, "r").chain.encode()
+    chain = ours.certify(Identity().request, Component.ROUTER, "r").chain.encode()
     assert ours.is_member(chain) and ClusterAuthority((OTHER, SECRET), lambda: now).is_member(chain)
     assert not ClusterAuthority((OTHER,), lambda: now).is_member(chain)
     assert not ClusterAuthority((SECRET,), lambda: now + LIFETIME_SECONDS + 1).is_member(chain)
@@ -63,7 +63,7 @@ def test_members_are_those_of_valid_secrets_until_they_expire() -> None:
 
 def test_a_member_cannot_certify_others() -> None:
     """A leaf is no authority, whatever its chain contains."""
-    inner = member(Plane.ROUTER)
+    inner = member(Component.ROUTER)
     chain = x509.load_pem_x509_certificate(inner.certificate.chain.encode())
     constraints = chain.extensions.get_extension_for_class(x509.BasicConstraints)
     assert constraints.critical and not constraints.value.ca

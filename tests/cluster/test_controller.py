@@ -26,9 +26,9 @@ from headrace_cluster.errors import ProfileError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.component import Component
 from headrace_proto.errors import ListenError
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_worker.profiling.report import Operator, ProfileReport
 from support import identities
 from support.cluster.fake_driver import FakeDriver
@@ -136,7 +136,7 @@ def test_a_replica_that_only_routers_hear_is_kept(
             driver.replicas[FIRST].health_paused.set()
             replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
             report = control_pb2.RouterReport(router_id="r-1", replicas=[replica])
-            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
                 stub: Any = control_pb2_grpc.ControlStub(channel)
 
                 async def keep_reporting() -> None:
@@ -164,7 +164,7 @@ def test_a_router_neither_reports_nor_registers_as_another_one(
         async with _supervised(driver, identity) as (_, membership):
             server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
             replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
-            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
                 stub: Any = control_pb2_grpc.ControlStub(channel)
                 calls = (
                     stub.Report(control_pb2.RouterReport(router_id=name, replicas=[replica])),
@@ -216,7 +216,7 @@ def test_watch_registers_the_router(driver: FakeDriver, identity: Identity, even
             server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
             with pytest.raises(ListenError, match="--control-port"):
                 await start_control_server(membership, identity, identities.authority, "127.0.0.1", port)
-            async with identities.router().channel(f"127.0.0.1:{port}", Plane.CONTROLLER, NO_PROXY) as channel:
+            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
                 stub: Any = control_pb2_grpc.ControlStub(channel)
                 router = control_pb2.RouterInfo(id="r-1", pid=7, http="127.0.0.1:1", grpc="127.0.0.1:2")
                 request = control_pb2.WatchRequest(router=router)

@@ -18,8 +18,8 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.core.naming import ReplicaName
 from headrace_proto import control_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from support import identities
 from support.hostile_messages import altered, damaged, messages
 
@@ -67,28 +67,28 @@ class _Controller:
         self._address = f"127.0.0.1:{port}"
         await self.membership.publish([], [])
         info = pb.RouterInfo(id=NEIGHBOUR)
-        self._watch: Any = self.channel(Plane.ROUTER, NEIGHBOUR).unary_stream("/headrace.v1.Control/Watch")(
+        self._watch: Any = self.channel(Component.ROUTER, NEIGHBOUR).unary_stream("/headrace.v1.Control/Watch")(
             pb.WatchRequest(router=info).SerializeToString()
         )
         await self._watch.read()
 
-    def channel(self, plane: Plane, name: str = HOSTILE) -> Any:
-        key = f"{plane} {name}"
+    def channel(self, component: Component, name: str = HOSTILE) -> Any:
+        key = f"{component} {name}"
         if key not in self._channels:
-            member = identities.member(plane, name=name)
-            self._channels[key] = member.channel(self._address, Plane.CONTROLLER, (*NO_PROXY, *OWN_CONNECTION))
+            member = identities.member(component, name=name)
+            self._channels[key] = member.channel(self._address, Component.CONTROLLER, (*NO_PROXY, *OWN_CONNECTION))
         return self._channels[key]
 
     async def report(self) -> None:
         """The other router's report: it hears the replica."""
         replica = pb.HeardReplica(replica_id="m-0", generation=1, heard=True)
         message = pb.RouterReport(router_id=NEIGHBOUR, replicas=[replica])
-        channel = self.channel(Plane.ROUTER, NEIGHBOUR)
+        channel = self.channel(Component.ROUTER, NEIGHBOUR)
         await channel.unary_unary("/headrace.v1.Control/Report")(message.SerializeToString())
 
-    async def call(self, plane: Plane, method: str, sent: bytes) -> tuple[grpc.StatusCode, str]:
+    async def call(self, component: Component, method: str, sent: bytes) -> tuple[grpc.StatusCode, str]:
         """The status of a call with these bytes."""
-        channel, path = self.channel(plane), f"/headrace.v1.Control/{method}"
+        channel, path = self.channel(component), f"/headrace.v1.Control/{method}"
         call: Any = channel.unary_stream(path)(sent) if method == "Watch" else channel.unary_unary(path)(sent)
         try:
             if method == "Watch":
@@ -134,10 +134,13 @@ def _run(controller: _Controller, method: str, limits: settings) -> None:
     )
 
     @limits
-    @given(plane=st.sampled_from([Plane.ROUTER] * 3 + list(Plane)), data=sent)
-    def check(plane: Plane, data: bytes) -> None:
-        code, details = controller.run(controller.call(plane, method, data))
-        assert code in (ALLOWED if plane is Plane.ROUTER else {grpc.StatusCode.PERMISSION_DENIED}), (code, details)
+    @given(component=st.sampled_from([Component.ROUTER] * 3 + list(Component)), data=sent)
+    def check(component: Component, data: bytes) -> None:
+        code, details = controller.run(controller.call(component, method, data))
+        assert code in (ALLOWED if component is Component.ROUTER else {grpc.StatusCode.PERMISSION_DENIED}), (
+            code,
+            details,
+        )
         assert code is grpc.StatusCode.OK or details
         assert {router.id for router in controller.membership.routers.values()} <= {HOSTILE, NEIGHBOUR}
 
@@ -159,7 +162,7 @@ def test_a_router_counts_once_and_registers_little(controller: _Controller) -> N
     """Each stream was a router more that a new build had to wait for."""
 
     async def watch_twice() -> int:
-        channel, sent = controller.channel(Plane.ROUTER), VALID["Watch"].SerializeToString()
+        channel, sent = controller.channel(Component.ROUTER), VALID["Watch"].SerializeToString()
         calls: list[Any] = [channel.unary_stream("/headrace.v1.Control/Watch")(sent) for _ in range(3)]
         for call in calls:
             await call.read()
@@ -170,8 +173,8 @@ def test_a_router_counts_once_and_registers_little(controller: _Controller) -> N
 
     assert controller.run(watch_twice()) == 2
     long = pb.WatchRequest(router=pb.RouterInfo(id=HOSTILE, http="x" * (FIELD_CHARS + 1))).SerializeToString()
-    code, _ = controller.run(controller.call(Plane.ROUTER, "Watch", long))
+    code, _ = controller.run(controller.call(Component.ROUTER, "Watch", long))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     many = pb.RouterReport(router_id=HOSTILE, replicas=[pb.HeardReplica(replica_id="x" * 40)] * 100_000)
-    code, _ = controller.run(controller.call(Plane.ROUTER, "Report", many.SerializeToString()))
+    code, _ = controller.run(controller.call(Component.ROUTER, "Report", many.SerializeToString()))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -20,8 +20,8 @@ from headrace_cluster.core.rank_config import (
     fingerprint,
 )
 from headrace_cluster.ray.rank_actor import RankActor
+from headrace_proto.component import Certificate, Component
 from headrace_proto.identity import seal
-from headrace_proto.plane import Certificate, Plane
 from headrace_worker.core.config import ReplicaConfig
 from support import identities
 from support.cluster.fake_replica import FakeReplica
@@ -51,7 +51,9 @@ def _report(actor: RankActor) -> RankReport:
 
 def _certify(actor: RankActor) -> StartOutcome:
     request, authority = actor.certificate_request(), identities.authority()
-    credentials = RankCredentials(authority.certify(request, Plane.REPLICA, "m-0"), seal(request, authority.cache_key))
+    credentials = RankCredentials(
+        authority.certify(request, Component.REPLICA, "m-0"), seal(request, authority.cache_key)
+    )
     return msgspec.msgpack.decode(actor.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
 
 
@@ -87,7 +89,7 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
 
 def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankActor]) -> None:
     one, other = make(), make()
-    certificate = identities.authority().certify(one.certificate_request(), Plane.REPLICA, "m-0")
+    certificate = identities.authority().certify(one.certificate_request(), Component.REPLICA, "m-0")
     credentials = RankCredentials(certificate, seal(other.certificate_request(), bytes(32)))
     outcome = msgspec.msgpack.decode(one.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
     assert "made for another process" in outcome.error and _report(one).authorities == ()

@@ -33,9 +33,9 @@ from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc
 from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.component import Certificate, Component
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity, seal
-from headrace_proto.plane import Certificate, Plane
 from headrace_proto.private_file import PrivateFileError
 from headrace_proto.role import Role
 from headrace_router.credentials import RouterCredentials
@@ -251,11 +251,11 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
     valid = [old]
 
     async def run() -> None:
-        controller, router = Identity(), identities.member(Plane.ROUTER, old, "router-7")
-        controller.install(old.certify(controller.request, Plane.CONTROLLER, "c"))
+        controller, router = Identity(), identities.member(Component.ROUTER, old, "router-7")
+        controller.install(old.certify(controller.request, Component.CONTROLLER, "c"))
         server, port = await start_control_server(Membership(), controller, lambda: valid[0], "127.0.0.1", 0)
         address = f"127.0.0.1:{port}"
-        async with router.channel(address, Plane.CONTROLLER, NO_PROXY) as channel:
+        async with router.channel(address, Component.CONTROLLER, NO_PROXY) as channel:
             stub: Any = control_pb2_grpc.ControlStub(channel)
             reply = await stub.Report(control_pb2.RouterReport(router_id="router-7"))
             assert not router.is_due(reply.authorities)
@@ -284,9 +284,9 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
         chain = x509.load_pem_x509_certificate(router.certificate.chain.encode())
         assert chain.subject.rfc4514_string() == "CN=router-7"
         names = chain.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert names.get_values_for_type(x509.DNSName) == [Plane.ROUTER.dns_name]
-        replica = identities.member(Plane.REPLICA, old)
-        async with replica.channel(address, Plane.CONTROLLER, NO_PROXY) as channel:
+        assert names.get_values_for_type(x509.DNSName) == [Component.ROUTER.dns_name]
+        replica = identities.member(Component.REPLICA, old)
+        async with replica.channel(address, Component.CONTROLLER, NO_PROXY) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await control_pb2_grpc.ControlStub(channel).Renew(  # type: ignore[misc]
                     control_pb2.RenewRequest(certificate_request=replica.request)

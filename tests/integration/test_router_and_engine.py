@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 from support import identities
 
 
@@ -102,7 +102,7 @@ def test_a_drained_replica_receives_no_requests(cluster: Any) -> None:
 
 
 def test_a_replica_of_another_cluster_is_not_used(cluster: Any) -> None:
-    cluster.add_replica(identity=identities.member(Plane.REPLICA, identities.authority((b"another secret",))))
+    cluster.add_replica(identity=identities.member(Component.REPLICA, identities.authority((b"another secret",))))
     cluster.open(await_ready=False)
     answer = cluster.complete([5, 6, 7], max_tokens=2)
     assert answer.status_code in (404, 503)

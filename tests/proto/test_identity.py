@@ -1,4 +1,4 @@
-"""Mutual TLS between planes: which peers are accepted, as what, and what others receive (docs/reliability.md R20)."""
+"""Mutual TLS between components: which peers are accepted, as what, and what others receive (R20)."""
 
 import asyncio
 import socket
@@ -20,8 +20,8 @@ from headrace_cluster.local.authority import (
 from headrace_proto import control_pb2, replica_pb2, replica_pb2_grpc
 from headrace_proto.callers import CALLERS, CallerInterceptor
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity, SealedMessageError, seal
-from headrace_proto.plane import Plane
 from support.identities import SECRET, authority, member
 
 OTHER = b"the secret of another cluster in tests"
@@ -64,7 +64,7 @@ class _Served:
         await self._server.stop(0)
 
 
-async def _call(caller: Identity, address: str, method: str, peer: Plane = Plane.REPLICA) -> grpc.StatusCode:
+async def _call(caller: Identity, address: str, method: str, peer: Component = Component.REPLICA) -> grpc.StatusCode:
     """The status of one call of headrace.v1.Replica."""
     requests = {"WatchHealth": replica_pb2.HealthRequest(), "Describe": replica_pb2.DescribeRequest()}
     async with caller.channel(address, peer, (*NO_PROXY, *OWN_CONNECTION)) as channel:
@@ -82,12 +82,12 @@ async def _call(caller: Identity, address: str, method: str, peer: Plane = Plane
 
 
 @pytest.mark.parametrize("method", ["WatchHealth", "Describe", "Transfer"])
-@pytest.mark.parametrize("plane", list(Plane))
-def test_a_method_runs_for_its_plane_only(plane: Plane, method: str) -> None:
+@pytest.mark.parametrize("component", list(Component))
+def test_a_method_runs_for_its_plane_only(component: Component, method: str) -> None:
     async def run() -> None:
-        async with _Served(member(Plane.REPLICA)) as served:
-            status = await _call(member(plane), served.address, method)
-            if CALLERS[f"/headrace.v1.Replica/{method}"] is plane:
+        async with _Served(member(Component.REPLICA)) as served:
+            status = await _call(member(component), served.address, method)
+            if CALLERS[f"/headrace.v1.Replica/{method}"] is component:
                 assert (status, served.servicer.calls) == (grpc.StatusCode.OK, [method])
             else:
                 assert (status, served.servicer.calls) == (grpc.StatusCode.PERMISSION_DENIED, [])
@@ -105,15 +105,15 @@ def test_every_internal_method_names_its_callers() -> None:
     assert declared == CALLERS.keys()
 
 
-def _expired(plane: Plane) -> Identity:
+def _expired(component: Component) -> Identity:
     past = ClusterAuthority((SECRET,), clock=lambda: 1.8e9 - 9e7 - LIFETIME_SECONDS)
-    return member(plane, past)
+    return member(component, past)
 
 
-def _unsigned(plane: Plane) -> Identity:
+def _unsigned(component: Component) -> Identity:
     """Has a certificate that it made itself, and trusts the cluster."""
-    foreign = member(plane, authority((OTHER,)))
-    certificate = authority().certify(foreign.request, plane, "never installed")
+    foreign = member(component, authority((OTHER,)))
+    certificate = authority().certify(foreign.request, component, "never installed")
     foreign.install(type(certificate)(foreign.certificate.chain, certificate.trust, (), 0.0))
     return foreign
 
@@ -121,8 +121,8 @@ def _unsigned(plane: Plane) -> Identity:
 @pytest.mark.parametrize("make", [_expired, _unsigned], ids=["expired", "foreign"])
 def test_a_server_refuses_a_caller_whose_certificate_is_not_valid(make: Any) -> None:
     async def run() -> None:
-        async with _Served(member(Plane.REPLICA)) as served:
-            assert await _call(make(Plane.ROUTER), served.address, "Describe") in REFUSED
+        async with _Served(member(Component.REPLICA)) as served:
+            assert await _call(make(Component.ROUTER), served.address, "Describe") in REFUSED
             assert served.servicer.calls == []
 
     asyncio.run(run())
@@ -131,18 +131,18 @@ def test_a_server_refuses_a_caller_whose_certificate_is_not_valid(make: Any) -> 
 @pytest.mark.parametrize("make", [_expired, _unsigned], ids=["expired", "foreign"])
 def test_a_caller_refuses_a_server_whose_certificate_is_not_valid(make: Any) -> None:
     async def run() -> None:
-        async with _Served(make(Plane.REPLICA)) as served:
-            assert await _call(member(Plane.ROUTER), served.address, "Describe") in REFUSED
+        async with _Served(make(Component.REPLICA)) as served:
+            assert await _call(member(Component.ROUTER), served.address, "Describe") in REFUSED
             assert served.servicer.calls == []
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("plane", [Plane.ROUTER, Plane.CONTROLLER])
-def test_a_member_of_another_plane_cannot_pose_as_a_replica(plane: Plane) -> None:
+@pytest.mark.parametrize("component", [Component.ROUTER, Component.CONTROLLER])
+def test_a_member_of_another_plane_cannot_pose_as_a_replica(component: Component) -> None:
     async def run() -> None:
-        async with _Served(member(plane)) as served:
-            assert await _call(member(Plane.ROUTER), served.address, "Describe") in REFUSED
+        async with _Served(member(component)) as served:
+            assert await _call(member(Component.ROUTER), served.address, "Describe") in REFUSED
             assert served.servicer.calls == []
 
     asyncio.run(run())
@@ -180,7 +180,7 @@ def test_an_unauthenticated_peer_at_a_listed_address_receives_a_handshake_only(
     listener: tuple[str, bytearray],
 ) -> None:
     address, received = listener
-    caller = member(Plane.ROUTER, name="a-name-in-the-certificate")
+    caller = member(Component.ROUTER, name="a-name-in-the-certificate")
     assert asyncio.run(_call(caller, address, "Describe")) in REFUSED
     assert received[:1] == b"\x16", "a TLS handshake, not the text of HTTP/2"
     for hidden in (SECRET, SECRET.hex().encode(), b"a-name-in-the-certificate", b"Describe"):
@@ -191,19 +191,19 @@ def test_rotation_needs_no_restart_and_no_new_connection() -> None:
     async def run() -> None:
         old, both, new = authority(), authority((OTHER, SECRET)), authority((OTHER,))
         replica, router = Identity(), Identity()
-        replica.install(old.certify(replica.request, Plane.REPLICA, "r"))
-        router.install(old.certify(router.request, Plane.ROUTER, "r"))
+        replica.install(old.certify(replica.request, Component.REPLICA, "r"))
+        router.install(old.certify(router.request, Component.ROUTER, "r"))
         async with _Served(replica) as served:
             assert router.is_due(both.fingerprints)
-            replica.install(both.certify(replica.request, Plane.REPLICA, "r"))
-            router.install(both.certify(router.request, Plane.ROUTER, "r"))
+            replica.install(both.certify(replica.request, Component.REPLICA, "r"))
+            router.install(both.certify(router.request, Component.ROUTER, "r"))
             assert await _call(router, served.address, "Describe") is grpc.StatusCode.OK
             # An instance that has not been renewed yet is still accepted, as long as both are valid.
             assert served.servicer.calls == ["Describe"]
-            replica.install(new.certify(replica.request, Plane.REPLICA, "r"))
-            router.install(new.certify(router.request, Plane.ROUTER, "r"))
+            replica.install(new.certify(replica.request, Component.REPLICA, "r"))
+            router.install(new.certify(router.request, Component.ROUTER, "r"))
             assert await _call(router, served.address, "Describe") is grpc.StatusCode.OK
-            assert await _call(member(Plane.ROUTER, old), served.address, "Describe") in REFUSED
+            assert await _call(member(Component.ROUTER, old), served.address, "Describe") in REFUSED
             assert not router.is_due(new.fingerprints)
 
     asyncio.run(run())
@@ -214,11 +214,11 @@ def test_a_process_that_was_cut_off_during_a_rotation_still_verifies_the_others(
     old, both, new = authority(), authority((OTHER, SECRET)), authority((OTHER,))
 
     async def run() -> None:
-        router = member(Plane.ROUTER, old)
-        async with _Served(member(Plane.REPLICA, both)) as served:
+        router = member(Component.ROUTER, old)
+        async with _Served(member(Component.REPLICA, both)) as served:
             assert await _call(router, served.address, "Describe") is grpc.StatusCode.OK
-            assert await _call(member(Plane.ROUTER, new), served.address, "Describe") is grpc.StatusCode.OK
-        async with _Served(member(Plane.REPLICA, new)) as served:
+            assert await _call(member(Component.ROUTER, new), served.address, "Describe") is grpc.StatusCode.OK
+        async with _Served(member(Component.REPLICA, new)) as served:
             assert await _call(router, served.address, "Describe") in REFUSED
 
     asyncio.run(run())
@@ -227,7 +227,7 @@ def test_a_process_that_was_cut_off_during_a_rotation_still_verifies_the_others(
 def test_a_certificate_is_due_after_a_third_of_its_life() -> None:
     now, issued = 1000.0, authority()
     router = Identity(clock=lambda: now)
-    router.install(issued.certify(router.request, Plane.ROUTER, "r"))
+    router.install(issued.certify(router.request, Component.ROUTER, "r"))
     now += RENEW_SECONDS - 1
     assert not router.is_due(issued.fingerprints)
     now += 2
@@ -239,12 +239,12 @@ def test_a_certificate_is_due_after_a_third_of_its_life() -> None:
 def test_an_expired_certificate_is_due_whatever_the_clock_of_renewals_says() -> None:
     past = ClusterAuthority((SECRET,), lambda: time.time() - LIFETIME_SECONDS - 1)
     router = Identity(clock=lambda: 1.0)
-    router.install(past.certify(router.request, Plane.ROUTER, "r"))
+    router.install(past.certify(router.request, Component.ROUTER, "r"))
     assert router.is_due(past.fingerprints)
 
 
 def test_a_saved_identity_is_the_same_member() -> None:
-    identity = member(Plane.ROUTER)
+    identity = member(Component.ROUTER)
     again = Identity.restore(identity.save())
     assert again.certificate == identity.certificate
     assert x509.load_pem_x509_csr(again.request).public_key() == x509.load_pem_x509_csr(identity.request).public_key()

@@ -6,8 +6,8 @@ import pytest
 
 from headrace_cluster.local.authority import LIFETIME_SECONDS, ClusterAuthority
 from headrace_cluster.local.router_credentials import issue_credentials
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_proto.private_file import PrivateFileError
 from headrace_router.config import RouterConfig
 from headrace_router.credentials import CredentialsError, RouterCredentials
@@ -47,7 +47,7 @@ def test_renewed_credentials_are_kept(tmp_path: Path) -> None:
     config = RouterConfig(port=0, credentials=identities.router_credentials(), credentials_file=path)
     router = RouterServer(config)
     assert router._identity.is_due(identities.authority().fingerprints), "its age is not known"
-    router._identity.install(both.certify(router._identity.request, Plane.ROUTER, "r"))
+    router._identity.install(both.certify(router._identity.request, Component.ROUTER, "r"))
     for given, expected in ((b"", identities.authority().tenant_key), (both.tenant_key, both.tenant_key)):
         router._keep_credentials(given)  # without one, as an older controller answers, the key stays as it was
         kept = RouterCredentials.read(path)

@@ -9,6 +9,7 @@ import pytest
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.callers import CallerInterceptor
+from headrace_proto.component import Component
 from headrace_proto.control_pb2 import (
     Member,
     MemberList,
@@ -20,7 +21,6 @@ from headrace_proto.control_pb2 import (
 )
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_DEAD,
     REPLICA_STATE_DRAINING,
@@ -171,7 +171,7 @@ class _RotatingController(_Controller):
 
     async def Renew(self, request: RenewRequest, context: Any) -> RenewReply:
         self.renewals += 1
-        made = self._authority.certify(request.certificate_request, Plane.ROUTER, "a router")
+        made = self._authority.certify(request.certificate_request, Component.ROUTER, "a router")
         return RenewReply(
             chain=made.chain, trust=made.trust, authorities=made.authorities, renew_seconds=made.renew_seconds
         )
@@ -179,6 +179,6 @@ class _RotatingController(_Controller):
 
 def test_a_router_renews_its_certificate_once_when_the_authority_changes() -> None:
     both = identities.authority((b"another secret of the cluster", identities.SECRET))
-    controller, identity = _RotatingController(both), identities.member(Plane.ROUTER)
+    controller, identity = _RotatingController(both), identities.member(Component.ROUTER)
     asyncio.run(_watched(controller, _Bench(), 20, identity))
     assert controller.renewals == 1 and identity.certificate.authorities == both.fingerprints

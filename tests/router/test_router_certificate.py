@@ -10,8 +10,8 @@ from pydantic import SecretBytes
 
 from headrace_cluster.local.authority import LIFETIME_SECONDS, ClusterAuthority
 from headrace_cluster.local.router_credentials import issue_credentials
+from headrace_proto.component import Component
 from headrace_proto.control_pb2 import RouterInfo
-from headrace_proto.plane import Plane
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import LeastLoad
@@ -55,7 +55,7 @@ async def _watched(certificate: RouterCertificate, has_replica: Callable[[], boo
 
 
 def test_a_router_that_missed_a_rotation_ends_with_what_to_do() -> None:
-    certificate = RouterCertificate(identities.member(Plane.ROUTER))
+    certificate = RouterCertificate(identities.member(Component.ROUTER))
     with pytest.raises(CertificateRefusedError, match=r"of another secret; .* `headrace credentials`"):
         asyncio.run(_watched(certificate, lambda: False, lambda: False))
 
@@ -63,9 +63,9 @@ def test_a_router_that_missed_a_rotation_ends_with_what_to_do() -> None:
 def test_a_router_with_the_secret_file_makes_itself_another_certificate() -> None:
     new = identities.authority((NEW,))
     renewals: list[bool] = []
-    identity = identities.member(Plane.ROUTER)
+    identity = identities.member(Component.ROUTER)
     certificate = RouterCertificate(
-        identity, lambda request: new.certify(request, Plane.ROUTER, "r"), lambda key: renewals.append(True)
+        identity, lambda request: new.certify(request, Component.ROUTER, "r"), lambda key: renewals.append(True)
     )
     asyncio.run(_watched(certificate, lambda: True, lambda: renewals and not certificate.refusal))
     assert identity.certificate.authorities == new.fingerprints
@@ -74,7 +74,7 @@ def test_a_router_with_the_secret_file_makes_itself_another_certificate() -> Non
 def test_a_router_continues_while_it_is_connected_to_a_replica() -> None:
     async def run() -> None:
         replicas = [True]
-        certificate = RouterCertificate(identities.member(Plane.ROUTER))
+        certificate = RouterCertificate(identities.member(Component.ROUTER))
         certificate.refused("a reason")
         kept = asyncio.create_task(certificate.keep(lambda: bool(replicas)))
         await asyncio.sleep(0.3)
@@ -91,7 +91,7 @@ def test_a_refusal_that_passes_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def run() -> None:
         now = 0.0
-        certificate = RouterCertificate(identities.member(Plane.ROUTER), clock=lambda: now)
+        certificate = RouterCertificate(identities.member(Component.ROUTER), clock=lambda: now)
         kept = asyncio.create_task(certificate.keep(lambda: False))
         for _ in range(3):
             certificate.refused("the controller restarts")

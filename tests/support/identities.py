@@ -1,4 +1,4 @@
-"""Members of one cluster for tests: its authority, and identities of every plane."""
+"""Members of one cluster for tests: its authority, and identities of every component."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -7,8 +7,8 @@ from pydantic import SecretBytes
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.router_credentials import issue_credentials
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 
 SECRET = b"the secret of every cluster in tests"
 
@@ -19,29 +19,29 @@ def authority(secrets: Sequence[bytes] = (SECRET,)) -> ClusterAuthority:
     return ClusterAuthority(secrets)
 
 
-def member(plane: Plane, of: ClusterAuthority | None = None, name: str = "a member") -> Identity:
+def member(component: Component, of: ClusterAuthority | None = None, name: str = "a member") -> Identity:
     """A new process of a cluster."""
     identity = Identity()
-    identity.install((of or authority()).certify(identity.request, plane, name))
+    identity.install((of or authority()).certify(identity.request, component, name))
     return identity
 
 
 @cache
 def replica() -> Identity:
     """A replica of the cluster, the same one in every call."""
-    return member(Plane.REPLICA)
+    return member(Component.REPLICA)
 
 
 @cache
 def controller() -> Identity:
     """The controller of the cluster."""
-    return member(Plane.CONTROLLER)
+    return member(Component.CONTROLLER)
 
 
 @cache
 def router() -> Identity:
     """A router of the cluster, the same one in every call."""
-    return member(Plane.ROUTER, name="r-1")
+    return member(Component.ROUTER, name="r-1")
 
 
 @cache

@@ -18,7 +18,7 @@ from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.callers import CALLERS
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from support import identities
 from support.hostile_messages import altered, damaged, messages
@@ -92,7 +92,7 @@ class _Target:
         self._thread.start()
         self.tokens: list[int] = []
         self.finished: list[int] = []
-        self._channels: dict[Plane, grpc.aio.Channel] = {}
+        self._channels: dict[Component, grpc.aio.Channel] = {}
         self._over = asyncio.Event()
         self._began = threading.Event()
         target = pb.TargetFrame(hello=TARGET)
@@ -103,7 +103,7 @@ class _Target:
 
     async def _run_neighbour(self) -> None:
         """One attempt after the other: each answers with the tokens that are expected."""
-        async with identities.router().channel(self.served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async with identities.router().channel(self.served.address, Component.REPLICA, NO_PROXY) as channel:
             stub: Any = ReplicaStub(channel)
             call = stub.Serve()
             await call.write(ROUTER_HELLO)
@@ -126,17 +126,19 @@ class _Target:
                     assert tokens == expected(PROMPT, len(tokens))
                 await asyncio.sleep(0.01)
 
-    def call(self, plane: Plane, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
+    def call(self, component: Component, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
         """The status of a call with these bytes as its messages."""
-        return asyncio.run_coroutine_threadsafe(self._call(plane, method, sent), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(self._call(component, method, sent), self.loop).result(20)
 
-    async def _call(self, plane: Plane, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
-        if plane not in self._channels:
+    async def _call(self, component: Component, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
+        if component not in self._channels:
             options = (*NO_PROXY, *OWN_CONNECTION)
-            self._channels[plane] = identities.member(plane).channel(self.served.address, Plane.REPLICA, options)
+            self._channels[component] = identities.member(component).channel(
+                self.served.address, Component.REPLICA, options
+            )
         path = f"/headrace.v1.Replica/{method}"
         streams = method in self.hellos
-        channel: Any = self._channels[plane]
+        channel: Any = self._channels[component]
         call: Any = channel.stream_stream(path)() if streams else channel.unary_stream(path)(sent[0])
         try:
             if streams:
@@ -200,14 +202,14 @@ def _sent(method: str, hello: bytes) -> SearchStrategy[list[bytes]]:
 
 
 def _run(target: _Target, method: str, limits: settings) -> None:
-    """Calls by the plane that may call the method, and by others."""
+    """Calls by the component that may call the method, and by others."""
     own = CALLERS[f"/headrace.v1.Replica/{method}"]
 
     @limits
-    @given(plane=st.sampled_from([own, own, own, *Plane]), sent=_sent(method, target.hellos.get(method, b"")))
-    def check(plane: Plane, sent: list[bytes]) -> None:
-        code, details = target.call(plane, method, sent)
-        allowed = ALLOWED if plane is own else {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
+    @given(component=st.sampled_from([own, own, own, *Component]), sent=_sent(method, target.hellos.get(method, b"")))
+    def check(component: Component, sent: list[bytes]) -> None:
+        code, details = target.call(component, method, sent)
+        allowed = ALLOWED if component is own else {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
         assert code in allowed, (code, details)
         assert code is grpc.StatusCode.OK or details
 

@@ -13,7 +13,7 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from support import identities
 from support.worker.served_engine import ServedEngine
@@ -41,7 +41,7 @@ async def run_stream(
         await stop.wait()
 
     merged: dict[bytes, pb.Delta] = {}
-    async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+    async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
         async for frame in served.stub(channel).Serve(frames()):
             for delta in frame.deltas:
                 known = merged.setdefault(delta.attempt_id, pb.Delta())
@@ -142,12 +142,12 @@ def test_no_call_is_answered_without_the_certificate_of_its_plane(make_served: M
     async def run() -> None:
         plain = grpc.aio.insecure_channel(served.address)
         assert await refusals(plain, ("Describe", "WatchHealth")) == [grpc.StatusCode.UNAVAILABLE] * 2
-        for plane, others in (
-            (Plane.ROUTER, ("WatchHealth", "Transfer")),
-            (Plane.CONTROLLER, ("Describe", "WatchCache", "Serve", "Transfer")),
-            (Plane.REPLICA, ("Describe", "WatchCache", "Serve", "WatchHealth")),
+        for component, others in (
+            (Component.ROUTER, ("WatchHealth", "Transfer")),
+            (Component.CONTROLLER, ("Describe", "WatchCache", "Serve", "Transfer")),
+            (Component.REPLICA, ("Describe", "WatchCache", "Serve", "WatchHealth")),
         ):
-            channel = identities.member(plane).channel(served.address, Plane.REPLICA, NO_PROXY)
+            channel = identities.member(component).channel(served.address, Component.REPLICA, NO_PROXY)
             assert await refusals(channel, others) == [grpc.StatusCode.PERMISSION_DENIED] * len(others)
 
     asyncio.run(run())
@@ -157,7 +157,7 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> N
     served = make_served()
 
     async def describe(digest: bytes) -> tuple[pb.ModelFacts, bytes]:
-        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
             call = served.stub(channel).Describe(pb.DescribeRequest(known_digest=digest))
             chunks = [chunk async for chunk in call]
         return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
@@ -172,8 +172,8 @@ def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
 
     async def roles() -> list[int]:
         async with (
-            identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel,
-            identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as own,
+            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
+            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as own,
         ):
             watcher: Any = served.stub(own)
             stub = served.stub(channel)
@@ -200,7 +200,7 @@ def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
     async def follow() -> set[bytes]:
         known: set[bytes] = set()
         sequence = None
-        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
             call = served.stub(channel).WatchCache(pb.CacheWatchRequest())
             work = asyncio.create_task(
                 run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
@@ -234,8 +234,8 @@ def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None
 
     async def counts() -> list[int]:
         async with (
-            identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel,
-            identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as own,
+            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
+            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as own,
         ):
             watcher: Any = served.stub(own)
             stub = served.stub(channel)
@@ -261,7 +261,7 @@ def test_health_distinguishes_a_stalled_from_an_idle_loop(make_served: Make) -> 
     release = threading.Event()
 
     async def states(count: int) -> list[int]:
-        async with identities.controller().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async with identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
             call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100))
             seen = []
             async for health in call:
@@ -313,7 +313,7 @@ def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -
             yield pb.RouterFrame(submits=submits[4:])
             await asyncio.sleep(60)
 
-        async with identities.router().channel(served.address, Plane.REPLICA, NO_PROXY) as channel:
+        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
             async for frame in served.stub(channel).Serve(frames()):
                 seen.append(frame)
                 if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:

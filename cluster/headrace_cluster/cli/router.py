@@ -12,7 +12,7 @@ from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
-from headrace_proto.plane import Certificate
+from headrace_proto.component import Certificate
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
 from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials

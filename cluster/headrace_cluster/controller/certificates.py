@@ -7,8 +7,8 @@ import msgspec
 
 from headrace_cluster.core.view import ControllerSecrets
 from headrace_cluster.local.authority import ClusterAuthority
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 
 DUE_SECONDS = 600.0  # between two looks at the age of the certificates
 
@@ -50,4 +50,4 @@ class ControllerCertificates:
         return msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
 
     def _certify(self) -> None:
-        self._identity.install(self._authority.certify(self._identity.request, Plane.CONTROLLER, self._cluster))
+        self._identity.install(self._authority.certify(self._identity.request, Component.CONTROLLER, self._cluster))

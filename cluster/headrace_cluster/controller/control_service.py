@@ -13,9 +13,9 @@ from headrace_proto import control_pb2_grpc
 from headrace_proto.address import host_port
 from headrace_proto.callers import CallerInterceptor, caller_certificate, caller_name
 from headrace_proto.channel_options import SERVER, Options
+from headrace_proto.component import Component
 from headrace_proto.errors import ListenError
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 
 # A report has about a hundred bytes for each replica; parsing and keeping it is work of the controller's event loop.
 MESSAGES: Options = (("grpc.max_receive_message_length", 256 << 10),)
@@ -51,7 +51,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.RouterReportReply(authorities=self._authority().fingerprints)
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
-        """Another certificate for the caller, of its own plane and name.
+        """Another certificate for the caller, of its own component and name.
 
         A connection may be older than the secrets: the caller's certificate must be valid now.
         """
@@ -61,7 +61,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             )
         authority = self._authority()
         try:
-            made = authority.certify(request.certificate_request, Plane.ROUTER, caller_name(context))
+            made = authority.certify(request.certificate_request, Component.ROUTER, caller_name(context))
         except CertificateRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return pb.RenewReply(

@@ -11,8 +11,8 @@ from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 
 STATES = {
     pb.REPLICA_STATE_STARTING: State.STARTING,
@@ -36,7 +36,7 @@ async def watch_health(
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
     while True:
         # A channel of its own for each try: the identity's certificate may have been replaced.
-        async with identity.channel(address, Plane.REPLICA, _OPTIONS) as channel:
+        async with identity.channel(address, Component.REPLICA, _OPTIONS) as channel:
             stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
                 async for message in stub.WatchHealth(request):

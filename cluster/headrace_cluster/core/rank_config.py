@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.plane import Certificate
+from headrace_proto.component import Certificate
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling.report import ProfileReport

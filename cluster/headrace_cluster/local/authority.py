@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace_proto.block_hash import derive_key
+from headrace_proto.component import Certificate, Component
 from headrace_proto.errors import HeadraceError
-from headrace_proto.plane import Certificate, Plane
 
 LIFETIME_SECONDS = 30 * 86400.0  # of a certificate: without a controller, members accept new connections this long
 RENEW_SECONDS = LIFETIME_SECONDS / 3  # after this time a certificate is replaced
@@ -59,7 +59,7 @@ class ClusterAuthority:
         """32 bytes from which routers derive the tenants' salts, the same for all routers."""
         return blake3(self._signing_secret, derive_key_context=_TENANT_CONTEXT).digest()
 
-    def certify(self, request: bytes, plane: Plane, name: str) -> Certificate:
+    def certify(self, request: bytes, component: Component, name: str) -> Certificate:
         """A certificate for the key of a PEM request, of which nothing else counts.
 
         Raises CertificateRequestError.
@@ -75,7 +75,7 @@ class ClusterAuthority:
             .not_valid_before(_ALWAYS[0])  # the clock of another machine may be slow by any time
             .not_valid_after(now + datetime.timedelta(seconds=LIFETIME_SECONDS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(plane.dns_name)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(component.dns_name)]), critical=False)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 critical=False,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_proto.component import Certificate, Component
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Certificate, Plane
 from headrace_router.config import new_router_id
 from headrace_router.credentials import RouterCredentials
 
@@ -13,7 +13,7 @@ from headrace_router.credentials import RouterCredentials
 def issue_credentials(authority: ClusterAuthority, name: str) -> RouterCredentials:
     """Of a router with this id: a key of its own, and a certificate for it."""
     identity = Identity()
-    identity.install(authority.certify(identity.request, Plane.ROUTER, name))
+    identity.install(authority.certify(identity.request, Component.ROUTER, name))
     return RouterCredentials(identity.save(), authority.tenant_key)
 
 
@@ -27,6 +27,6 @@ def issuer(secrets: ClusterSecrets, router_id: str) -> Callable[[bytes], Certifi
 
     def issue(request: bytes) -> Certificate:
         secrets.reread()
-        return ClusterAuthority(secrets.current).certify(request, Plane.ROUTER, router_id)
+        return ClusterAuthority(secrets.current).certify(request, Component.ROUTER, router_id)
 
     return issue

@@ -43,9 +43,9 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_proto.component import Component
 from headrace_proto.identity import seal
 from headrace_proto.logs import LogConfig
-from headrace_proto.plane import Plane
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
@@ -187,7 +187,7 @@ class RayDriver:
 
     def _credentials(self, name: ReplicaName, request: bytes) -> RankCredentials:
         authority = self._authority()
-        certificate = authority.certify(request, Plane.REPLICA, name.replica_id)
+        certificate = authority.certify(request, Component.REPLICA, name.replica_id)
         return RankCredentials(certificate, seal(request, authority.cache_key))
 
     # -- configuration of a rank ------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import grpc
 import structlog
 
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
-from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_router.config import StaticMember
 from headrace_router.core.fleet import Fleet
@@ -48,7 +48,7 @@ async def watch_controller(
     warned = False
     while True:
         try:
-            async with certificate.identity.channel(address, Plane.CONTROLLER, _OPTIONS) as channel:
+            async with certificate.identity.channel(address, Component.CONTROLLER, _OPTIONS) as channel:
                 stub: Any = ControlStub(channel)
                 report = asyncio.create_task(_report(stub, info.id, certificate, fleet))
                 try:

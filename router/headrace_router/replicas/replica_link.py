@@ -11,10 +11,10 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_router.core.replica_state import ReplicaState
@@ -97,7 +97,7 @@ class ReplicaLink:
             replica.disconnect()
 
     async def _serve(self) -> None:
-        async with self._links.identity.channel(self.state.address, Plane.REPLICA, _OPTIONS) as channel:
+        async with self._links.identity.channel(self.state.address, Component.REPLICA, _OPTIONS) as channel:
             # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()

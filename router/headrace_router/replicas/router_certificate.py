@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import structlog
 
+from headrace_proto.component import Certificate
 from headrace_proto.control_pb2 import RenewRequest
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Certificate
 
 RENEW_SECONDS = 5.0  # for the reply
 REFUSED_SECONDS = 30.0  # a controller that restarts, or reads a new secret, is consistent earlier

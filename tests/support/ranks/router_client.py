@@ -13,7 +13,7 @@ import grpc
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.plane import Plane
+from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.core.plan import SampledLogprobs
 from headrace_worker.offline import Completion
@@ -71,7 +71,7 @@ class ServeStream:
 
     async def _run(self, address: str) -> None:
         try:
-            async with identities.router().channel(address, Plane.REPLICA, NO_PROXY) as channel:
+            async with identities.router().channel(address, Component.REPLICA, NO_PROXY) as channel:
                 stub: Any = ReplicaStub(channel)
                 call = stub.Serve()
                 hello = pb.RouterHello(router_id="test", contract_version=CONTRACT_VERSION)

@@ -8,9 +8,9 @@ import grpc
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.callers import CallerInterceptor
+from headrace_proto.component import Component
 from headrace_proto.control_pb2 import MemberList, RouterReport, RouterReportReply
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from headrace_proto.plane import Plane
 from support import identities
 
 
@@ -21,7 +21,7 @@ class ControlServer(ControlServicer):
         self._authority = authority
         self._server = grpc.aio.server(interceptors=[CallerInterceptor()])
         add_ControlServicer_to_server(self, self._server)
-        own = identities.member(Plane.CONTROLLER, authority).server_credentials()
+        own = identities.member(Component.CONTROLLER, authority).server_credentials()
         self.address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', own)}"
 
     async def __aenter__(self) -> "ControlServer":

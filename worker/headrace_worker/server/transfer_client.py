@@ -9,9 +9,9 @@ import structlog
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
+from headrace_proto.component import Component
 from headrace_proto.duplex import run_duplex
 from headrace_proto.identity import Identity
-from headrace_proto.plane import Plane
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.rendezvous import RendezvousHost
@@ -64,7 +64,7 @@ class TransferClient:
         opened: RendezvousHost | None = None
         try:
             opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
-            async with self._identity.channel(source, Plane.REPLICA, _OPTIONS) as channel:
+            async with self._identity.channel(source, Component.REPLICA, _OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
                 await self._run_stream(source, stub.Transfer(), opened)
             reason = "it ended the stream"

@@ -1,4 +1,4 @@
-"""The planes of a cluster, and the certificate that makes a process a member of one."""
+"""The components of a cluster, and the certificate that makes a process a member of one."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ import msgspec
 _DOMAIN = "headrace.internal"
 
 
-class Plane(StrEnum):
+class Component(StrEnum):
     """What a process is in its cluster. Each has a name of its own in certificates."""
 
     CONTROLLER = "controller"
