@@ -66,6 +66,7 @@ class RouterServer:
         self._identity = Identity.restore(credentials.identity)
         self._certificate = RouterCertificate(self._identity, issue, self._keep_credentials)
         metrics = RouterMetrics()
+        self._keys = config.auth.watched()
 
         self._links = ReplicaLinks(
             router_id=config.router_id,
@@ -85,7 +86,7 @@ class RouterServer:
         pool = TokenizerPool(config.limits)
         self.services = Services(
             config=config,
-            auth=Authenticator(config.auth.load(), credentials.tenant_key, config.auth.load_metrics()),
+            auth=Authenticator(self._keys.current, credentials.tenant_key),
             fleet=fleet,
             metrics=metrics,
             admission=Admission(config.limits, metrics),
@@ -129,6 +130,7 @@ class RouterServer:
         self.http_port = self._http.port
         if not config.share_port:
             self._connect_to_replicas()
+        self._tasks.append(asyncio.create_task(self._keys.watch(self.services.auth.use)))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(self._tls.watch()))
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)

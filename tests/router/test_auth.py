@@ -1,6 +1,7 @@
 """Every route and RPC without a key; exposed addresses; tenants."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace_proto import inference_pb2, inference_pb2_grpc
+from headrace_router.access import watched_files
 from headrace_router.access.auth import (
     AuthConfig,
     Authenticator,
     ExposureError,
+    Keys,
     KeysFileError,
     check_exposure,
     check_metrics_exposure,
@@ -206,7 +209,7 @@ def test_tenants_have_their_own_salt(keyed: Any) -> None:
 
 
 def test_without_keys_the_salt_is_empty() -> None:
-    tenant = Authenticator((), bytes(32)).tenant(None)
+    tenant = Authenticator(Keys(), bytes(32)).tenant(None)
     assert tenant is not None and tenant.salt == b""
 
 
@@ -284,3 +287,25 @@ def test_a_key_has_a_quota(harness: Any, make_replica: Any) -> None:
     for thread in threads:
         thread.join()
     assert sorted(codes[KEY]) == [200, 429] and codes[OTHER] == [200]
+
+
+def test_a_changed_file_of_keys_is_used_without_a_restart(
+    harness: Any, make_replica: Any, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_files, "RELOAD_SECONDS", 0.02)
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text("old:the-old-key\n")
+    harness.start([make_replica()], auth={"keys_file": path})
+
+    def status(key: str) -> int:
+        with harness.client(headers={"authorization": f"Bearer {key}"}) as client:
+            return int(client.get("/v1/models").status_code)
+
+    assert [status("the-old-key"), status("the-new-key")] == [200, 401]
+    path.write_text("new:the-new-key\n")
+    eventually(lambda: [status("the-old-key"), status("the-new-key")] == [401, 200])
+    for broken in ("short\n", "# no key is left\n"):
+        path.write_text(broken)
+        time.sleep(0.1)
+        assert [status("the-old-key"), status("the-new-key")] == [401, 200], "never open, and never closed for all"

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
 from headrace_proto.inference_pb2_grpc import InferenceStub
 from headrace_proto.private_file import PrivateFileError
-from headrace_router.access import tls_files
+from headrace_router.access import watched_files
 from headrace_router.access.tls_config import TlsConfig
-from headrace_router.access.tls_files import TlsFileError, TlsFiles
+from headrace_router.access.tls_files import TlsFileError, TlsFiles, check_tls_files, load_tls_files
 from support.certificates import Authority, common_name, passphrase_key
 
 CHAT = ChatMessages(messages=[ChatMessage(role="user", content="hi")])
@@ -43,7 +43,7 @@ def files(authority: Authority) -> dict[str, Path]:
 
 @pytest.fixture
 def start(harness: Any, make_replica: Any, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(tls_files, "RELOAD_SECONDS", 0.05)
+    monkeypatch.setattr(watched_files, "RELOAD_SECONDS", 0.05)
 
     def begin(replica: dict[str, Any] | None = None, client_ca: Path | None = None, **config: Any) -> Any:
         given = files if client_ca is None else files | {"client_ca": client_ca}
@@ -261,6 +261,7 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[s
     locked.touch(mode=0o600)
     locked.write_bytes(passphrase_key())
     assert "has a passphrase" in refusal(key=locked)
+    assert "swapped" in refusal(cert=files["key"], key=files["cert"])
     files["cert"].chmod(0o644)
     TlsFiles(TlsConfig.model_validate(files))  # a certificate is public
     files["cert"].chmod(0o664)
@@ -271,3 +272,22 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[s
     for wrong in ({"cert": files["cert"]}, {"key": files["key"]}, {"client_ca": authority.file}):
         with pytest.raises(ValidationError, match="--tls-cert and --tls-key"):
             TlsConfig.model_validate(wrong)
+
+
+def test_files_with_which_no_client_could_connect_are_refused(authority: Authority, files: dict[str, Path]) -> None:
+    def check(**changed: Path) -> None:
+        config = TlsConfig.model_validate(files | changed)
+        check_tls_files(config, load_tls_files(config))
+
+    check(client_ca=authority.file)
+    with pytest.raises(TlsFileError, match="are no authorities"):
+        check(client_ca=authority.issue("leaf")[0])
+    loaded = TlsFiles(TlsConfig.model_validate(files))
+    before = loaded.context()
+    for days, reason in (((-9, -2), "has expired on"), ((2, 9), "is valid from")):
+        authority.days = days
+        authority.issue("dated", **files)
+        with pytest.raises(TlsFileError, match=reason):
+            check()
+        assert not loaded.refresh() and loaded.context() is before, "the earlier one stays in use"
+    assert TlsFiles(TlsConfig.model_validate(files)), "a restarted process uses what there is"

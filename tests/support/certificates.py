@@ -17,6 +17,7 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
+        self.days = (-1, 1)  # from now, of the validity of what it issues
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
         self.file = folder / f"{name}.pem"
@@ -30,7 +31,7 @@ class Authority:
         cert, key = cert or self._folder / f"{name}.pem", key or self._folder / f"{name}.key"
         private = ec.generate_private_key(ec.SECP256R1())
         hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        builder = _builder(_name(name), self._name, private.public_key())
+        builder = _builder(_name(name), self._name, private.public_key(), self.days)
         builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         clear, pkcs8 = serialization.NoEncryption(), serialization.PrivateFormat.PKCS8
         _replace(key, private.private_bytes(serialization.Encoding.PEM, pkcs8, clear))
@@ -62,10 +63,12 @@ def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: tuple[int, int] = (-1, 1)
+) -> x509.CertificateBuilder:
+    first, last = (datetime.datetime.now(datetime.UTC) + day * DAY for day in days)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    return builder.serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(first).not_valid_after(last)
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

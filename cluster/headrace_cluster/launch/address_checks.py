@@ -10,7 +10,7 @@ from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import ListenError
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
-from headrace_router.access.tls_files import load_tls_files
+from headrace_router.access.tls_files import check_tls_files, load_tls_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Address:
 def check_tls(spec: ClusterSpec) -> None:
     """Whether the files of TLS can be used. Raises TlsFileError, PrivateFileError."""
     if spec.tls.enabled:
-        load_tls_files(spec.tls)
+        check_tls_files(spec.tls, load_tls_files(spec.tls))
 
 
 def check_keys(spec: ClusterSpec) -> None:

@@ -9,6 +9,7 @@ from headrace_cluster.errors import CertificateError
 from headrace_cluster.local.state import ServeState
 
 _NO_CHECK_TIME = ssl.VerifyFlags(0x200000)  # X509_V_FLAG_NO_CHECK_TIME, for which Python has no name
+_DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -70,10 +71,8 @@ def open_connection(host: str, port: int, timeout: float, context: ssl.SSLContex
 def tls_failure(address: str, error: Exception) -> CertificateError | None:
     """The error for a TLS connection that failed; None if TLS is not the reason. address: host:port."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return CertificateError(
-            f"the certificate of {address} is not accepted ({error.verify_message}); name the authority that signed "
-            "it with --ca FILE"
-        )
+        remedy = "" if error.verify_code in _DATES else "; name the authority that signed it with --ca FILE"
+        return CertificateError(f"the certificate of {address} is not accepted ({error.verify_message}){remedy}")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return CertificateError(f"no TLS connection to {address} ({_reason(error)}); does this port use TLS?")
     return None
@@ -84,7 +83,7 @@ def handshake_closed(address: str, error: Exception) -> CertificateError | None:
     if isinstance(error, ssl.SSLEOFError | ConnectionResetError):  # asyncio's servers send no alert
         return CertificateError(
             f"the server at {address} closed the TLS connection; if it requires a client certificate, pass "
-            "--client-cert FILE"
+            "--client-cert FILE with one that has not expired, of an authority that it accepts"
         )
     return None
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import read_private
+from headrace_router.access.watched_files import WatchedFiles
 
 SALT_BYTES = 16
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
@@ -79,6 +80,11 @@ class AuthConfig(BaseModel):
     def has_metrics_keys(self) -> bool:
         return self.metrics_key is not None or self.metrics_key_file is not None
 
+    def watched(self) -> "WatchedFiles[Keys]":
+        """The keys of both kinds, read again when a file changes. Raises KeysFileError, PrivateFileError."""
+        paths = (self.keys_file, self.metrics_key_file)
+        return WatchedFiles("files of keys", paths, lambda: Keys(self.load(), self.load_metrics()))
+
     def load(self) -> tuple[ApiKey, ...]:
         """All API keys, including the file's. Raises KeysFileError, PrivateFileError."""
         return self.keys if self.keys_file is None else self.keys + _read_keys(self.keys_file, "API keys")
@@ -91,6 +97,14 @@ class AuthConfig(BaseModel):
         if {entry.key for entry in keys} & {entry.key for entry in self.load()}:
             raise KeysFileError("a metrics key is also an API key: create one that is valid for /metrics only")
         return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """All keys at one time."""
+
+    api: tuple[ApiKey, ...] = ()
+    metrics: tuple[ApiKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +124,18 @@ class Authenticator:
     A metrics key belongs to no tenant: it reads /metrics. Without a metrics key, API keys read /metrics.
     """
 
-    def __init__(self, keys: tuple[ApiKey, ...], tenant_key: bytes, metrics_keys: tuple[ApiKey, ...] = ()) -> None:
+    def __init__(self, keys: Keys, tenant_key: bytes) -> None:
         """tenant_key: at most 64 bytes, from which the tenants' salts are derived; the same for all routers."""
-        self._metrics = [_digest(entry.key.get_secret_value().encode()) for entry in metrics_keys]
+        self._tenant_key = tenant_key
+        self.use(keys)
+
+    def use(self, keys: Keys) -> None:
+        """From the next request on."""
+        self._metrics = [_digest(entry.key.get_secret_value().encode()) for entry in keys.metrics]
         self._tenants: list[tuple[bytes, Tenant]] = []
-        for position, entry in enumerate(keys, 1):
+        for position, entry in enumerate(keys.api, 1):
             raw = entry.key.get_secret_value().encode()
-            salt = hashlib.blake2b(raw, key=tenant_key, digest_size=SALT_BYTES, person=b"tenant")
+            salt = hashlib.blake2b(raw, key=self._tenant_key, digest_size=SALT_BYTES, person=b"tenant")
             self._tenants.append((_digest(raw), Tenant(entry.name or f"key-{position}", salt.digest())))
 
     @property

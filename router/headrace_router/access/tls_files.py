@@ -1,22 +1,22 @@
 """TLS of the public addresses: certificate, key and client authority from files, read again when they change."""
 
-import asyncio
+import datetime
 import os
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
-import structlog
+from cryptography import x509
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import read_private
 from headrace_proto.reloading_credentials import reloading_credentials
 from headrace_router.access.tls_config import TlsConfig
+from headrace_router.access.watched_files import WatchedFiles
 
-RELOAD_SECONDS = 1.0  # between two looks at the files
-
-log = structlog.get_logger("headrace.tls")
+CLOCK_DIFFERENCE = datetime.timedelta(minutes=5)
 
 
 class TlsFileError(HeadraceError):
@@ -30,61 +30,42 @@ class LoadedTlsFiles:
     context: ssl.SSLContext
     monitoring_context: ssl.SSLContext
     grpc: grpc.ServerCertificateConfiguration
+    certificate: x509.Certificate  # the server's own
+    authorities: list[x509.Certificate]  # of clients
 
 
-class TlsFiles:
-    """What servers use for TLS. `watch` replaces it when the files change; open connections keep the earlier state."""
+class TlsFiles(WatchedFiles[LoadedTlsFiles]):
+    """What servers use for TLS; open connections keep the state in which they began."""
 
     def __init__(self, config: TlsConfig) -> None:
         """config: with files. Raises TlsFileError, PrivateFileError."""
-        self._config = config
-        self._seen = self._refused = self._version()
-        self._loaded = load_tls_files(config)
+        self._require_client = config.client_ca is not None
+        paths = (config.cert, config.key, config.client_ca)
+        super().__init__("TLS files", paths, lambda: load_tls_files(config), partial(check_tls_files, config))
 
     def context(self) -> ssl.SSLContext:
         """For the next handshake."""
-        return self._loaded.context
+        return self.current.context
 
     def monitoring_context(self) -> ssl.SSLContext:
         """As `context`; clients need no certificate."""
-        return self._loaded.monitoring_context
+        return self.current.monitoring_context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Of a gRPC server."""
-        require = self._config.client_ca is not None
-        return reloading_credentials(lambda: self._loaded, lambda loaded: loaded.grpc, require_client=require)
-
-    async def watch(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            await asyncio.sleep(RELOAD_SECONDS)
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Reads the files if they changed. What cannot be used is logged, and what was loaded before stays in use."""
-        version = self._version()
-        if version == self._seen:
-            return
-        try:
-            self._loaded = load_tls_files(self._config)
-        except (HeadraceError, OSError) as error:  # it is tried again: the cause may be a lack of descriptors
-            if version != self._refused:
-                log.warning(f"the TLS files changed and are not used: {error}; the earlier ones stay in use")
-            self._refused = version
-        else:
-            self._seen = version
-            log.info("the TLS files changed and are in use")
-
-    def _version(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(map(_file_version, (self._config.cert, self._config.key, self._config.client_ca)))
+        return reloading_credentials(
+            lambda: self.current, lambda loaded: loaded.grpc, require_client=self._require_client
+        )
 
 
 def load_tls_files(config: TlsConfig) -> LoadedTlsFiles:
-    """The files as they are now: their owners and modes, PEM, and that key and certificate are a pair.
+    """The files as they are now: their owners and modes, PEM, dates, and that key and certificate are a pair.
 
     Raises TlsFileError, PrivateFileError.
     """
     cert = _read(config.cert, "the TLS certificate", secret=False)
+    if b"PRIVATE KEY" in cert and b"CERTIFICATE" not in cert:
+        raise TlsFileError(f"the TLS certificate {config.cert} is a key: are --tls-cert and --tls-key swapped?")
     key = _read(config.key, "the TLS key", secret=True)
     authorities = _read(config.client_ca, "the authorities of TLS clients", secret=False)
     context = monitoring = _context(config, cert, key)
@@ -98,7 +79,36 @@ def load_tls_files(config: TlsConfig) -> LoadedTlsFiles:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     served = grpc.ssl_server_certificate_configuration([(key, cert)], authorities or None)
-    return LoadedTlsFiles(context, monitoring, served)
+    certificates = x509.load_pem_x509_certificates(cert)
+    return LoadedTlsFiles(
+        context,
+        monitoring,
+        served,
+        certificates[0],
+        x509.load_pem_x509_certificates(authorities) if authorities else [],
+    )
+
+
+def check_tls_files(config: TlsConfig, loaded: LoadedTlsFiles) -> None:
+    """Whether clients can connect with what was loaded. Raises TlsFileError.
+
+    Checked at the start of a cluster and when the files change; a process that is restarted uses what there is.
+    """
+    first, now = loaded.certificate, datetime.datetime.now(datetime.UTC)
+    if now >= first.not_valid_after_utc:
+        raise TlsFileError(
+            f"the TLS certificate {config.cert} has expired on {first.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
+        )
+    if now < first.not_valid_before_utc - CLOCK_DIFFERENCE:
+        raise TlsFileError(
+            f"the TLS certificate {config.cert} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on; this "
+            f"machine's clock shows {now:%Y-%m-%d %H:%M}"
+        )
+    if loaded.authorities and not any(map(_may_sign, loaded.authorities)):
+        raise TlsFileError(
+            f"the certificates in {config.client_ca} are no authorities, so that no client could connect: the file "
+            "must have the certificate that signed those of the clients"
+        )
 
 
 def _context(config: TlsConfig, cert: bytes, key: bytes) -> ssl.SSLContext:
@@ -117,6 +127,14 @@ def _context(config: TlsConfig, cert: bytes, key: bytes) -> ssl.SSLContext:
             "both must be PEM, the server's certificate first"
         ) from error
     return context
+
+
+def _may_sign(certificate: x509.Certificate) -> bool:
+    """Whether it is of an authority. Certificates of version 1 do not say."""
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return certificate.version is x509.Version.v1
 
 
 def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
@@ -139,14 +157,3 @@ def _read(path: Path | None, what: str, *, secret: bool) -> bytes:
         return read_private(path, what, secret=secret)
     except OSError as error:
         raise TlsFileError(f"{what} {path} cannot be read: {error.strerror}") from error
-
-
-def _file_version(path: Path | None) -> tuple[int, ...]:
-    """Changes with the file, and with the file that a link names; empty without one."""
-    if path is None:
-        return ()
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -1,11 +1,13 @@
 """The TLS handshake of a connection, bounded and counted like the connection itself (docs/reliability.md R18)."""
 
 import asyncio
-import contextlib
 import ssl
+import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from typing import Any
+
+import structlog
 
 from headrace_router.api.http.connection_counter import ConnectionCounter
 from headrace_router.api.http.handshake_pacer import HandshakePacer, PacedHandshake
@@ -13,6 +15,9 @@ from headrace_router.api.http.protocol import LINGER_SECONDS
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
 WRITE_BYTES = 64 << 10  # that wait to be encrypted, for a client that does not read
+LOG_SECONDS = 10.0  # between two lines about handshakes that failed
+
+log = structlog.get_logger("headrace.tls")
 
 TlsContext = Callable[[], ssl.SSLContext]  # the one for the next handshake
 
@@ -28,6 +33,15 @@ class Handshakes:
         self._tls = tls
         self._seconds = seconds
         self._pacer = HandshakePacer()
+        self._failures = 0  # since the last one in the log
+        self._logged_at = -LOG_SECONDS
+
+    def failed(self, address: str, error: OSError) -> None:
+        """Logs some of the handshakes that fail: no TLS, a refused certificate, a timeout, a client that leaves."""
+        self._failures += 1
+        if time.monotonic() - self._logged_at >= LOG_SECONDS:
+            log.info("TLS handshakes failed", count=self._failures, client=address, reason=str(error)[:200])
+            self._failures, self._logged_at = 0, time.monotonic()
 
     async def complete(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> asyncio.Transport:
         """The encrypted transport. Raises OSError, after it closed `transport`."""
@@ -88,9 +102,9 @@ class TlsProtocol(asyncio.Protocol):
     async def _complete_handshake(self) -> None:
         secure: asyncio.Transport | None = None
         try:
-            # No TLS, a refused certificate, a timeout, a client that disconnects.
-            with contextlib.suppress(OSError):
-                secure = await self._handshakes.complete(self.transport, self)
+            secure = await self._handshakes.complete(self.transport, self)
+        except OSError as error:
+            self._handshakes.failed(self._address, error)
         finally:
             self._connections.discard(self)
             self._handshakes.counter.remove(self._address)
