@@ -23,7 +23,7 @@ from headrace_proto.identity import Identity
 from support import identities
 from support.hostile_messages import altered, damaged, messages
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(EXAMPLES, max_examples=3000)
 ANSWER_SECONDS = 0.02  # for what follows the first answer while a stream stays open
 HOSTILE, NEIGHBOUR = "r-1", "r-2"

@@ -25,9 +25,9 @@ from support.hostile_messages import altered, damaged, messages
 from support.worker.fake_model import expected
 from support.worker.served_engine import ServedEngine
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(EXAMPLES, max_examples=3000)
-MEMORY_BYTES = 96 << 20  # that the process may grow by over all examples of a test
+MEMORY_BYTES = 256 << 20  # that the process may grow by in a test, by what Hypothesis keeps of its examples, too
 FIRST_SECONDS = 0.5  # for the first answer: a hello, or the end
 ANSWER_SECONDS = 0.02  # for what follows while a stream stays open
 # UNKNOWN would be an exception of a method; INTERNAL one of gRPC.
