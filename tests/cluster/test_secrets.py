@@ -38,6 +38,7 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity, seal
 from headrace_proto.private_file import PrivateFileError
 from headrace_proto.role import Role
+from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials
 from headrace_router.replicas.router_certificate import RouterCertificate
 from support import identities
@@ -234,16 +235,16 @@ def test_builds_that_are_up_are_certified_again_until_it_succeeds(
 
 def test_a_router_has_the_id_of_its_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "credentials"
-    started: list[Any] = []
+    issue_credentials(identities.authority(), "router-7").write(path)
+    started: list[str] = []
 
-    def run(config: Any, issue: Any) -> int:
-        started.append(config)
+    def run(config: RouterConfig, issue: object) -> int:
+        assert issue is None, "it does not have the secret"
+        started.append(config.router_id)
         return 0
 
-    issue_credentials(identities.authority(), "router-7").write(path)
     monkeypatch.setattr("headrace_cluster.cli.router._run", run)
-    run_router(parse_spec({}), "127.0.0.1:1", path)
-    assert [config.router_id for config in started] == ["router-7"]
+    assert run_router(parse_spec({}), "127.0.0.1:1", path) == 0 and started == ["router-7"]
 
 
 def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
