@@ -22,10 +22,12 @@ from headrace_proto.component import Component
 from headrace_proto.identity import Identity
 from support import identities
 from support.hostile_messages import altered, damaged, messages
+from support.loop_probe import LoopProbe
 
 EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(EXAMPLES, max_examples=3000)
 ANSWER_SECONDS = 0.02  # for what follows the first answer while a stream stays open
+LAG_SECONDS = 0.02  # docs/reliability.md R18
 HOSTILE, NEIGHBOUR = "r-1", "r-2"
 SEEN = ReplicaName("m-0", 1)
 ALLOWED = {
@@ -116,7 +118,10 @@ class _Controller:
 @pytest.fixture
 def controller(identity: Identity, caplog: pytest.LogCaptureFixture) -> Iterator[_Controller]:
     made = _Controller(identity)
+    probe = LoopProbe(made.loop)
     yield made
+    longest = probe.stop()
+    assert longest < LAG_SECONDS
     made.run(made.report())
     assert NEIGHBOUR in {router.id for router in made.membership.routers.values()}
     assert made.membership.router_reports.receives(SEEN, time.monotonic()) is True

@@ -22,6 +22,7 @@ from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from support import identities
 from support.hostile_messages import altered, damaged, messages
+from support.loop_probe import LoopProbe
 from support.worker.fake_model import expected
 from support.worker.served_engine import ServedEngine
 
@@ -39,6 +40,7 @@ ALLOWED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["Replica"].methods)
+LAG_SECONDS = 0.02  # docs/reliability.md R18
 NEIGHBOUR = b"neighbour's id.."
 OWN = b"an attempt's id."
 PROMPT = [11, 12, 13, 14, 15]
@@ -126,11 +128,15 @@ class _Target:
                     assert tokens == expected(PROMPT, len(tokens))
                 await asyncio.sleep(0.01)
 
-    def call(self, component: Component, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
-        """The status of a call with these bytes as its messages."""
-        return asyncio.run_coroutine_threadsafe(self._call(component, method, sent), self.loop).result(20)
+    def call(
+        self, component: Component, method: str, sent: list[bytes], seconds: float = ANSWER_SECONDS
+    ) -> tuple[grpc.StatusCode, str]:
+        """The status of a call with these bytes as its messages. seconds: for what follows the first answer."""
+        return asyncio.run_coroutine_threadsafe(self._call(component, method, sent, seconds), self.loop).result(20)
 
-    async def _call(self, component: Component, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
+    async def _call(
+        self, component: Component, method: str, sent: list[bytes], seconds: float
+    ) -> tuple[grpc.StatusCode, str]:
         if component not in self._channels:
             options = (*NO_PROXY, *OWN_CONNECTION)
             self._channels[component] = identities.member(component).channel(
@@ -146,7 +152,7 @@ class _Target:
                     await call.write(data)
             async with asyncio.timeout(FIRST_SECONDS):
                 answer = await call.read()
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 while answer is not grpc.aio.EOF:
                     answer = await call.read()
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -172,9 +178,11 @@ def target(make_served: Callable[..., ServedEngine], caplog: pytest.LogCaptureFi
         served.server._loop.set_exception_handler, lambda _, context: failures.append(context)
     )
     made = _Target(served)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, probe = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, LoopProbe(served.server._loop)
     yield made
+    longest = probe.stop()
     made.close()
+    assert longest < LAG_SECONDS
     assert made.tokens, "the neighbour's attempts go on"
     assert set(made.finished) <= {pb.FINISH_LENGTH, pb.FINISH_REFUSED}
     assert served.loop.failure is None and not served.loop.ended.is_set()
@@ -219,6 +227,22 @@ def _run(target: _Target, method: str, limits: settings) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_replica_with_hostile_peers(target: _Target, method: str) -> None:
     _run(target, method, EXAMPLES)
+
+
+LARGE = {
+    "submits": pb.RouterFrame(submits=[pb.Submit(attempt_id=OWN, model="m")] * 20_000),
+    "cancels": pb.RouterFrame(cancels=[pb.Cancel(attempt_id=OWN)] * 20_000),
+    "tokens": pb.RouterFrame(submits=[pb.Submit(attempt_id=OWN, prompt_token_ids=[300] * 500_000)]),
+    "tokens of a fetch": pb.TargetFrame(request=pb.FetchRequest(token_ids=[300] * 500_000)),
+}
+
+
+@pytest.mark.parametrize("message", LARGE.values(), ids=LARGE)
+def test_a_large_frame_is_handled_in_parts(target: _Target, message: Any) -> None:
+    method = "Serve" if isinstance(message, pb.RouterFrame) else "Transfer"
+    plane = CALLERS[f"/headrace.v1.Replica/{method}"]
+    code, _ = target.call(plane, method, [target.hellos[method], message.SerializeToString()], 1.0)
+    assert code in ALLOWED
 
 
 @pytest.mark.slow

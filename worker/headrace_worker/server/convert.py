@@ -43,18 +43,18 @@ def to_request(
 
     The router has validated it already; a replica still trusts no lengths or ids, because they index memory here.
     """
-    prompt = list(submit.prompt_token_ids)
-    tokens = prompt + list(submit.output_token_ids)
-    options = submit.sampling
+    count, options = len(submit.prompt_token_ids) + len(submit.output_token_ids), submit.sampling
     if len(submit.attempt_id) != 16:
         raise InvalidSubmitError("an attempt id has 16 bytes")
-    if not prompt:
+    if not submit.prompt_token_ids:
         raise InvalidSubmitError("the prompt is empty")
-    if len(tokens) >= max_model_len:
+    if count >= max_model_len:
         raise InvalidSubmitError(
-            f"the prompt has {counted(len(tokens), 'token')}, but the context is {max_model_len}, with at least one to "
+            f"the prompt has {counted(count, 'token')}, but the context is {max_model_len}, with at least one to "
             "generate"
         )
+    prompt = list(submit.prompt_token_ids)
+    tokens = prompt + list(submit.output_token_ids)
     stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else set(eos_token_ids))
     largest = max(max(tokens), max(stop_ids, default=0), max(options.logit_bias, default=0))
     if largest >= vocab_size:

@@ -24,6 +24,10 @@ from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_service import TransferService
 
+# Of one frame, in a turn of the event loop: other streams go on meanwhile.
+SUBMITS_PER_TURN = 32
+CANCELS_PER_TURN = 1024
+
 log = structlog.get_logger(__name__)
 
 
@@ -155,15 +159,19 @@ class Servicer(ReplicaServicer):
             self._close(stream)
 
     async def _read(self, stream: _RouterStream, first: pb.RouterFrame, frames: AsyncIterator[pb.RouterFrame]) -> None:
-        self._handle_frame(stream, first)
+        await self._handle_frame(stream, first)
         async for frame in frames:
-            self._handle_frame(stream, frame)
+            await self._handle_frame(stream, frame)
 
-    def _handle_frame(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
-        for cancel in frame.cancels:
+    async def _handle_frame(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
+        for count, cancel in enumerate(frame.cancels, 1):
             if cancel.attempt_id in stream.attempts:
                 self._loop.cancel(cancel.attempt_id)
-        for submit in frame.submits:
+            if count % CANCELS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        for count, submit in enumerate(frame.submits, 1):
+            if count % SUBMITS_PER_TURN == 0:
+                await asyncio.sleep(0)
             refusal = self._submit(stream, submit)
             stream.submitted(self._submitted)
             if refusal is not None:

@@ -99,8 +99,8 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
     match frame.WhichOneof("message"):
         case "request":
             request = frame.request
-            ids = list(request.token_ids)
-            if not ids or len(ids) > max_model_len or max(ids) >= vocab_size:
+            count = len(request.token_ids)
+            if not 0 < count <= max_model_len or max(ids := list(request.token_ids)) >= vocab_size:
                 raise InvalidTransferError("the tokens are not of this model's vocabulary or context length")
             return FetchRequest(
                 request.fetch,
