@@ -1,12 +1,12 @@
-"""What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I12, I13, I19, I20, I22)."""
+"""What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I9, I12, I13, I19, I20)."""
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from headrace_cluster.core.adoption import AdoptionPlan, Reports
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record, State
 from headrace_proto import control_pb2 as control
+from headrace_proto import replica_pb2 as pb
 from support.simulation.rank_process import RankProcess, address_of
 
 if TYPE_CHECKING:
@@ -16,28 +16,41 @@ if TYPE_CHECKING:
 
 DEAD_SECONDS = 2.8  # after its end, or after the last sign of life, until a replica gets no requests (I12, I13)
 REPORTED_SECONDS = 4.0  # of reports, until the controller must know what they say
-SETTLED_SECONDS = 3.0  # after its readiness or a fault, until a build must be listed and ready
+LISTED_SECONDS = 3.0  # after its readiness or a fault, until a build must be listed and ready
+FREED_SECONDS = 2.0  # after its client, or its router, has gone, until an attempt is freed (I9)
 
 
 class ControlChecks:
     """Each check ends the schedule; `disturbed` names builds that a fault touched, with the time until it counts."""
 
-    def __init__(self, cluster: "ManagedCluster", *, harmless: bool) -> None:
-        """harmless: no fault touches a replica, so that none may fail, nor any request."""
+    def __init__(self, cluster: "ManagedCluster", *, harmless: bool, reaches_replicas: bool) -> None:
+        """harmless: no fault touches a replica, so that none may fail, nor any request.
+
+        reaches_replicas: no fault delays what routers send to replicas.
+        """
         self.harmless = harmless
+        self.reaches_replicas = reaches_replicas
         self.affected: set[str] = set()  # routers that a fault touched
-        self.stops: deque[tuple[float, SimController]] = deque()  # of builds that were up and not replaced in order
+        # Builds that were up and not replaced in order: when a controller began to end them, and which one.
+        self.stops: dict[ReplicaName, tuple[float, SimController]] = {}
         self._cluster = cluster
         self._world = cluster.world
         self._up: dict[ReplicaName, float] = {}  # builds that were up, since when
         self._ended: dict[str, float] = {}  # addresses of builds, with the time of their end
         self._disturbed: dict[str, float] = {}  # addresses, until when a fault explains silence
         self._all_ready: set[str] = set()  # routers that once had all replicas
+        self._orphans: dict[bytes, float] = {}  # attempts at replicas that no router has, since when
 
     def disturb(self, build: ReplicaName, seconds: float) -> None:
         """A fault of so many seconds makes this build silent to someone."""
         address = address_of(build)
         self._disturbed[address] = max(self._disturbed.get(address, 0.0), self._world.now + seconds)
+
+    def controller_frozen(self, until: float) -> None:
+        """It learns only then that a fault is over."""
+        for address, end in self._disturbed.items():
+            if end > self._world.now - LISTED_SECONDS:
+                self._disturbed[address] = max(end, until)
 
     @property
     def builds(self) -> int:
@@ -76,10 +89,23 @@ class ControlChecks:
             self._world.fail(f"the controller stops {name}, which is up, and whose silence no fault explains")
         if any(self._receives(router, name) for router in self._cluster.live_routers) and controller.receives_reports:
             self._world.fail(f"the controller stops {name}, from which a router receives")
-        self.stops.append((now, controller))
-        recent = [at for at, by in self.stops if by is controller and now - at < 55.0]
+        self.stops.setdefault(name, (now, controller))
+        recent = [at for at, by in self.stops.values() if by is controller and now - at < 55.0]
         if len(recent) > controller.spec.health.stops_per_minute:
             self._world.fail("the controller stops more replicas in a minute than it may")
+
+    def draining(self, controller: "SimController", name: ReplicaName) -> None:
+        """A controller drains a build to replace it: one at a time, while the others serve (I20)."""
+        if not self.harmless or self._cluster.stopping:
+            return
+        serving = {build.replica_id for build in self._up if build != name and self._serves(build)}
+        desired = {replica.replica_id for replica in controller.supervisor.reconciler.desired}
+        if missing := desired - serving - ({name.replica_id} if len(desired) > 1 else set()):
+            self._world.fail(f"the controller drains {name} while {sorted(missing)} do not serve")
+
+    def _serves(self, name: ReplicaName) -> bool:
+        replica = self._cluster.build(name.replica_id, name.generation)
+        return replica is not None and not replica.draining and not replica.stopped
 
     def _replaced_in_order(self, controller: "SimController", name: ReplicaName) -> bool:
         record = self._record(controller, name)
@@ -107,7 +133,7 @@ class ControlChecks:
         whole = [name for name in self._up if self._is_whole(name, reports)]
         for name in whole:
             newer = [other for other in whole if other.replica_id == name.replica_id and other > name]
-            settled = self._world.now - self._up[name] >= SETTLED_SECONDS
+            settled = self._world.now - self._up[name] >= LISTED_SECONDS
             if name not in kept and settled and len(newer) < 2 and name in self._cluster.ray.groups:
                 self._world.fail(f"{name} is up, and a new controller does not adopt it")
 
@@ -125,16 +151,20 @@ class ControlChecks:
         """A router receives a list: no build that serves is missing (I19)."""
         listed = {member.address for member in members.members}
         now = self._world.now
-        if max(self._cluster.network.open_at("controller", router.name), router.frozen_until) > now - SETTLED_SECONDS:
+        if max(self._cluster.network.open_at("controller", router.name), router.frozen_until) > now - LISTED_SECONDS:
             return  # lists of an earlier time arrive late
         for name, since in self._up.items():
             replica = self._cluster.build(name.replica_id, name.generation)
-            if replica is None or replica.draining or replica.stopped or now - since < SETTLED_SECONDS:
+            if replica is None or replica.draining or replica.stopped or now - since < LISTED_SECONDS:
                 continue
             current = [record for record in self._known(name) if record.name == name]
             serves = bool(current) and current[0].state in (State.READY, State.UNHEALTHY)
-            if replica.address not in listed and serves and now - current[0].since > SETTLED_SECONDS:
+            if replica.address not in listed and serves and now - current[0].since > LISTED_SECONDS:
                 self._world.fail(f"{router.name} receives a list without {name}, which serves")
+        for member in members.members:
+            disturbed = self._disturbed.get(member.address, 0.0) > now - LISTED_SECONDS
+            if self.harmless and member.state == pb.REPLICA_STATE_UNHEALTHY and not disturbed:
+                self._world.fail(f"the controller lists {member.address} as unhealthy, which no fault explains")
 
     def _known(self, name: ReplicaName) -> list[Record]:
         controller = self._cluster.controller
@@ -144,13 +174,27 @@ class ControlChecks:
         """A router places a request: not on a replica that has been dead or frozen for long (I12, I13)."""
         now = self._world.now
         replica = self._cluster.replica_at(address)
-        if router.frozen_until > now - SETTLED_SECONDS:
+        if router.frozen_until > now - LISTED_SECONDS:
             return
         if replica is None:
             if now - self._ended.get(address, now) > DEAD_SECONDS:
                 self._world.fail(f"{router.name} places a request on {address}, which ended long ago")
         elif replica.frozen_until > now and now - replica.frozen_at > DEAD_SECONDS:
             self._world.fail(f"{router.name} places a request on {address}, which is frozen")
+
+    def freed(self) -> None:
+        """No replica keeps an attempt that no router has (I9): its client or its router has gone, or it has ended."""
+        if not self.reaches_replicas:
+            return
+        routers = self._cluster.live_routers
+        known = {attempt for router in routers for state in router.fleet.replicas for attempt in state.attempts}
+        running = {
+            attempt for replica in self._cluster.replicas if not replica.stopped for attempt in replica.engine._requests
+        }
+        now = self._world.now
+        self._orphans = {attempt: self._orphans.get(attempt, now) for attempt in sorted(running - known)}
+        if any(now - since > FREED_SECONDS for since in self._orphans.values()):
+            self._world.fail("a replica keeps a request whose client has gone")
 
     def ready(self, router: "ManagedRouter") -> None:
         """In schedules without faults of replicas: all of them but one serve at every time (I20)."""

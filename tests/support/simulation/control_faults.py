@@ -11,6 +11,7 @@ from support.simulation.rank_process import address_of
 
 BRIEF = (0.3, 1.5, 4.0, 8.0)  # seconds; shorter than a replica may be silent until it is replaced
 LONG = (0.5, 3.0, 12.0, 60.0)
+LEAVING_TRIES = 160  # of 0.05 s, in which the next build of a rollout is usually up
 
 
 class ControlFaults:
@@ -34,11 +35,12 @@ class ControlFaults:
             self.roll,
             self.roll,
             self.roll,
+            self.roll_and_lose,
         ]
 
         self.rollouts: list[Callable[[], None]] = [
             self.roll,
-            self.roll,
+            self.roll_and_lose,
             self.replace_keeper,
             self.kill_controller,
             self.kill_controller,
@@ -54,6 +56,19 @@ class ControlFaults:
         controller = self._cluster.controller
         if controller is not None:
             controller.frozen_until = self._world.now + self.seconds(LONG, "the controller is stopped")
+            self._cluster.checks.controller_frozen(controller.frozen_until)
+
+    def pause_controller(self) -> None:
+        """For longer than a replica may be silent, and not so long that it is started again.
+
+        Its timers are over when it goes on; what waits in its sockets is read a moment later.
+        """
+        controller = self._cluster.controller
+        assert controller is not None
+        until = controller.frozen_until = self._world.now + self.seconds((2.5, 4.0, 8.0), "the controller is stopped")
+        for build in self.builds():
+            read_at = until + self._world.random.uniform(0.01, 0.2)
+            self._cluster.network.cut(address_of(build), controller.name, read_at)
 
     def silence_gcs(self) -> None:
         self._cluster.ray.silent_until = self._world.now + self.seconds(LONG, "the GCS answers nothing")
@@ -114,6 +129,22 @@ class ControlFaults:
             controller.call(lambda: controller.supervisor.drains.roll(replica_id, allow_gap=False))
         except DrainError as error:
             self.log(str(error))
+
+    def roll_and_lose(self) -> None:
+        """The controller is killed about when its record has the rollout, or while the old build drains."""
+        self.roll()
+        if self._world.chance(0.5):
+            self._cluster.fault_later(self._world.random.uniform(0.0, 0.4), self.kill_controller)
+        else:
+            self._lose_leaving(LEAVING_TRIES)
+
+    def _lose_leaving(self, tries: int) -> None:
+        """The controller is killed once an old build drains beside its next one, or not at all."""
+        controller = self._cluster.controller
+        if controller is not None and controller.supervisor.reconciler.surges.leaving:
+            self.kill_controller()
+        elif tries:
+            self._cluster.fault_later(0.05, lambda: self._lose_leaving(tries - 1))
 
     def _surging(self) -> bool:
         controller = self._cluster.controller

@@ -17,6 +17,7 @@ import structlog
 from headrace_cluster.core.record import State
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from support.simulation.client_request import ClientRequest, Phase
+from support.simulation.control_checks import FREED_SECONDS
 from support.simulation.control_faults import ControlFaults
 from support.simulation.managed_cluster import ManagedCluster
 from support.simulation.replica_faults import ReplicaFaults
@@ -27,9 +28,10 @@ FIRST_FAULT, LAST_FAULT = 6.0, 18.0
 FIRST_REQUEST, LAST_REQUEST = 5.0, 20.0
 RECOVERY_SECONDS = 300.0
 STOP_SECONDS = 90.0
+REPLACED_SECONDS = 30.0  # after its loss, until a replica is replaced (I12)
+DEADLINE_SECONDS = 1.0  # after its deadline, until a request has ended (I8)
 SERVED = {"FINISH_LENGTH", "FINISH_DEADLINE", "disconnected", "deadline", "connection lost"}
 MAX_EVENTS = 300_000
-_OF_ALL = 3  # the family with faults of replicas
 
 
 class ControlSchedule:
@@ -38,13 +40,16 @@ class ControlSchedule:
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.world = World(seed, tracing=tracing, max_events=MAX_EVENTS)
         random = self.random = self.world.random
-        self._family = seed % 4  # of its faults
-        self.count = random.choice((1, 2, 2, 3))
+        self._family = seed % 5  # of its faults
+        self.count = random.choice((1, 2, 2, 3) if self._family != 1 else (1, 1, 2, 3))
         self.ranks = random.choice((1, 1, 1, 2))
         self._revisions = self._changes = 0
         spare = random.choice((0, 1, 1))  # room for a second build
         nodes = [SimNode(f"node-{number}", self.ranks) for number in range(self.count + spare)]
-        self.cluster = ManagedCluster(self.world, nodes, self.count, harmless=self._family != _OF_ALL)
+        one_paused = self._family == 4 and self.count == 1
+        reached = self._family in (0, 1) or one_paused
+        harmless = self._family in (0, 1, 2) or one_paused
+        self.cluster = ManagedCluster(self.world, nodes, self.count, harmless=harmless, reaches_replicas=reached)
         self.control_faults = ControlFaults(self.cluster, self.next_spec)
         self.replica_faults = ReplicaFaults(self.cluster, self.control_faults)
 
@@ -91,7 +96,7 @@ class ControlSchedule:
         return outcomes
 
     def _plan(self) -> list[Callable[[], None]]:
-        """Faults of one family: of the control plane; losses during rollouts; cuts of one direction; of all."""
+        """Faults of one family: of the control plane; losses in rollouts; cuts of one direction; of all; one."""
         family, count = self._family, self.random.choice((1, 2, 2, 3, 5))
         if family == 0:
             return self.random.choices(self.control_faults.kinds, k=count)
@@ -102,12 +107,15 @@ class ControlSchedule:
                 return [self.replica_faults.cut_observers]
             cuts = [self.replica_faults.cut_router_from_replica, self.control_faults.cut_controller_from_replica]
             return self.random.choices(cuts, k=count)
-        assert family == _OF_ALL
+        if family == 4:
+            return [self.replica_faults.kill_rank if self.count > 1 else self.control_faults.pause_controller]
+        if self.count > 2 and self.random.random() < 0.3:
+            return [self.replica_faults.freeze_all]
         kinds = self.replica_faults.kinds
         return self.random.choices(kinds + self.random.choice(([], self.control_faults.kinds)), k=count)
 
     def _check_requests(self, only: Callable[[], None] | None) -> None:
-        """No request fails for a fault that touches no replica, or one of several (I12, I19, I20, I22)."""
+        """No request fails for a fault that touches no replica, or one of several (I8, I12, I19, I20, I22)."""
         checks, newest = self.cluster.checks, f"r{self._revisions}"
         if not checks.harmless and not (self.count > 1 and only == self.replica_faults.kill_rank):
             return
@@ -115,6 +123,10 @@ class ControlSchedule:
             failed = [request for request in router.requests if request.outcome not in SERVED]
             if router.name not in checks.affected and any(request.revision == newest for request in failed):
                 self.world.fail(f"a request of {router.name} failed: {failed[0].outcome}")
+            for request in router.requests if checks.reaches_replicas else ():
+                deadline, ended = request.spec.deadline, request.ended_at
+                if deadline and ended and ended - request.spec.arrival > deadline + DEADLINE_SECONDS:
+                    self.world.fail(f"a request of {router.name} ended long after its deadline")
 
     def _recover(self) -> None:
         """Until every replica serves as the spec describes it, and every request has ended."""
@@ -123,10 +135,18 @@ class ControlSchedule:
             self.world.run(self.world.now + 1.0)
         if missing:
             self.world.fail(f"{missing} after {RECOVERY_SECONDS:.0f} s without faults")
+        killed_at = self.replica_faults.killed_at
+        if self._family == 4 and killed_at and self.world.now - killed_at > REPLACED_SECONDS:
+            self.world.fail(f"the replica that was lost is replaced only after {REPLACED_SECONDS:.0f} s")
+        self.world.run(self.world.now + FREED_SECONDS)
+        for replica in self.cluster.replicas:
+            replica.invariants.idle()
 
     def _missing(self) -> str:
         cluster = self.cluster
         controller = cluster.controller
+        if self.world.now <= cluster.faults_until:
+            return "a fault is still to come"
         if self.world.now < cluster.ray.silent_until or cluster.ray.failing:
             return "the GCS does not answer"
         if cluster.requests_to_come or any(not request.outcome for request in cluster.requests):

@@ -1,5 +1,6 @@
 """A cluster whose replicas are built, watched and ended by production's controller on a simulated Ray."""
 
+from collections.abc import Callable
 from functools import partial
 
 from headrace_cluster.core.naming import ReplicaName
@@ -28,17 +29,20 @@ VANISHED_SECONDS = 4.0  # the same, if no connection was closed
 class ManagedCluster(Cluster):
     """Replicas are found by address: two builds of one may be up."""
 
-    def __init__(self, world: World, nodes: list[SimNode], size: int, *, harmless: bool) -> None:
-        """size: replicas of the spec. harmless: no fault touches a replica."""
+    def __init__(
+        self, world: World, nodes: list[SimNode], size: int, *, harmless: bool, reaches_replicas: bool
+    ) -> None:
+        """size: replicas of the spec. harmless, reaches_replicas: see ControlChecks."""
         super().__init__(world, Model((0,), 1))
         self.size = size
         self.managed_routers: list[ManagedRouter] = []
         self.ray = SimRay(world, nodes, self._rank_ended)
-        self.checks = ControlChecks(self, harmless=harmless)
+        self.checks = ControlChecks(self, harmless=harmless, reaches_replicas=reaches_replicas)
         self.controllers: list[SimController] = []
         self.keeper: SimKeeper | None = None
         self.polled_at = -1e9  # time of the keeper's last poll
         self.stopping = False
+        self.faults_until = 0.0  # time of the last one
         self._router_numbers = 0
 
     # -- processes ---------------------------------------------------------------------------------------------
@@ -47,6 +51,11 @@ class ManagedCluster(Cluster):
     def controller(self) -> SimController | None:
         """The newest."""
         return self.controllers[-1] if self.controllers else None
+
+    def fault_later(self, seconds: float, fault: Callable[[], None]) -> None:
+        """The recovery of a schedule begins after it."""
+        self.faults_until = max(self.faults_until, self.world.now + seconds)
+        self.world.at(seconds, fault)
 
     def add_controller(self, spec: ClusterSpec) -> SimController:
         random = self.world.random

@@ -51,6 +51,7 @@ class ManagedRouter(SimRouter):
         now = self.world.now
         self.heard_since = {name: self.heard_since.get(name, now) for name in sorted(heard)}
         self.managed.checks.ready(self)
+        self.managed.checks.freed()
 
     def kill(self) -> None:
         """At once; replicas and controller detect it."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from headrace_cluster.core.naming import ReplicaName
 from support.simulation.control_faults import ControlFaults
 from support.simulation.managed_cluster import ManagedCluster
 from support.simulation.rank_process import address_of
@@ -29,6 +30,7 @@ class ReplicaFaults:
             self.lose_node,
             self.occupy_places,
             self.fail_starts,
+            self.fail_next_build,
             self.slow_starts,
             self.refuse_all,
             self.slow_down,
@@ -36,23 +38,35 @@ class ReplicaFaults:
             self.cut_frames,
             self.freeze_router,
         ]
+        self.killed_at = 0.0
 
     def kill_rank(self) -> None:
         ranks = list(self._cluster.ray.ranks.values())
         if ranks:
+            self.killed_at = self._world.now
             self._cluster.ray.kill(self._world.random.choice(ranks), "killed")
 
     def freeze_replica(self) -> None:
         build = self._control.choose_build()
         if build is not None:
-            seconds = self._control.seconds(PAUSES, f"{build} is stopped")
-            self._cluster.checks.disturb(build, seconds)
-            self._cluster.freeze(build, seconds)
+            self._freeze(build, self._control.seconds(PAUSES, f"{build} is stopped"))
+
+    def freeze_all(self) -> None:
+        """One after the other, for longer than a replica may be silent."""
+        for number, build in enumerate(self._control.builds()):
+            self._cluster.fault_later(3.0 * number, partial(self._freeze, build, 60.0))
+
+    def _freeze(self, build: ReplicaName, seconds: float) -> None:
+        self._cluster.checks.disturb(build, seconds)
+        self._cluster.freeze(build, seconds)
 
     def lose_node(self) -> None:
         """Another one comes later."""
         ray = self._cluster.ray
-        node = self._world.random.choice([node for node in ray.nodes if not node.lost])
+        nodes = [node for node in ray.nodes if not node.lost]
+        if not nodes:
+            return
+        node = self._world.random.choice(nodes)
         self._control.log(f"{node.name} is lost")
         ray.lose(node)
         self._world.at(self._world.random.uniform(*LATE_SECONDS), partial(self._add_node, node.slots))
@@ -69,6 +83,12 @@ class ReplicaFaults:
 
     def fail_starts(self) -> None:
         self._cluster.ray.failing_starts += self._world.random.randrange(1, 4)
+
+    def fail_next_build(self) -> None:
+        """Of a rollout; later a replica is lost."""
+        self._cluster.ray.failing_starts += 1
+        self._control.roll()
+        self._cluster.fault_later(8.0, self.kill_rank)
 
     def slow_starts(self) -> None:
         """Also beyond `start_seconds`."""
@@ -109,6 +129,7 @@ class ReplicaFaults:
             return
         until = self._world.now + self._control.seconds((25.0,), f"{build} is cut from its observers")
         cluster.checks.affected.add(routers[0].name)
+        cluster.checks.disturb(build, until - self._world.now)
         for observer in (controller.name, routers[0].name):
             cluster.network.cut(address_of(build), observer, until)
 

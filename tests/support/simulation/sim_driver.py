@@ -173,6 +173,8 @@ class SimDriver:
             rank.draining, rank.held = True, held
             self._cluster.drain(rank)
 
+        if not held:
+            self._cluster.checks.draining(self._controller, name)
         ranks = self._groups.get(name, [])
         await asyncio.gather(*(self._call_rank(rank, lambda rank=rank: drain(rank), STOP_SECONDS) for rank in ranks))  # type: ignore[misc]
 

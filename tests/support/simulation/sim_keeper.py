@@ -10,6 +10,7 @@ from headrace_cluster.launch.running_cluster import WATCH_SECONDS
 from headrace_cluster.ray.controller_handle import OPEN_SECONDS, POLL_SECONDS, VIEW_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError
+from support.simulation.sim_ray import SimRayError
 
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
@@ -93,7 +94,10 @@ class SimKeeper:
             self._call_gcs(last.kill)
         controller = self._cluster.add_controller(self.spec)
         controller.open()
-        self._wait(lambda: controller.opened or not controller.alive, OPEN_SECONDS)
+        try:
+            self._wait(lambda: controller.opened or not controller.alive, OPEN_SECONDS)
+        except SimRayError as error:  # of its `open`
+            raise ControllerLostError("the controller did not open") from error
         if not controller.alive or not controller.opened:
             raise ControllerLostError("the controller did not open")
         self._cluster.polled_at = self._world.now

@@ -45,6 +45,7 @@ class SimRay:
     ended: Callable[[RankProcess, str], None]
     groups: dict[ReplicaName, SimGroup] = field(default_factory=dict)
     ranks: dict[tuple[ReplicaName, int], RankProcess] = field(default_factory=dict)  # those that are alive
+    names: set[ReplicaName] = field(default_factory=set)  # of all groups that there were
     values: dict[str, bytes] = field(default_factory=dict)
     silent_until: float = 0.0  # the GCS answers nothing
     failing_until: float = 0.0  # it answers errors
@@ -72,8 +73,9 @@ class SimRay:
         return 0 if node.lost else node.slots - used
 
     def create_group(self, name: ReplicaName, slots: int) -> SimGroup:
-        if name in self.groups:
-            self.world.fail(f"the placement group of {name} is created twice")
+        if name in self.names:
+            self.world.fail(f"the number of {name} is used twice")
+        self.names.add(name)
         group = self.groups[name] = SimGroup(name, slots)
         self.place()
         return group
