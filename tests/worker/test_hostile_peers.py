@@ -240,8 +240,8 @@ LARGE = {
 @pytest.mark.parametrize("message", LARGE.values(), ids=LARGE)
 def test_a_large_frame_is_handled_in_parts(target: _Target, message: Any) -> None:
     method = "Serve" if isinstance(message, pb.RouterFrame) else "Transfer"
-    plane = CALLERS[f"/headrace.v1.Replica/{method}"]
-    code, _ = target.call(plane, method, [target.hellos[method], message.SerializeToString()], 1.0)
+    component = CALLERS[f"/headrace.v1.Replica/{method}"]
+    code, _ = target.call(component, method, [target.hellos[method], message.SerializeToString()], 1.0)
     assert code in ALLOWED
 
 

@@ -299,6 +299,32 @@ def test_a_failed_loop_ends_its_requests_and_reports_its_failure(make_served: Ma
     assert served.loop.failure is not None
 
 
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [(0, True), (CONTRACT_VERSION, False), (CONTRACT_VERSION + 1, False), (CONTRACT_VERSION + 2, True)],
+)
+def test_replicas_whose_contract_versions_differ_by_one_exchange_blocks(
+    make_served: Make, version: int, refused: bool
+) -> None:
+    """What is wrong besides is found after that: another model."""
+    served = make_served()
+
+    async def reason() -> str:
+        async def frames() -> AsyncIterator[pb.TargetFrame]:
+            identity = pb.ReplicaIdentity(replica_id="b", model="other")
+            rendezvous = pb.PairRendezvous(host="127.0.0.1", token=bytes(32), port=1)
+            yield pb.TargetFrame(
+                hello=pb.TargetHello(contract_version=version, identity=identity, rendezvous=rendezvous)
+            )
+
+        async with identities.replica().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await served.stub(channel).Transfer(frames()).read()
+        return error.value.details() or ""
+
+    assert ("contract version" in asyncio.run(reason())) is refused
+
+
 def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -> None:
     """A router counts a submit itself until then, however many steps pass meanwhile."""
     served = make_served(num_blocks=512)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 
-from headrace_proto import CONTRACT_VERSION
+from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
@@ -140,10 +140,11 @@ class Servicer(ReplicaServicer):
         if first is None or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first frame must be a hello")
             return
-        if first.hello.contract_version != CONTRACT_VERSION:
+        if not is_compatible(first.hello.contract_version):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this replica uses contract version {CONTRACT_VERSION}: update router and replica to the same release",
+                f"this replica uses contract version {CONTRACT_VERSION}, the router {first.hello.contract_version}; "
+                "they may differ by one: update the older one",
             )
             return
         stream = _RouterStream()

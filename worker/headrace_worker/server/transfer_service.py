@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 
-from headrace_proto import CONTRACT_VERSION
+from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.callers import caller_name
 from headrace_worker.core.transfer.messages import FromSource, ToSource
@@ -53,8 +53,11 @@ class TransferService:
         """One stream, from hello to its end."""
         pair_registry = self._pair_registry
         first = await anext(aiter(frames), None)
-        if first is None or not first.HasField("hello") or first.hello.contract_version != CONTRACT_VERSION:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first frame must be a hello")
+        if first is None or not first.HasField("hello") or not is_compatible(first.hello.contract_version):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the first frame must be a hello; contract versions may differ from {CONTRACT_VERSION} by one",
+            )
             return
         try:
             shards, rendezvous = to_shards(first.hello.shards), to_rendezvous(first.hello.rendezvous)
