@@ -56,18 +56,23 @@ class PacedHandshake(asyncio.BufferedProtocol):
         self._transport.pause_reading()
         self._pacer.submit(lambda: self._deliver(data))
 
-    def eof_received(self) -> bool | None:
-        return self._tls.eof_received()
+    def eof_received(self) -> bool:
+        self._pacer.submit(self._end)
+        return True  # it is closed in its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        self._tls.connection_lost(exc)
+        self._pacer.submit(lambda: self._tls.connection_lost(exc))
 
     def pause_writing(self) -> None:
         self._tls.pause_writing()
 
     def resume_writing(self) -> None:
         self._tls.resume_writing()
+
+    def _end(self) -> None:
+        if not self._lost and not self._tls.eof_received():
+            self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
         while data and not self._lost:

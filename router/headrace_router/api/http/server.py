@@ -13,7 +13,7 @@ from headrace_router.api.http.tls_protocol import TlsContext, tls_protocol
 from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
-ACCEPTS_PER_TURN = 32  # of the event loop
+ACCEPTS_PER_TURN = 8  # of the event loop
 ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
 
 
