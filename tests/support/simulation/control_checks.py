@@ -121,7 +121,8 @@ class ControlChecks:
 
     def _receives(self, router: "ManagedRouter", name: ReplicaName) -> bool:
         """Whether a router receives from a build, and its reports have arrived, for longer than these count."""
-        since = max(router.heard_since.get(name, self._world.now), router.control.connected_since)
+        heard_since = router.heard_since.get(name, self._world.now)
+        since = max(heard_since, router.control.connected_since, router.frozen_until)
         return self._world.now - since > REPORTED_SECONDS
 
     def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
@@ -179,7 +180,9 @@ class ControlChecks:
         if replica is None:
             if now - self._ended.get(address, now) > DEAD_SECONDS:
                 self._world.fail(f"{router.name} places a request on {address}, which ended long ago")
-        elif replica.frozen_until > now and now - replica.frozen_at > DEAD_SECONDS:
+            return
+        last_frame = max(replica.frozen_at, self._cluster.network.open_at(address, router.name))
+        if replica.frozen_until > now and now - last_frame > DEAD_SECONDS:
             self._world.fail(f"{router.name} places a request on {address}, which is frozen")
 
     def freed(self) -> None:
