@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import ray.exceptions
 
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
@@ -21,6 +23,7 @@ from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler, desire
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
+from headrace_cluster.ray import resources
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -217,6 +220,27 @@ def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
     ]  # fmt: skip
     for change in others:
         assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
+
+
+class _Unreachable:
+    """A rank's actor that answers after calls that do not reach it, or that has died."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.report = SimpleNamespace(remote=self._report)
+
+    async def _report(self) -> bytes:
+        if self.errors:
+            raise self.errors.pop(0)
+        return msgspec.msgpack.encode(_report())
+
+
+def test_a_rank_that_cannot_be_reached_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulation: three calls that fail at once are no time; the only replica was ended."""
+    monkeypatch.setattr(resources, "RETRY_SECONDS", 0.01)
+    away = [ray.exceptions.ActorUnavailableError("no connection", None) for _ in range(5)]
+    assert asyncio.run(resources._report(_Unreachable(*away))) == _report()
+    assert asyncio.run(resources._report(_Unreachable(ray.exceptions.ActorDiedError()))) is None
 
 
 # -- which records --------------------------------------------------------------------------------------------------

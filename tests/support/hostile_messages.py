@@ -1,5 +1,6 @@
 """Generated messages of a peer that has a certificate: valid protobuf whose fields nobody would send."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,3 +104,8 @@ def _scalar(field: FieldDescriptor, given: Given) -> SearchStrategy[Any]:
     else:
         found = _BYTES if field.type == FieldDescriptor.TYPE_BYTES else _TEXTS
     return found | given[field.full_name] if field.full_name in given else found
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error in the log is not grpc's own, of a client that cancelled while an answer was sent."""
+    return record.levelno >= logging.ERROR and "ExecuteBatchError" not in record.getMessage()

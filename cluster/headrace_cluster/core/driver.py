@@ -18,6 +18,7 @@ PLACE_POLL_SECONDS = 0.1
 LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
 REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
 REPORT_TRIES = 3  # a rank whose machine is busy may miss one
+RETRY_SECONDS = 0.5  # between two questions to a rank that did not reply
 
 
 class StartFailedError(HeadraceError):

@@ -9,14 +9,12 @@ import msgspec
 import ray
 
 from headrace_cluster.core.adoption import plan_adoption
-from headrace_cluster.core.driver import REPORT_SECONDS, REPORT_TRIES, AdoptedBuild, AdoptedState
+from headrace_cluster.core.driver import REPORT_SECONDS, REPORT_TRIES, RETRY_SECONDS, AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
-
-RETRY_SECONDS = 0.5
 
 
 async def adopt(
@@ -43,16 +41,27 @@ async def adopt(
 async def _report(actor: Any) -> RankReport | None:
     try:
         async with asyncio.timeout(REPORT_SECONDS):
-            return msgspec.msgpack.decode(await actor.report.remote(), type=RankReport)
+            return msgspec.msgpack.decode(await _reachable_report(actor), type=RankReport)
     except TimeoutError:
         return None
     except msgspec.ValidationError as error:
         raise AdoptionError(
             "ranks of another version of Headrace run in this Ray and cannot be taken over; stop them with that version"
         ) from error
-    except ray.exceptions.RayError:  # it has ended, or the network fails: then the next try is as fast
+    except ray.exceptions.RayError:  # it has ended
         await asyncio.sleep(RETRY_SECONDS)
         return None
+
+
+async def _reachable_report(actor: Any) -> bytes:
+    """Repeated while the network fails: that is no evidence that the rank has ended."""
+    while True:
+        try:
+            encoded: bytes = await actor.report.remote()
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            return encoded
 
 
 def _group(

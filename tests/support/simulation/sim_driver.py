@@ -11,6 +11,7 @@ from headrace_cluster.core.driver import (
     PLACE_POLL_SECONDS,
     REPORT_SECONDS,
     REPORT_TRIES,
+    RETRY_SECONDS,
     STOP_SECONDS,
     AdoptedState,
     Progress,
@@ -99,9 +100,7 @@ class SimDriver:
         reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(ranks)
         for _ in range(REPORT_TRIES):
             silent = [key for key, report in reports.items() if report is None]
-            found = await asyncio.gather(
-                *(self._call_rank(ranks[key], ranks[key].report, REPORT_SECONDS) for key in silent)
-            )
+            found = await asyncio.gather(*(self._report(ranks[key]) for key in silent))
             reports |= zip(silent, found, strict=True)
         groups = await self.call_gcs(lambda: set(self._ray.groups))
         plan = plan_adoption(reports, groups, expected, AUTHORITIES)
@@ -113,6 +112,15 @@ class SimDriver:
         for build in plan.state.builds:
             self._groups[build.name] = [ranks[build.name, facts.rank] for facts in build.ranks]
         return plan.state
+
+    async def _report(self, rank: RankProcess) -> RankReport | None:
+        """A rank that cannot be reached is asked again within its time."""
+        until = self._controller.loop.time() + REPORT_SECONDS
+        while (left := until - self._controller.loop.time()) > 0:
+            report = await self._call_rank(rank, rank.report, min(left, RETRY_SECONDS))
+            if report is not None or not rank.alive:
+                return report
+        return None
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """Each rank loads for a while; rank 0 makes the engine when all have."""
