@@ -84,7 +84,8 @@ class ControlFaults:
     def cut_controller_from_all(self) -> None:
         """With a single replica: no longer than that one may be silent."""
         builds = self.builds()
-        seconds = self.seconds(BRIEF if len(builds) < 2 else LONG, "the controller is cut from all replicas")
+        choices = BRIEF if len({build.replica_id for build in builds}) < 2 else LONG  # one may have two builds
+        seconds = self.seconds(choices, "the controller is cut from all replicas")
         for build in builds:
             self._cut(address_of(build), seconds, both=True)
 
