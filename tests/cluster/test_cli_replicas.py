@@ -242,6 +242,26 @@ def test_a_replica_that_is_down_is_awaited_before_any_other_is_rolled(
     assert "m-1 is rolled: it was built again meanwhile" in done.stderr
 
 
+def test_a_rollout_of_all_names_the_replicas_that_are_drained(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    polls = _polls([_entry("m-0"), _entry("m-1", "drained")], [_entry("m-0", generation=2), _entry("m-1", "drained")])
+    done = _run(scripted({"/status": polls, "/rollout": [_begun()]}), "rollout")
+    assert done.returncode == 0 and "m-1 is drained: it is not rolled" in done.stderr
+
+
+def test_ctrl_c_says_what_becomes_of_a_rollout(
+    scripted: Callable[[Responses], ScriptedAdmin], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollout_module, "watch_replica", interrupt)
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", "the-key")
+    admin = scripted({"/status": _polls([_entry("m-0")]), "/rollout": [_begun()]})
+    with pytest.raises(KeyboardInterrupt):
+        roll_out(ServerChoice(admin_port=admin.port), [], None)
+    assert "is completed by the server" in capsys.readouterr().err
+
+
 def test_a_rollout_continues_with_the_next_controller(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     """Two losses: one while a replica is rolled, one at the request for the next."""
     first, second = _entry("m-0"), _entry("m-1")

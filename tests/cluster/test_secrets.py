@@ -99,16 +99,19 @@ def test_a_generated_secret_is_kept_in_a_private_file(tmp_path: Path) -> None:
     assert secrets.reread() and secrets.current == (NEW,)
 
 
-def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path) -> None:
+def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, secret_file = tmp_path / "credentials", tmp_path / "secret"
     secret_file.write_bytes(OLD)
     write_credentials(path, secret_file)
+    assert f"router --controller HOST:PORT --credentials {path}" in capsys.readouterr().err
     made = RouterCredentials.read(path)
     assert OLD not in path.read_bytes()
     assert Identity.restore(made.identity).certificate.authorities == identities.authority((OLD,)).fingerprints
     assert made.name.startswith("router-")
     with pytest.raises(SpecError, match="cannot be written"):
         write_credentials(tmp_path / "no folder" / "credentials", secret_file)
+    with pytest.raises(SpecError, match="--secret-file FILE"):
+        write_credentials(path, None)
 
 
 def test_a_router_makes_another_certificate_from_the_present_file(tmp_path: Path) -> None:

@@ -37,9 +37,15 @@ def roll_out(choice: ServerChoice, replicas: list[str], seconds: float | None, *
     if not chosen:
         raise ServerError(f"every replica is drained: bring one back with {program_name()} undrain")
     models = dict.fromkeys(listed[name]["model"] for name in chosen)
+    for name in sorted(listed.keys() - set(chosen)) if not replicas else ():
+        show_message(f"{name} is drained: it is not rolled")
     options = {"seconds": seconds, "allow_gap": allow_gap}
     entries = {model: [listed[name] for name in chosen if listed[name]["model"] == model] for model in models}
-    outcomes = {model: _roll_model(client, entries[model], options) for model in models}
+    try:
+        outcomes = {model: _roll_model(client, entries[model], options) for model in models}
+    except KeyboardInterrupt:
+        show_message("a build that was begun is completed by the server; what was not begun is not rolled")
+        raise
     for model, problems in outcomes.items():
         count = len(entries[model])
         show_message(f"{model}: {count - len(problems)} of {count} rolled")

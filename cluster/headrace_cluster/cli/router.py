@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.launch.display import show_message
 from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.router_credentials import issuer, new_credentials
@@ -43,12 +44,17 @@ def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> 
 def write_credentials(path: Path, secret_file: Path | None) -> None:
     """Makes the credentials of one router, for a machine that is not to have the secret. Raises SpecError."""
     if secret_file is None:
-        raise SpecError("credentials are made from the cluster's secret: --secret-file FILE")
+        raise SpecError(
+            "credentials are made from the cluster's secret: --secret-file FILE; a server that was started without it "
+            "has its own in HEADRACE_HOME, secret-ADMINPORT"
+        )
     made = new_credentials(ClusterSecrets(secret_file))
     try:
         made.write(path)
     except OSError as error:
         raise SpecError(f"{path} cannot be written: {error.strerror}") from error
+    router = f"{program_name()} router --controller HOST:PORT --credentials {path}"
+    show_message(f"{path} is written, for one router: {router}")
 
 
 def run_from_stdin(parent: int) -> int:
