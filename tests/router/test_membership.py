@@ -1,11 +1,13 @@
 """What a router tells its controller, and what it makes of the controller's list."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_proto.callers import CallerInterceptor
@@ -155,6 +157,18 @@ def test_an_older_controller_is_watched_as_before() -> None:
     bench = _Bench()
     asyncio.run(_watched(_OlderController(), bench, 2))
     assert [replica.replica_id for replica in bench.fleet.replicas] == ["m-0"] and bench.fleet.replicas[0].ready
+
+
+def test_a_router_that_never_had_a_list_is_told_what_to_check() -> None:
+    async def watched() -> None:
+        certificate, bench = RouterCertificate(identities.router()), _Bench()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await watch_controller("127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet)
+
+    with capture_logs() as logs:
+        asyncio.run(watched())
+    assert ["check --controller" in entry["event"] for entry in logs] == [True]
 
 
 class _RotatingController(_Controller):

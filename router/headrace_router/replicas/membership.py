@@ -45,7 +45,7 @@ async def watch_controller(
 ) -> None:
     """Watches until cancelled. While the controller is unreachable the last list stays in use."""
     backoff = FIRST_BACKOFF
-    warned = False
+    warned = listed = False
     while True:
         try:
             async with certificate.identity.channel(address, Component.CONTROLLER, _OPTIONS) as channel:
@@ -54,7 +54,7 @@ async def watch_controller(
                 try:
                     async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
-                        backoff, warned = FIRST_BACKOFF, False
+                        backoff, warned, listed = FIRST_BACKOFF, False, True
                 finally:
                     report.cancel()
             reason = "the controller ended the stream"
@@ -66,7 +66,10 @@ async def watch_controller(
             log.exception("a member list could not be applied")
             reason = "internal error"
         if not warned:
-            log.warning("controller is unreachable; the last member list stays in use", address=address, reason=reason)
+            remedy = "the last member list stays in use"
+            if not listed:
+                remedy = "if this stays, check --controller, and that --credentials are of the same cluster"
+            log.warning(f"controller is unreachable; {remedy}", address=address, reason=reason)
             warned = True
         await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         backoff = min(2 * backoff, LAST_BACKOFF)
