@@ -97,6 +97,11 @@ def test_a_build_with_one_rank_down_is_not_adopted(second: RankReport | None) ->
     )
 
 
+def test_a_role_of_another_version_ends_no_rank() -> None:
+    with pytest.raises(AdoptionError, match="m-0 has a role of another version of Headrace: 'encode'"):
+        _chosen(_pair(ReplicaName("m-0", 1), 5, role="encode"))
+
+
 def test_a_build_that_the_spec_describes_differently_is_adopted_to_be_replaced() -> None:
     """Also one with another shape, and one that the spec does not name at all."""
     reports = _pair(ReplicaName("m-0", 1), 5, fingerprint=b"another model") | _pair(ReplicaName("n-0", 4), 9)

@@ -77,7 +77,7 @@ def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]
         "headrace: m-1: ready, 2 running, 0 waiting",
         "headrace: m-1: draining, 2 running, 0 waiting",
         "headrace: m-1: draining, 1 running, 0 waiting",
-        "headrace: m-1 is drained; bring it back with: ./headrace undrain m-1",
+        f"headrace: m-1 is drained; bring it back with: ./headrace undrain m-1 --admin-port {admin.port}",
     ]
     assert admin.requests[0] == ("/drain", {"replica": "m-1", "seconds": 3.5, "force": False})
     again = _run(admin, "drain", "m-1", "--force", "--json")

@@ -138,6 +138,7 @@ class AdminClient:
             self._address = _AdminAddress("127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT, key, tls)
         else:
             raise no_match_error(choice, state.running())
+        self.flag = f"--admin-port {self._address.port}"  # selects this server among all others
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
@@ -172,9 +173,9 @@ class AdminClient:
                     deadline = time.monotonic() + RESTART_SECONDS
                     show_message("the controller does not answer; waiting for it, or for the next one")
                 if time.monotonic() >= deadline:
+                    logs = f"`{program_name()} logs controller`"
                     raise ServerError(
-                        f"the controller has not answered for {RESTART_SECONDS:g} s; "
-                        f"see `{program_name()} logs controller`"
+                        f"the controller has not answered for {RESTART_SECONDS:g} s; see {logs}"
                     ) from error
             time.sleep(RETRY_SECONDS)
 

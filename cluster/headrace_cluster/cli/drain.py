@@ -22,10 +22,10 @@ def drain_replica(
     choice: ServerChoice, replica: str, seconds: float | None, *, force: bool = False, as_json: bool = False
 ) -> None:
     """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the server."""
-    entry = await_drained(AdminClient(choice), replica, seconds, force=force)
-    _print_result(
-        entry, f"{replica} is drained; bring it back with: {program_name()} undrain {replica}", as_json=as_json
-    )
+    client = AdminClient(choice)
+    entry = await_drained(client, replica, seconds, force=force)
+    undrain = f"{program_name()} undrain {replica} {client.flag}"
+    _print_result(entry, f"{replica} is drained; bring it back with: {undrain}", as_json=as_json)
 
 
 def undrain_replica(choice: ServerChoice, replica: str, *, as_json: bool = False) -> None:

@@ -73,6 +73,8 @@ def choose_builds(
             )
         facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
         same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
+        if up[0].role not in set(Role):
+            raise AdoptionError(f"{name.replica_id} has a role of another version of Headrace: {up[0].role[:40]!r}")
         build = AdoptedBuild(
             name, facts, started, Role(up[0].role), up[0].draining, up[0].held, up[0].model, up[0].tp, up[0].pp, same
         )
