@@ -15,7 +15,8 @@ from pydantic import SecretStr
 from headrace_proto.errors import ListenError
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
-from headrace_router.api.listen import bind_http
+from headrace_router.api import listen
+from headrace_router.api.listen import bind_http, is_served
 from headrace_router.api.port_reservation import PortReservation
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
@@ -249,6 +250,16 @@ def test_a_router_alone_on_its_ports_tells_clients_why_it_cannot_answer(
     eventually(lambda: _listens(second))
     answer = httpx.post(f"http://127.0.0.1:{second.http_port}/v1/completions", json=BODY, headers=KEY, trust_env=False)
     assert answer.status_code in (404, 503) and answer.json()["error"]["message"]
+
+
+def test_only_a_refused_connection_shows_that_no_router_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(*given: object) -> None:
+        await asyncio.sleep(5)
+
+    assert not asyncio.run(is_served("127.0.0.1", 1))
+    monkeypatch.setattr(listen, "CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(asyncio, "open_connection", slow)
+    assert asyncio.run(is_served("127.0.0.1", 1)), "a busy machine"
 
 
 def test_shared_ports_need_numbers() -> None:

@@ -1,7 +1,6 @@
 """Binds sockets before anything else starts, so that a port in use is reported in one clear sentence."""
 
 import asyncio
-import contextlib
 import socket
 from typing import Any
 
@@ -31,13 +30,16 @@ def bind_http(host: str, port: int, *, shared: bool = False, flag: str = "--port
 
 
 async def is_served(host: str, port: int) -> bool:
-    """Whether connections to the address are accepted: another router listens on it."""
-    with contextlib.suppress(OSError):
+    """Whether another router listens on the address. Only a refused connection shows that none does."""
+    try:
         async with asyncio.timeout(CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(host.strip("[]"), port)
         writer.close()
-        return True
-    return False
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # a timeout included: this machine is busy
+        pass
+    return True
 
 
 def stream_socket(host: str, port: int) -> tuple[socket.socket, Any]:
