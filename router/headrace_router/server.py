@@ -20,7 +20,7 @@ from headrace_router.api.grpc.server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
 from headrace_router.api.http.body import BodyReader
 from headrace_router.api.http.server import HttpServer
-from headrace_router.api.listen import bind_http, is_served
+from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
@@ -38,10 +38,9 @@ from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
 FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
-# For a router on shared ports to be ready, while others on them get its share of the connections. After that, and where
-# no other router listens, it listens in any case, and reports why it is not ready.
+# For a router on shared ports to be ready: until then others get its share of the connections. After that it listens in
+# any case, and reports why it is not ready.
 JOIN_SECONDS = 30.0
-JOIN_CHECK_SECONDS = 0.5
 
 log = structlog.get_logger("headrace.router")
 
@@ -106,8 +105,8 @@ class RouterServer:
     async def start(self) -> None:
         """Listens on all ports and connects to replicas. Raises ListenError.
 
-        Ports that are shared with other routers come last: those that listen already answer while this one has no
-        replica yet. Its own address for metrics and health is served meanwhile.
+        Ports that are shared with other routers come last: the others answer while this one has no replica yet. Its own
+        address for metrics and health is served meanwhile.
         """
         config = self.config
         async with contextlib.AsyncExitStack() as failed:
@@ -120,7 +119,7 @@ class RouterServer:
             if config.share_port:
                 self.http_port, self.grpc_port = config.port, config.grpc_port or 0
                 self._connect_to_replicas()
-                await self._until_ready_or_alone()
+                await self._until_ready()
             public = failed.enter_context(bind_http(config.host, config.port, shared=config.share_port))
             if config.grpc_port is not None:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
@@ -212,12 +211,10 @@ class RouterServer:
         except OSError as error:
             log.warning("the renewed credentials are not kept", file=str(path), reason=error.strerror)
 
-    async def _until_ready_or_alone(self) -> None:
+    async def _until_ready(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_SECONDS):
-                while not self._was_ready.is_set() and await is_served(self.config.host, self.config.port):
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._was_ready.wait(), JOIN_CHECK_SECONDS)
+                await self._was_ready.wait()
 
     async def _maintain(self) -> None:
         while True:

@@ -15,8 +15,7 @@ from pydantic import SecretStr
 from headrace_proto.errors import ListenError
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
-from headrace_router.api import listen
-from headrace_router.api.listen import bind_http, is_served
+from headrace_router.api.listen import bind_http
 from headrace_router.api.port_reservation import PortReservation
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
@@ -71,33 +70,6 @@ def start(
 
     yield make
     for router in routers:
-        harness.call(router.stop())
-
-
-@pytest.fixture
-def begin(harness: Any, reserved: tuple[PortReservation, PortReservation]) -> Iterator[Callable[..., RouterServer]]:
-    """begin(...): a router on the reserved ports whose start has begun."""
-    begun: list[tuple[RouterServer, asyncio.Task[None]]] = []
-
-    async def create(config: dict[str, Any]) -> None:
-        router = RouterServer(RouterConfig(**config))
-        begun.append((router, asyncio.create_task(router.start())))
-
-    def make(**config: Any) -> RouterServer:
-        shared: dict[str, Any] = {"port": reserved[0].port, "grpc_port": reserved[1].port, "share_port": True}
-        credentials = identities.router_credentials()
-        harness.call(create({**shared, "metrics_port": 0, "credentials": credentials, **config}))
-        router = begun[-1][0]
-        deadline = time.monotonic() + 10
-        while router.metrics_port == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return router
-
-    yield make
-    for router, task in begun:
-        router.begin_stop()
-        harness.call(asyncio.wait_for(task, 5))
         harness.call(router.stop())
 
 
@@ -192,74 +164,57 @@ def test_an_own_address_in_use_names_its_flag(start: Callable[..., RouterServer]
             start(metrics_port=taken.getsockname()[1])
 
 
-def _is_refused(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
-def _listens(router: RouterServer) -> bool:
-    return router._http is not None
-
-
-def test_a_router_beside_another_one_accepts_connections_when_it_can_answer(
-    start: Callable[..., RouterServer], begin: Callable[..., RouterServer], eventually: Any
+def test_a_router_accepts_connections_when_it_can_answer(
+    start: Callable[..., RouterServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that, it would refuse requests that the other one can answer."""
-    first = start()
-    second = begin(members=())
-    for _ in range(8):
-        url = f"http://127.0.0.1:{first.http_port}/v1/completions"
-        assert httpx.post(url, json=BODY, headers=KEY, trust_env=False).status_code == 200
-    assert not _listens(second)
-    answer = httpx.get(f"http://{second.info().metrics}/health/ready", trust_env=False)
-    assert answer.status_code == 503, "its own address is served meanwhile"
-    second._was_ready.set()
-    eventually(lambda: _listens(second))
+    """Before that, it would refuse requests that another router on the same port could answer."""
+    opened: list[bool] = []
 
+    def bind(host: str, port: int, *, shared: bool = False, **options: Any) -> socket.socket:
+        if shared:
+            opened.append(bool(router_ready()))
+        return bind_http(host, port, shared=shared, **options)
 
-def test_a_router_beside_another_one_does_not_wait_for_ever(
-    start: Callable[..., RouterServer],
-    begin: Callable[..., RouterServer],
-    monkeypatch: pytest.MonkeyPatch,
-    eventually: Any,
-) -> None:
-    monkeypatch.setattr(server, "JOIN_SECONDS", 0.5)
+    ready: list[RouterServer] = []
+    original = RouterServer.__init__
+
+    def record(self: RouterServer, config: RouterConfig) -> None:
+        original(self, config)
+        ready.append(self)
+
+    def router_ready() -> bool:
+        return ready[-1].services.ready
+
+    monkeypatch.setattr(server, "bind_http", bind)
+    monkeypatch.setattr(RouterServer, "__init__", record)
     start()
+    assert opened == [True]
+    monkeypatch.setattr(server, "JOIN_SECONDS", 0.3)
     before = time.monotonic()
-    second = begin(members=())
-    eventually(lambda: _listens(second))
-    assert time.monotonic() - before >= 0.5
+    empty = start(members=())  # it has no replica to wait for, and reports that it is not ready
+    assert opened == [True, False] and time.monotonic() - before >= 0.3
+    answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)
+    assert answer.status_code == 503
 
 
-def test_a_router_alone_on_its_ports_tells_clients_why_it_cannot_answer(
-    harness: Any,
-    start: Callable[..., RouterServer],
-    begin: Callable[..., RouterServer],
-    reserved: tuple[PortReservation, PortReservation],
-    eventually: Any,
+def test_the_own_address_is_served_before_the_shared_ports(
+    harness: Any, reserved: tuple[PortReservation, PortReservation]
 ) -> None:
-    assert _is_refused(reserved[0].port)
-    first = start()
-    second = begin(members=())
-    time.sleep(0.2)
-    assert not _listens(second)
-    harness.call(first.stop())
-    eventually(lambda: _listens(second))
-    answer = httpx.post(f"http://127.0.0.1:{second.http_port}/v1/completions", json=BODY, headers=KEY, trust_env=False)
-    assert answer.status_code in (404, 503) and answer.json()["error"]["message"]
+    shared: dict[str, Any] = {"port": reserved[0].port, "grpc_port": reserved[1].port, "share_port": True}
 
+    async def started() -> tuple[RouterServer, asyncio.Task[None]]:
+        router = RouterServer(RouterConfig(**shared, metrics_port=0, credentials=identities.router_credentials()))
+        task = asyncio.create_task(router.start())
+        await asyncio.sleep(0.2)
+        return router, task
 
-def test_only_a_refused_connection_shows_that_no_router_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow(*given: object) -> None:
-        await asyncio.sleep(5)
-
-    assert not asyncio.run(is_served("127.0.0.1", 1))
-    monkeypatch.setattr(listen, "CONNECT_SECONDS", 0.05)
-    monkeypatch.setattr(asyncio, "open_connection", slow)
-    assert asyncio.run(is_served("127.0.0.1", 1)), "a busy machine"
+    router, task = harness.call(started())
+    assert httpx.get(f"http://{router.info().metrics}/health/ready", trust_env=False).status_code == 503
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", reserved[0].port), 1)
+    router.begin_stop()
+    harness.call(asyncio.wait_for(task, 5))
+    harness.call(router.stop())
 
 
 def test_shared_ports_need_numbers() -> None:

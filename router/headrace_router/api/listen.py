@@ -1,6 +1,5 @@
 """Binds sockets before anything else starts, so that a port in use is reported in one clear sentence."""
 
-import asyncio
 import socket
 from typing import Any
 
@@ -8,7 +7,6 @@ from headrace_proto.address import host_port
 from headrace_proto.errors import ListenError
 
 BACKLOG = 2048
-CONNECT_SECONDS = 1.0
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, flag: str = "--port") -> socket.socket:
@@ -27,19 +25,6 @@ def bind_http(host: str, port: int, *, shared: bool = False, flag: str = "--port
         sock.close()
         raise listen_error("HTTP", flag, host, port) from error
     return sock
-
-
-async def is_served(host: str, port: int) -> bool:
-    """Whether another router listens on the address. Only a refused connection shows that none does."""
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, writer = await asyncio.open_connection(host.strip("[]"), port)
-        writer.close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:  # a timeout included: this machine is busy
-        pass
-    return True
 
 
 def stream_socket(host: str, port: int) -> tuple[socket.socket, Any]:
