@@ -1,4 +1,4 @@
-"""Generated messages of a peer that has a certificate: valid protobuf whose fields nobody would send."""
+"""Generated messages of a peer that has a certificate: valid protobuf whose fields no peer of ours sends."""
 
 import logging
 from collections.abc import Mapping
