@@ -311,7 +311,7 @@ SIMULATED = {  # decisions that the simulation runs as in production
     "headrace_router.core.policy.LeastLoad",
     "headrace_cluster.controller.supervisor.Supervisor",
     "headrace_cluster.controller.control_service.ControlService",
-    "headrace_cluster.controller.record_keeper.keep_record",
+    "headrace_cluster.controller.record_keeper.RecordKeeper",
     "headrace_cluster.core.adoption.plan_adoption",
     "headrace_cluster.launch.controller_monitor.ControllerMonitor",
 }

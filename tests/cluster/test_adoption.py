@@ -300,7 +300,9 @@ def _snapshot(**given: Any) -> ReplicaSnapshot:
 def test_a_replica_that_was_being_rolled_is_built_again() -> None:
     """Its ranks report draining, like those of a replica that an operator drained."""
     before = _reconciler()
-    restore_records(before, None, AdoptedState([_build(FIRST), _build(SECOND)]), 100.0)
+    restore_records(before, None, AdoptedState([_build(FIRST), _build(SECOND)]), 90.0)
+    for name in (FIRST, SECOND):
+        before.health_received(name, State.READY, 0.0, 100.0)
     before.roll("smollm2-0", allow_gap=False)
     assert before.actions(100.1) == [Stop(FIRST, drain=True)]
     after = _reconciler()

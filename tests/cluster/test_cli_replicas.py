@@ -46,9 +46,11 @@ def _run(admin: ScriptedAdmin, *arguments: str) -> "subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environ, check=False)
 
 
-def _status(state: str, generation: int = 1, running: int = 0, note: str = "") -> tuple[int, dict[str, Any]]:
+def _status(
+    state: str, generation: int = 1, running: int = 0, note: str = "", *, connected: bool = True
+) -> tuple[int, dict[str, Any]]:
     load = {"running": running, "waiting": 0, "kv_usage": 0.0}
-    entry = {"id": "m-1", "state": state, "generation": generation, "load": load, "note": note}
+    entry = {"id": "m-1", "state": state, "generation": generation, "load": load, "note": note, "connected": connected}
     return 200, {"replicas": [{"id": "m-0", "state": "ready"}, entry], "routers": []}
 
 
@@ -87,11 +89,22 @@ def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]
 
 def test_undrain_waits_until_it_is_ready(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     begun = (200, {"id": "m-1", "generation": 1})
-    states = [_status("draining"), _status("starting", 2, note="loading weights"), _status("ready", 2)]
+    states = [_status("draining"), _status("starting", 2, note="loading weights")]
+    states += [_status("ready", 2, connected=False), _status("ready", 2)]
     admin = scripted({"/undrain": [begun], "/status": states})
     done = _run(admin, "undrain", "m-1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[1:] == ["headrace: m-1: starting: loading weights", "headrace: m-1 is ready"]
+    assert done.stderr.splitlines()[1:] == [
+        "headrace: m-1: starting: loading weights",
+        "headrace: m-1: ready; not every router is connected to it yet",
+        "headrace: m-1 is ready",
+    ]
+
+
+def test_an_operation_that_may_be_forgotten(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    begun = (200, {"id": "m-1", "generation": 1, "seconds": 1, "recorded": False})
+    done = _run(scripted({"/drain": [begun], "/status": [_status("drained")]}), "drain", "m-1")
+    assert done.returncode == 0 and "this command has to be repeated" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("role", "m-1", "both"), ("drain", "m-1"), ("undrain", "m-1")])

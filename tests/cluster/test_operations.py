@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_cluster.controller import operations
 from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
@@ -22,16 +23,28 @@ Eventually = Callable[..., Awaitable[Any]]
 KEY = {"Authorization": "Bearer the-key"}
 
 
+async def _saved() -> None:
+    """At once."""
+
+
 async def _stop() -> None:
     raise AssertionError("no stop was requested")
 
 
-def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_operations_are_executed(
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
+        record_answers = asyncio.Event()
+        record_answers.set()
+
+        async def saved() -> None:
+            await record_answers.wait()
+
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
         supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
-        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
+        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor, saved))
         transport = httpx.ASGITransport(app)
         supervisor.start()
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8002", headers=KEY) as client:
@@ -43,20 +56,31 @@ def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventua
             await eventually(lambda: supervisor.reconciler.ready)
             code, document = await post("/role", replica="smollm2-1", role="prefill")
             assert code == 200 and document.pop("seconds") < 1
-            assert document == {"id": "smollm2-1", "generation": 1, "role": "prefill", "before": "both"}
+            assert document == {
+                "id": "smollm2-1",
+                "generation": 1,
+                "role": "prefill",
+                "before": "both",
+                "recorded": True,
+            }
             code, document = await post("/role", replica="smollm2-0", role="prefill")
             assert code == 409 and "only ready replica" in document["error"]["message"]
             code, document = await post("/drain", replica="smollm2-0")
             assert code == 409 and "--force" in document["error"]["message"]
             assert await post("/drain", replica="smollm2-1") == (
                 200,
-                {"id": "smollm2-1", "generation": 1, "seconds": 2.0},
+                {"id": "smollm2-1", "generation": 1, "seconds": 2.0, "recorded": True},
             )
             await eventually(lambda: supervisor.status()["replicas"][1]["state"] == "drained")
-            assert await post("/undrain", replica="smollm2-1") == (200, {"id": "smollm2-1", "generation": 1})
+            ended = {"id": "smollm2-1", "generation": 1, "recorded": True}
+            assert await post("/undrain", replica="smollm2-1") == (200, ended)
             await eventually(lambda: supervisor.reconciler.ready)
             code, document = await post("/drain", replica="smollm2-0", seconds=0, force=True)
             assert (code, document["seconds"]) == (200, 0)
+            monkeypatch.setattr(operations, "SAVE_SECONDS", 0.05)
+            record_answers.clear()
+            code, document = await post("/drain", replica="smollm2-0", seconds=0, force=True)
+            assert (code, document["recorded"]) == (200, False), "the GCS does not answer"
         await supervisor.stop()
 
     asyncio.run(scenario())
@@ -80,7 +104,7 @@ def test_operations_are_executed(driver: FakeDriver, identity: Identity, eventua
 def test_bad_bodies_change_nothing(driver: FakeDriver, identity: Identity, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
         supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
-        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor))
+        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor, _saved))
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:
             answer = await client.post(path, content=body, headers=KEY)

@@ -46,7 +46,9 @@ async def _ready(
     try:
         await eventually(lambda: supervisor.reconciler.ready and lists and lists[-1])
         membership.routers[b"one"] = control_pb2.RouterInfo(id="one")
-        driver.replicas[OLD].routers = 1
+        for replica in driver.replicas.values():
+            replica.routers = 1
+        await eventually(lambda: all(entry["connected"] for entry in supervisor.status()["replicas"]))
         lists.clear()
         yield supervisor, lists
     finally:

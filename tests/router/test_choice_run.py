@@ -15,6 +15,7 @@ from headrace_proto.replica_pb2 import (
     FINISH_REFUSED,
     Delta,
     FinishReason,
+    ReplicaFrame,
     ReplicaIdentity,
     Sampling,
     Submit,
@@ -382,22 +383,25 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused(
     scenario.quarantine.check(again)
 
 
-def test_replicas_that_return_were_not_killed_by_the_choice() -> None:
+@pytest.mark.parametrize("again", [{"steps": 2, "boot_id": b"another process"}, {"steps": 0}, {"steps": 1}])
+def test_replicas_that_return_were_not_killed_by_the_choice(again: dict[str, Any]) -> None:
     """Paused, overloaded or cut off: the same process makes steps again."""
     scenario = Scenario("a", "b", migration_limit=9)
     scenario["a"].answer(0, 1)
 
-    def lose(name: str, boot_id: bytes = b"") -> None:
-        scenario[name].connected = False
-        scenario[name].end_attempts()
+    def lose(name: str, steps: int, boot_id: bytes = b"") -> None:
+        replica = scenario[name]
+        replica.disconnect()
         scenario.clock.run()
-        scenario[name].connected, scenario[name].identity = True, ReplicaIdentity(boot_id=boot_id)
+        replica.receive(ReplicaFrame(hello=ReplicaIdentity(boot_id=boot_id)))
+        for step in range(steps):
+            replica.receive(ReplicaFrame(step=100 + step))
 
     for name in "ababab":
-        lose(name)
+        lose(name, steps=2)
     assert scenario.alone == [False] * 7
     for name in "ab":
-        lose(name, b"another process")
+        lose(name, **again)
     assert scenario.alone == [False] * 8 + [True] and not scenario.results
 
 

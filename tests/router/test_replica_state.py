@@ -32,6 +32,36 @@ def connected() -> ReplicaState[None]:
     return replica
 
 
+def test_a_process_that_hangs_is_not_ready_when_it_connects_again() -> None:
+    """Its server may answer although its step loop does not move."""
+    now = 0.0
+    member = Member(address="a", state=REPLICA_STATE_READY)
+    replica: ReplicaState[None] = ReplicaState(member, clock=lambda: now, new_id=lambda: b"x", on_send=lambda: None)
+    identity = ReplicaIdentity(replica_id="r", boot_id=b"first")
+    replica.describe(ModelFacts(identity=identity), None)
+    replica.receive(ReplicaFrame(hello=identity))
+    replica.receive(ReplicaFrame(step=7))
+    assert replica.ready
+    now = STALL_SECONDS + 1
+    lost = replica.progress
+    replica.disconnect()
+    replica.receive(ReplicaFrame(hello=identity))
+    assert not replica.ready and not replica.has_stepped_since(lost)
+    replica.receive(ReplicaFrame(step=7))
+    assert replica.ready and not replica.has_stepped_since(lost), "the step may be an earlier one"
+    replica.receive(ReplicaFrame(step=8))
+    assert replica.ready and replica.has_stepped_since(lost)
+    replica.disconnect()
+    assert not replica.has_stepped_since(lost)
+    now *= 2
+    another = ReplicaIdentity(replica_id="r", boot_id=b"second")
+    replica.describe(ModelFacts(identity=another), None)
+    replica.receive(ReplicaFrame(hello=another))
+    replica.receive(ReplicaFrame(step=1))
+    replica.receive(ReplicaFrame(step=2))
+    assert replica.ready and not replica.has_stepped_since(lost)
+
+
 def test_a_submit_counts_until_the_replica_reports_it() -> None:
     """However many steps pass: it may wait in a connection."""
     replica = connected()

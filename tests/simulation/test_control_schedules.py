@@ -19,6 +19,7 @@ from support.simulation.control_schedule import ControlSchedule
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
 FAST, CI, LAST = (SEEDS, SEEDS, SEEDS) if SEEDS else (40, 520, 20_000)  # the rest is slow
 SHARE = 40  # seeds per test
+OPERATED_CI, OPERATED_LAST = (SEEDS, SEEDS) if SEEDS else (160, 4000)  # the same with operators, who drain replicas
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,16 +30,17 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def _run(seed: int) -> Counter[str]:
+def _run(seed: int, *, operated: bool = False) -> Counter[str]:
     try:
-        return ControlSchedule(seed).run()
+        return ControlSchedule(seed, operated=operated).run()
     except Exception as error:
-        replay = f"PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule {seed}"
+        flag = " --operated" if operated else ""
+        replay = f"PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule {seed}{flag}"
         raise AssertionError(f"seed {seed}: {error}\nreplay: {replay}") from error
 
 
-def _marks(first: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if first >= CI else [pytest.mark.ci] if first >= FAST else []
+def _marks(first: int, ci: int = CI) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if first >= ci else [pytest.mark.ci] if first >= FAST else []
 
 
 @pytest.mark.parametrize("first", [pytest.param(first, marks=_marks(first)) for first in range(0, LAST, SHARE)])
@@ -52,6 +54,18 @@ def test_no_schedule_violates_an_invariant(first: int) -> None:
     if len(seeds) >= SHARE:
         assert total["controllers"] > 1.2 * len(seeds) and total["builds"] > 2.2 * len(seeds)
         assert total["disconnected"] and total["deadline"]
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=_marks(first, OPERATED_CI)) for first in range(0, OPERATED_LAST, SHARE)]
+)
+def test_no_drain_that_was_accepted_is_forgotten(first: int) -> None:
+    total: Counter[str] = Counter()
+    seeds = range(first, min(first + SHARE, OPERATED_LAST))
+    for seed in seeds:
+        total += _run(seed, operated=True)
+    if len(seeds) >= SHARE:
+        assert total["controllers"] > 1.5 * len(seeds) and total["builds"] > 2.2 * len(seeds)
 
 
 def test_a_seed_is_one_schedule() -> None:

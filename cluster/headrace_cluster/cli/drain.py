@@ -29,7 +29,7 @@ def drain_replica(
 
 
 def undrain_replica(choice: ServerChoice, replica: str, *, as_json: bool = False) -> None:
-    """Returns once the replica is ready again. Raises NotRunningError, ServerError."""
+    """Returns once the replica is ready again and routers use it. Raises NotRunningError, ServerError."""
     _print_result(await_ready(AdminClient(choice), replica), f"{replica} is ready", as_json=as_json)
 
 
@@ -37,6 +37,7 @@ def await_drained(client: AdminClient, replica: str, seconds: float | None, *, f
     """Starts a drain; returns the replica's status entry when it is done. Raises ServerError."""
     body = {"replica": replica, "seconds": seconds, "force": force}
     begun = client.call("POST", "/drain", {name: value for name, value in body.items() if value is not None})
+    _warn_unrecorded(begun)
 
     def done(entry: Entry) -> bool:
         if entry["state"] != "drained" and entry["generation"] != begun["generation"]:
@@ -49,13 +50,15 @@ def await_drained(client: AdminClient, replica: str, seconds: float | None, *, f
 def await_ready(client: AdminClient, replica: str) -> Entry:
     """Has a drained replica built again; returns its status entry when it is ready. Raises ServerError."""
     begun = client.call("POST", "/undrain", {"replica": replica})
+    _warn_unrecorded(begun)
 
     def done(entry: Entry) -> bool:
         again = entry["generation"] > begun["generation"]
         if entry["state"] == "drained" or (again and entry["state"] == "dead"):
             why = f": {entry['note']}" if entry["note"] else ""
             raise ServerError(f"{replica} is {entry['state']}{why}")
-        return bool(again and entry["state"] == "ready")
+        # Another one may be drained next: every router must be connected to this one then.
+        return bool(again and entry["state"] == "ready" and entry["connected"])
 
     return watch_replica(client, replica, done, progress, START_SECONDS)
 
@@ -83,6 +86,14 @@ def watch_replica(
     raise ServerError(f"{replica} is not done after {seconds:g} s; see `{program_name()} status`")
 
 
+def _warn_unrecorded(begun: dict[str, Any]) -> None:
+    if not begun.get("recorded", True):
+        show_message(
+            "Ray's GCS does not answer: if the controller is lost before it does, this command has to be repeated",
+            "warning",
+        )
+
+
 def in_flight(entry: Entry) -> str:
     """The state of a replica and its requests."""
     load = entry["load"]
@@ -91,6 +102,8 @@ def in_flight(entry: Entry) -> str:
 
 def progress(entry: Entry) -> str:
     """The state of a replica that starts, and its note if it has one."""
+    if entry["state"] == "ready" and not entry["connected"]:
+        return "ready; not every router is connected to it yet"
     return ": ".join(words for words in (entry["state"], entry["note"]) if words)
 
 

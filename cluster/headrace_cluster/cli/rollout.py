@@ -152,8 +152,6 @@ def _progress(entry: Entry) -> str:
         stage = f": {other['note']}" if other["note"] else ""
         builds = (f"generation {build['generation']} {build['state']}" for build in (entry, other))
         return ", ".join(builds) + stage
-    if entry["state"] == "ready" and not entry["connected"]:
-        return "ready; not every router is connected to it yet"
-    if entry["state"] in ("ready", "draining"):
+    if entry["state"] == "draining" or (entry["state"] == "ready" and entry["connected"]):
         return in_flight(entry)
-    return f"{entry['state']}: {entry['note']}" if entry["note"] else str(entry["state"])
+    return progress(entry)

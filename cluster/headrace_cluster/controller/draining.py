@@ -42,8 +42,8 @@ class Drains:
             losing = record.role.decodes and record.state in (State.READY, State.UNHEALTHY)
             if losing and not force and not another_answers(self._reconciler.records, record):
                 raise DrainError(
-                    f"without {replica_id} no ready replica of {record.model.name} could decode; bring up another one "
-                    "first, or pass --force"
+                    f"without {replica_id} no ready replica of {record.model.name}, with every router connected to it, "
+                    "could decode; bring up another one first, or pass --force"
                 )
             if record.running:
                 self._deadlines[record.name] = self._clock() + seconds

@@ -1,5 +1,6 @@
 """Operations on replicas in the admin API: their request bodies and handlers."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from headrace_cluster.controller.supervisor import Supervisor
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 MAX_DRAIN_SECONDS = 24 * 3600
+SAVE_SECONDS = 2.0  # for Ray's GCS, until an operation responds without it
 
 
 class _Body(BaseModel):
@@ -62,23 +64,35 @@ class Operation:
     run: Callable[[Any], Awaitable[dict[str, Any]]]
 
 
-def replica_operations(supervisor: Supervisor) -> list[Operation]:
-    """All operations of a supervisor. A drain continues after its response: the status shows its progress."""
+def replica_operations(supervisor: Supervisor, saved: Callable[[], Awaitable[None]]) -> list[Operation]:
+    """All operations of a supervisor. A drain continues after its response: the status shows its progress.
+
+    saved: see RecordKeeper. An operation responds once the next controller would know of it; `recorded` is false if
+    Ray's GCS has not saved it within SAVE_SECONDS.
+    """
+
+    async def recorded(document: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(SAVE_SECONDS):
+                await saved()
+        except TimeoutError:
+            return document | {"recorded": False}
+        return document | {"recorded": True}
 
     async def profile(body: ProfileBody) -> dict[str, Any]:
         return await supervisor.profiles.record(body.replica, body.steps, body.seconds)
 
     async def role(body: RoleBody) -> dict[str, Any]:
-        return await supervisor.roles.change(body.replica, body.role)
+        return await recorded(await supervisor.roles.change(body.replica, body.role))
 
     async def drain(body: DrainBody) -> dict[str, Any]:
-        return supervisor.drains.begin(body.replica, body.seconds, force=body.force)
+        return await recorded(supervisor.drains.begin(body.replica, body.seconds, force=body.force))
 
     async def rollout(body: RolloutBody) -> dict[str, Any]:
-        return supervisor.drains.roll(body.replica, body.seconds, allow_gap=body.allow_gap)
+        return await recorded(supervisor.drains.roll(body.replica, body.seconds, allow_gap=body.allow_gap))
 
     async def undrain(body: UndrainBody) -> dict[str, Any]:
-        return supervisor.drains.end(body.replica)
+        return await recorded(supervisor.drains.end(body.replica))
 
     return [
         Operation("/profile", ProfileBody, profile),

@@ -94,8 +94,8 @@ class Record:
 
     @property
     def answers(self) -> bool:
-        """Whether routers place requests there now and will continue to."""
-        return self.state is State.READY and not self.held and self.role.decodes
+        """Whether every router places requests there now and will continue to."""
+        return self.state is State.READY and self.connected is not None and not self.held and self.role.decodes
 
     def fail(self, cause: str, now: float) -> None:
         """Its build has ended, or did not become ready; the next one follows at once, later after pauses."""

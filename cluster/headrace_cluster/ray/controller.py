@@ -15,7 +15,7 @@ from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
-from headrace_cluster.controller.record_keeper import keep_record
+from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.rank_config import NODE_HOST
@@ -75,10 +75,11 @@ class Controller:
         self._servers.push_async_callback(grpc.stop, grace=0.2)
         adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
         self._supervisor.start()
-        self._keeping = asyncio.create_task(keep_record(self._supervisor, self._save))
+        keeper = RecordKeeper(self._supervisor, self._save)
+        self._keeping = asyncio.create_task(keeper.run())
         renewal = self._certificates.keep(self._supervisor.renew_certificates)  # routers renew theirs by themselves
         self._tasks.append(asyncio.create_task(renewal))
-        operations = replica_operations(self._supervisor)
+        operations = replica_operations(self._supervisor, keeper.saved)
         tls = TlsFiles(self._spec.tls.without_clients()) if self._spec.tls.enabled else None
         app = admin_app(self._certificates.admin_key, self._status, self._request_stop, operations)
         server = admin_server(app, tls)

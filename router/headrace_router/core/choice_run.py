@@ -117,7 +117,8 @@ class ChoiceRun(Generic[C]):
         self._prompt_computed = False
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
-        self._lost: list[tuple[ReplicaState[C], bytes]] = []  # replicas that failed while it ran there, and boot ids
+        # Replicas that failed while it ran there, with their progress at that time.
+        self._lost: list[tuple[ReplicaState[C], tuple[bytes, int]]] = []
         self._trial_end: int | None = None  # output tokens after which others may run beside this choice
 
     @property
@@ -289,7 +290,7 @@ class ChoiceRun(Generic[C]):
         """Raises the error that ends the run."""
         self._take_back_losses()
         if outcome is Outcome.LOST and self._replica_failed:
-            self._lost.append((replica, replica.identity.boot_id))
+            self._lost.append((replica, replica.progress))
         try:
             self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
         finally:
@@ -298,9 +299,10 @@ class ChoiceRun(Generic[C]):
 
     def _take_back_losses(self) -> None:
         """A process that was paused, overloaded or cut off, and makes steps again, was not killed by this choice."""
-        for replica, boot_id in list(self._lost):
-            if replica.connected and not replica.stalled and replica.identity.boot_id == boot_id:
-                self._lost.remove((replica, boot_id))
+        for loss in list(self._lost):
+            replica, progress = loss
+            if replica.has_stepped_since(progress):
+                self._lost.remove(loss)
                 self._retry.returned()
 
     def _expire(self) -> None:

@@ -61,7 +61,9 @@ class ReplicaState(Generic[C]):
         self.isolated_attempt = b""  # it runs alone: nothing else is placed here until it ends
         self._clock = clock
         self._new_id = new_id
-        self._step = -1
+        self._boot_id: bytes | None = None  # of the process at the other end of the last stream
+        self._step = -1  # the newest
+        self._moves = 0  # of the step counter, seen on one stream
         self._heartbeat = 0.0
         self._reserved_until = 0.0
         self._unreported: dict[bytes, tuple[int, int]] = {}  # tokens to compute there, newest step when it was queued
@@ -103,6 +105,16 @@ class ReplicaState(Generic[C]):
     def seconds_since_step(self) -> float:
         """Seconds since its step counter moved."""
         return self._clock() - self._heartbeat
+
+    @property
+    def progress(self) -> tuple[bytes, int]:
+        """For `has_stepped_since`."""
+        return self.identity.boot_id, self._moves
+
+    def has_stepped_since(self, progress: tuple[bytes, int]) -> bool:
+        """Whether the process of that time is connected and its step counter has moved since."""
+        boot_id, moves = progress
+        return self.connected and self.identity.boot_id == boot_id and self._moves > moves
 
     @property
     def stalled(self) -> bool:
@@ -217,8 +229,10 @@ class ReplicaState(Generic[C]):
     def receive(self, frame: ReplicaFrame) -> bool:
         """Processes one frame of the replica. Returns whether its step counter moved."""
         if frame.HasField("hello"):
-            self.identity = frame.hello
-            self._step, self._heartbeat = -1, self._clock()
+            # A process whose step loop hangs may still connect: it counts as stalled until it makes a step.
+            if frame.hello.boot_id != self._boot_id or not self.stalled:
+                self._heartbeat = self._clock()
+            self._boot_id, self.identity, self._step = frame.hello.boot_id, frame.hello, frame.step
             self.speed.restart()
             self.connected = True
         if frame.HasField("load"):
@@ -232,6 +246,7 @@ class ReplicaState(Generic[C]):
                 attempt.receive(delta)
         if frame.step <= self._step:
             return False
+        self._moves += self._step > 0  # the first one after a hello may be of an earlier time
         self._step, self._heartbeat = frame.step, self._clock()
         self.speed.add(frame.step, self.load, self._heartbeat)
         if not frame.HasField("submits"):

@@ -31,6 +31,8 @@ class ControlChecks:
         self.harmless = harmless
         self.reaches_replicas = reaches_replicas
         self.affected: set[str] = set()  # routers that a fault touched
+        self.operated: set[str] = set()  # replicas, from an operator's drain until they are ready again
+        self.drained: set[str] = set()  # those of them whose drain was accepted and not ended
         # Builds that were up and not replaced in order: when a controller began to end them, and which one.
         self.stops: dict[ReplicaName, tuple[float, SimController]] = {}
         self._cluster = cluster
@@ -63,6 +65,8 @@ class ControlChecks:
         """Its ranks are loaded."""
         if name in self._up:
             self._world.fail(f"the number of {name} is used twice")
+        if name.replica_id in self.drained:
+            self._world.fail(f"{name} is up although an operator drained it")
         newer = [other for other in self._up if other.replica_id == name.replica_id and other > name]
         if newer:
             self._world.fail(f"{name} is up after {newer[0]}")
@@ -96,11 +100,13 @@ class ControlChecks:
 
     def draining(self, controller: "SimController", name: ReplicaName) -> None:
         """A controller drains a build to replace it: one at a time, while the others serve (I20)."""
-        if not self.harmless or self._cluster.stopping:
+        replica = self._cluster.build(name.replica_id, name.generation)
+        if not self.harmless or self._cluster.stopping or replica is None or replica.draining:
             return
         serving = {build.replica_id for build in self._up if build != name and self._serves(build)}
         desired = {replica.replica_id for replica in controller.supervisor.reconciler.desired}
-        if missing := desired - serving - ({name.replica_id} if len(desired) > 1 else set()):
+        replaced = {name.replica_id} if serving - {name.replica_id} else set()
+        if missing := desired - serving - self.operated - replaced:
             self._world.fail(f"the controller drains {name} while {sorted(missing)} do not serve")
 
     def _serves(self, name: ReplicaName) -> bool:
@@ -206,5 +212,5 @@ class ControlChecks:
         ready, count = {state.replica_id for state in router.fleet.replicas if state.ready}, self._cluster.size
         if len(ready) >= count:
             self._all_ready.add(router.name)
-        elif router.name in self._all_ready - self.affected and len(ready) < max(1, count - 1):
+        elif router.name in self._all_ready - self.affected and len(ready) < max(1, count - 1 - len(self.operated)):
             self._world.fail(f"only {sorted(ready)} of {count} replicas are ready at {router.name}")

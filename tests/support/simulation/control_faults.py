@@ -8,6 +8,7 @@ from headrace_cluster.errors import DrainError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from support.simulation.managed_cluster import ManagedCluster
 from support.simulation.rank_process import address_of
+from support.simulation.sim_operator import SimOperator
 
 BRIEF = (0.3, 1.5, 4.0, 8.0)  # seconds; shorter than a replica may be silent until it is replaced
 LONG = (0.5, 3.0, 12.0, 60.0)
@@ -21,6 +22,7 @@ class ControlFaults:
         self._cluster = cluster
         self._world = cluster.world
         self._next_spec = next_spec
+        self._operator = SimOperator(cluster)
         self.kinds: list[Callable[[], None]] = [
             self.kill_controller,
             self.kill_controller,
@@ -37,13 +39,23 @@ class ControlFaults:
             self.roll,
             self.roll_and_lose,
         ]
-
         self.rollouts: list[Callable[[], None]] = [
             self.roll,
             self.roll_and_lose,
             self.replace_keeper,
             self.kill_controller,
             self.kill_controller,
+        ]
+        self.operations: list[Callable[[], None]] = [
+            self.drain,
+            self.drain_and_lose,
+            self.drain_and_lose,
+            self.roll,
+            self.kill_controller,
+            self.freeze_controller,
+            self.silence_gcs,
+            self.fail_gcs,
+            self.replace_keeper,
         ]
 
     def kill_controller(self) -> None:
@@ -138,6 +150,15 @@ class ControlFaults:
             self._cluster.fault_later(self._world.random.uniform(0.0, 0.4), self.kill_controller)
         else:
             self._lose_leaving(LEAVING_TRIES)
+
+    def drain(self) -> None:
+        """An operator drains a replica."""
+        self._operator.drain()
+
+    def drain_and_lose(self) -> None:
+        """The controller is killed about when its record has the drain, while it drains, or when it is drained."""
+        self.drain()
+        self._cluster.fault_later(self._world.random.choice((0.0, 0.02, 0.1, 0.3, 1.0, 4.0)), self.kill_controller)
 
     def _lose_leaving(self, tries: int) -> None:
         """The controller is killed once an old build drains beside its next one, or not at all."""

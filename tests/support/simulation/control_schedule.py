@@ -1,7 +1,7 @@
 """One seed of a cluster with a controller: its faults, its recovery and its stop.
 
 `PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule SEED` prints its events;
-`… FIRST --until STOP` runs many.
+`… FIRST --until STOP` runs many; `--operated` adds operators that drain replicas.
 """
 
 import argparse
@@ -32,23 +32,25 @@ REPLACED_SECONDS = 30.0  # after its loss, until a replica is replaced (I12)
 DEADLINE_SECONDS = 1.0  # after its deadline, until a request has ended (I8)
 SERVED = {"FINISH_LENGTH", "FINISH_DEADLINE", "disconnected", "deadline", "connection lost"}
 MAX_EVENTS = 300_000
+OPERATED = 5  # the family of faults of a schedule with operators
 
 
 class ControlSchedule:
     """`run` it once."""
 
-    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+    def __init__(self, seed: int, *, operated: bool = False, tracing: bool = False) -> None:
+        """operated: operators drain replicas meanwhile; the same seed is another schedule then."""
         self.world = World(seed, tracing=tracing, max_events=MAX_EVENTS)
         random = self.random = self.world.random
-        self._family = seed % 5  # of its faults
+        self._family = OPERATED if operated else seed % 5  # of its faults
         self.count = random.choice((1, 2, 2, 3) if self._family != 1 else (1, 1, 2, 3))
         self.ranks = random.choice((1, 1, 1, 2))
         self._revisions = self._changes = 0
         spare = random.choice((0, 1, 1))  # room for a second build
         nodes = [SimNode(f"node-{number}", self.ranks) for number in range(self.count + spare)]
         one_paused = self._family == 4 and self.count == 1
-        reached = self._family in (0, 1) or one_paused
-        harmless = self._family in (0, 1, 2) or one_paused
+        reached = self._family in (0, 1, OPERATED) or one_paused
+        harmless = self._family in (0, 1, 2, OPERATED) or one_paused
         self.cluster = ManagedCluster(self.world, nodes, self.count, harmless=harmless, reaches_replicas=reached)
         self.control_faults = ControlFaults(self.cluster, self.next_spec)
         self.replica_faults = ReplicaFaults(self.cluster, self.control_faults)
@@ -96,12 +98,14 @@ class ControlSchedule:
         return outcomes
 
     def _plan(self) -> list[Callable[[], None]]:
-        """Faults of one family: of the control plane; losses in rollouts; cuts of one direction; of all; one."""
+        """Faults of one family: of the control plane; losses in rollouts; one-way cuts; of all; one; drains."""
         family, count = self._family, self.random.choice((1, 2, 2, 3, 5))
         if family == 0:
             return self.random.choices(self.control_faults.kinds, k=count)
         if family == 1:
             return self.random.choices(self.control_faults.rollouts, k=2 + count)
+        if family == OPERATED:
+            return self.random.choices(self.control_faults.operations, k=2 + count)
         if family == 2:
             if self.random.random() < 0.3:
                 return [self.replica_faults.cut_observers]
@@ -200,16 +204,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
+    parser.add_argument("--operated", action="store_true", help="operators drain replicas meanwhile")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if options.until is None:
-        print(ControlSchedule(options.seed, tracing=True).run())
+        print(ControlSchedule(options.seed, operated=options.operated, tracing=True).run())
         return
     total: Counter[str] = Counter()
     failed, began = 0, time.process_time()
     for seed in range(options.seed, options.until):
         try:
-            total += ControlSchedule(seed).run()
+            total += ControlSchedule(seed, operated=options.operated).run()
         except Exception as error:
             failed += 1
             print(seed, type(error).__name__, str(error)[:300], flush=True)

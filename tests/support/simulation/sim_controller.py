@@ -9,10 +9,12 @@ import msgspec
 
 from headrace_cluster.controller.control_service import ControlService
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.record_keeper import keep_record
+from headrace_cluster.controller.operations import Operation, replica_operations
+from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.core.view import View
+from headrace_cluster.errors import DrainError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
@@ -53,6 +55,7 @@ class SimController:
         self.listening = False
         self.loop = VirtualLoop(cluster.world, self, rate)  # type: ignore[abstract]
         self._opening: asyncio.Task[None] | None = None
+        self._operations: dict[str, Operation] = {}
         with self.loop.entered():
             self._membership = Membership(self.loop.time)
             self.service = ControlService(self._membership, identities.authority)
@@ -87,6 +90,11 @@ class SimController:
         """Whether it reconciles."""
         return self.supervisor._loop is not None
 
+    @property
+    def answers(self) -> bool:
+        """Whether operators' calls arrive."""
+        return self.alive and not self.frozen and self.opened_in_order
+
     async def _open(self) -> None:
         driver = cast(SimDriver, self.supervisor._driver)
         self.listening = True
@@ -96,7 +104,9 @@ class SimController:
         if self.cluster.world.tracing:
             self.cluster.world.log(f"a controller adopts {adopted} builds; record: {snapshot}")
         self.supervisor.start()
-        self.loop.create_task(keep_record(self.supervisor, partial(self._save, driver)))
+        record = RecordKeeper(self.supervisor, partial(self._save, driver))
+        self.loop.create_task(record.run())
+        self._operations = {each.path: each for each in replica_operations(self.supervisor, record.saved)}
 
     async def _save(self, driver: SimDriver, snapshot: ControllerSnapshot) -> None:
         encoded = msgspec.msgpack.encode(snapshot)
@@ -125,6 +135,21 @@ class SimController:
         """An operator's call, now."""
         with self.loop.entered():
             work()
+
+    def operate(self, path: str, replica_id: str, respond: Callable[[DrainError | None, bool], None]) -> None:
+        """One call of the admin API. respond: gets its error, or whether the next controller would know of it."""
+
+        async def call() -> None:
+            operation = self._operations[path]
+            try:
+                document = await operation.run(operation.body.model_validate({"replica": replica_id}))
+            except DrainError as error:
+                respond(error, True)
+            else:
+                respond(None, document["recorded"])
+
+        with self.loop.entered():
+            self.loop.create_task(call())
 
     def stop(self) -> "asyncio.Task[None]":
         """Ends the cluster in order."""
