@@ -104,9 +104,9 @@ class SimController:
         if self.cluster.world.tracing:
             self.cluster.world.log(f"a controller adopts {adopted} builds; record: {snapshot}")
         self.supervisor.start()
-        record = RecordKeeper(self.supervisor, partial(self._save, driver))
-        self.loop.create_task(record.run())
-        self._operations = {each.path: each for each in replica_operations(self.supervisor, record.saved)}
+        keeper = RecordKeeper(self.supervisor, partial(self._save, driver))
+        self.loop.create_task(keeper.run())
+        self._operations = {each.path: each for each in replica_operations(self.supervisor, keeper.saved)}
 
     async def _save(self, driver: SimDriver, snapshot: ControllerSnapshot) -> None:
         encoded = msgspec.msgpack.encode(snapshot)
