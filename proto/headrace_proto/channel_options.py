@@ -16,12 +16,18 @@ MAX_CONNECTIONS = 4096
 # A peer that ended without closing its connection (its machine lost power) is detected after the sum of these.
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_REPLY_SECONDS = 5
+KEEPALIVE: Options = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_REPLY_SECONDS * 1000),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_REPLY_SECONDS * 1000),  # the one that ends a ping; one minute by default
+)
+# Of a channel between processes of a cluster.
+CLIENT: Options = (*NO_PROXY, *OWN_CONNECTION, *KEEPALIVE, ("grpc.http2.max_pings_without_data", 0))
 SERVER: Options = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_REPLY_SECONDS * 1000),
+    *KEEPALIVE,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )

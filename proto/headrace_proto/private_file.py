@@ -7,6 +7,7 @@ root:service).
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from headrace_proto.errors import HeadraceError
@@ -35,6 +36,20 @@ def read_private(path: Path, what: str, *, follow_link: bool = True, secret: boo
     if len(content) > MAX_BYTES:
         raise PrivateFileError(f"{what} {path} is not used: it is larger than 1 MiB; is this the right file?")
     return content
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file that only its owner can read; it has the earlier or the new content at any time. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)  # some file systems would have an empty file after a loss of power
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def file_problem(status: os.stat_result, user: int, *, hidden: bool) -> str:

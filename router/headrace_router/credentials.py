@@ -1,8 +1,5 @@
 """What a router needs to be a member of its cluster."""
 
-import contextlib
-import os
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -12,7 +9,7 @@ from cryptography import x509
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
-from headrace_proto.private_file import read_private
+from headrace_proto.private_file import read_private, write_private
 
 
 class CredentialsError(HeadraceError):
@@ -53,15 +50,7 @@ class RouterCredentials(msgspec.Struct, frozen=True):
 
     def write(self, path: Path) -> None:
         """To a file that only its owner can read, atomically. Raises OSError."""
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.encode())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_private(path, self.encode())
 
     def encode(self) -> bytes:
         """The inverse of `decode`."""

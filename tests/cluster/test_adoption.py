@@ -75,7 +75,7 @@ def _pair(name: ReplicaName, pid: int, **changed: Any) -> Reports:
 
 
 def _chosen(reports: Reports) -> list[AdoptedBuild]:
-    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
+    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, 2)
 
 
 def test_the_newest_complete_build_is_adopted() -> None:
@@ -116,9 +116,12 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
     """The network between controller and ranks may be down, or Ray's GCS; one silent rank of many has failed."""
     names = [ReplicaName(f"m-{number}", 1) for number in range(4)]
     reports: Reports = {(name, 0): _report() for name in names}
-    assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS)) == 3
+    assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS, 2)) == 3
     with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
-        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS)
+        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS, 2)
+    many: Reports = {(ReplicaName(f"m-{number}", 1), 0): _report() if number > 4 else None for number in range(11)}
+    with pytest.raises(AdoptionError, match=r"5 of 11 ranks do not reply; nothing is ended"):
+        choose_builds(many, {}, OURS, 2)
 
 
 def test_what_is_not_adopted_is_ended_by_name() -> None:
@@ -127,7 +130,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     without_group, without_ranks = ReplicaName("m-1", 1), ReplicaName("m-1", 7)
     reports: Reports = {(name, 0): _report(draining=name == leaving) for name in (kept, leaving, older, without_group)}
     groups = {kept, leaving, older, without_ranks}
-    plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
+    plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, 2)
     assert [(build.name, build.leaving) for build in plan.state.builds] == [(kept, False), (leaving, True)]
     assert plan.state.generations == {"m-0": 3, "m-1": 7}, "numbers are not used again"
     assert plan.ended_ranks == [(older, 0), (without_group, 0)]
@@ -143,7 +146,7 @@ def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_
     """Found by the simulation: routers were not connected to the next build when the old one was ended by name."""
     older, newer = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)
     reports: Reports = {(name, 0): _report() for name in (ReplicaName("smollm2-0", 1), older, newer)}
-    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS, 2)
     assert [build.name for build in builds] == [older, newer], "of three serving builds, two"
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     restore_records(reconciler, None, AdoptedState(builds, {"smollm2-0": 4}), 100.0)
@@ -167,7 +170,7 @@ def test_a_build_that_drains_beside_its_next_one_drains_on(drains: set[int]) -> 
     """Its streams would be cut if it ended; its next build serves, or drains for an operator."""
     names = [ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)]
     reports: Reports = {(name, 0): _report(draining=name.generation in drains) for name in names}
-    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS, 2)
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     snapshot = ControllerSnapshot(
         created=5, replicas={"smollm2-0": _snapshot(generation=4, drain_seconds=7.0, leaving_seconds=12.5)}
@@ -245,7 +248,8 @@ def test_a_rank_that_cannot_be_reached_for_a_moment_is_asked_again(monkeypatch: 
     monkeypatch.setattr(resources, "RETRY_SECONDS", 0.01)
     away = [ray.exceptions.ActorUnavailableError("no connection", None) for _ in range(5)]
     assert asyncio.run(resources._report(_Unreachable(*away))) == _report()
-    assert asyncio.run(resources._report(_Unreachable(ray.exceptions.ActorDiedError()))) is None
+    with pytest.raises(resources.RankEndedError):
+        asyncio.run(resources._report(_Unreachable(ray.exceptions.ActorDiedError())))
 
 
 # -- which records --------------------------------------------------------------------------------------------------

@@ -115,6 +115,19 @@ def test_a_drain_ends_at_its_deadline(driver: FakeDriver, identity: Identity, ev
     asyncio.run(scenario())
 
 
+def test_a_rank_that_is_not_reached_is_ended_at_the_deadline(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually) as (supervisor, _):
+            driver.errors["drain"] += [ConnectionError("Ray does not answer")] * 100
+            supervisor.drains.begin("smollm2-1", 0.5)
+            await eventually(lambda: _entry(supervisor, 1)["state"] == "drained")
+            assert any("the drain of smollm2-1 failed" in problem for problem in supervisor.status()["problems"])
+
+    asyncio.run(scenario())
+
+
 def test_health_from_before_the_drain_does_not_end_it(
     driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:

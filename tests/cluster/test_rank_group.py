@@ -163,23 +163,27 @@ def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Draining:
-    """A rank whose method has so many parameters: that of this release, or of the one before."""
+    """A rank whose call of `drain` has this outcome."""
 
-    def __init__(self, parameters: int) -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self._parameters = parameters
+    def __init__(self, outcome: Exception | None = None) -> None:
+        self.calls: list[bool] = []
+        self._outcome = outcome
         self.drain = _Method(self._drain)
 
-    async def _drain(self, *given: object) -> None:
-        if len(given) > self._parameters:
-            raise ray.exceptions.RayTaskError("drain", "", TypeError("too many arguments")).as_instanceof_cause()
-        self.calls.append(given)
+    async def _drain(self, held: bool) -> None:
+        self.calls.append(held)
+        if self._outcome is not None:
+            raise self._outcome
 
 
-def test_ranks_of_the_release_before_drain_without_a_reason() -> None:
-    ranks = [_Draining(1), _Draining(0)]
+def test_every_rank_that_is_alive_drains_or_the_call_fails() -> None:
+    """The message may be lost: a replica that nothing told to drain would wait for the end of the drain's time."""
+    ranks = [_Draining(), _Draining(ray.exceptions.ActorDiedError())]
     asyncio.run(RankGroup(ReplicaName("m-0", 1), "cluster", ranks).drain(True))
-    assert [rank.calls for rank in ranks] == [[(True,)], [()]]
+    assert [rank.calls for rank in ranks] == [[True], [True]]
+    lost = _Draining(ray.exceptions.ActorUnavailableError("the network", None))
+    with pytest.raises(ray.exceptions.ActorUnavailableError):
+        asyncio.run(RankGroup(ReplicaName("m-0", 1), "cluster", [_Draining(), lost]).drain(False))
 
 
 class _Watched:

@@ -266,6 +266,28 @@ def test_a_replica_held_in_any_state_ends_as_drained() -> None:
     assert reconciler.records["smollm2-0"].state is State.DRAINED
 
 
+def test_of_two_replicas_only_one_is_rolled_before_the_other_serves_again() -> None:
+    reconciler = _reconciler(2)
+    for action in reconciler.actions(0.0):
+        reconciler.health_received(action.name, State.READY, 0.01, 0.0)
+    assert [reconciler.roll(replica, allow_gap=False) for replica in ("smollm2-0", "smollm2-1")] == [False, True]
+    assert reconciler.actions(0.1) == [
+        Launch(ReplicaName("smollm2-1", 2), reconciler.records["smollm2-1"].model, Role.BOTH, beside=True),
+        Stop(ReplicaName("smollm2-0", 1), drain=True),
+    ]
+
+
+def test_a_replica_that_drains_by_a_late_call_is_built_again() -> None:
+    """Of a controller that was lost: it takes no requests any more."""
+    reconciler = _reconciler()
+    name = _ready(reconciler)
+    reconciler.health_received(name, State.DRAINING, 0.01, 1.0)
+    assert reconciler.actions(1.0) == [Stop(name, drain=True)]
+    reconciler.stopped(name, 2.0)
+    (launch,) = reconciler.actions(2.0)
+    assert launch.name == ReplicaName("smollm2-0", 2)
+
+
 def test_a_drained_replica_is_removed_with_the_spec() -> None:
     reconciler = _reconciler()
     name = _ready(reconciler)

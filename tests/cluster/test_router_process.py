@@ -1,8 +1,10 @@
 """The router as a child: its config, its restarts, its end."""
 
+import errno
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -102,6 +104,29 @@ def test_a_router_that_dies_is_restarted_and_stops_in_order(
     written = (tmp_path / "run" / "router.log").read_text()
     assert written.count(" router starts (") == 2 and written.rstrip().endswith(" router has stopped")
     assert "listening" not in capfd.readouterr().err, "the terminal gets warnings"
+
+
+def test_a_start_that_fails_is_repeated(router: RouterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For lack of memory or processes: an exception would end `serve`, and with it every replica."""
+    router.start()
+    first = router.pid
+    router.kill()
+    assert "starting it again" in router.watch(may_restart=True)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", fail)
+        message = ""
+        while not message:
+            message = router.watch(may_restart=True)
+            time.sleep(0.02)
+    assert "could not be started" in message and "trying again in 1 s" in message
+    deadline = time.monotonic() + 20
+    while router.pid == first:
+        assert router.watch(may_restart=True) == "" and time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: RouterProcess) -> None:

@@ -135,6 +135,28 @@ def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:
     assert reconciler.actions(now + 1) == [Stop(names[0], drain=True)]
 
 
+def test_one_replica_whose_path_is_broken_does_not_delay_the_rollout_of_others() -> None:
+    """Routers receive from it, so that it stays as it is; this may last."""
+    router_reports = RouterReports()
+    models = [{"name": "a", "replicas": 1}, {"name": "b", "replicas": 1}]
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": models})), HEALTH, router_reports)
+    rolled, cut = (action.name for action in reconciler.actions(0.0))
+    following = ReplicaName(rolled.replica_id, 2)
+    for name in (rolled, cut):
+        reconciler.health_received(name, State.READY, 0.01, 0.0)
+    done: list[Action] = []
+    for half_seconds in range(1, 60):
+        now = half_seconds / 2
+        for name in (rolled, *(action.name for action in done if isinstance(action, Launch))):
+            reconciler.health_received(name, State.READY, 0.01, now)
+        router_reports.report("router", {rolled: True, cut: True, following: True}, now)
+        if now == 10:
+            assert reconciler.roll(rolled.replica_id, allow_gap=False)
+        done += reconciler.actions(now)
+    assert [type(action) for action in done] == [Launch, Stop] and done[-1].name == rolled
+    assert "routers receive from it" in reconciler.records[cut.replica_id].cause
+
+
 def test_an_old_report_does_not_count() -> None:
     router_reports, name = RouterReports(), ReplicaName("m-0", 1)
     router_reports.report("router", {name: True}, 10.0)

@@ -14,7 +14,8 @@ class Build:
 
     ranks: list[RankFacts] = field(default_factory=list)
     started: ReplicaStarted | None = None
-    health: replica_pb2.ReplicaHealth | None = None
+    health: replica_pb2.ReplicaHealth | None = None  # the last message
+    health_at: float = 0.0  # when it arrived, by the supervisor's clock
     progress: Progress | None = None
     ended: bool = False  # by itself
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

@@ -250,7 +250,7 @@ class Supervisor:
     def _health_receiver(self, name: ReplicaName, build: Build) -> Callable[[replica_pb2.ReplicaHealth], None]:
         def receive(health: replica_pb2.ReplicaHealth) -> None:
             before = build.health
-            build.health = health
+            build.health, build.health_at = health, self._clock()
             state = STATES.get(health.state, State.UNHEALTHY)
             step_seconds = health.load.predicted_step_ms / 1e3
             connected = health.routers >= self._known_routers(build)
@@ -263,8 +263,9 @@ class Supervisor:
 
     def _known_routers(self, build: Build) -> int:
         """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
-        others = (other.health for other in self._builds.values() if other is not build)
-        return max([self._membership.router_count, *(health.routers for health in others if health)])
+        since = self._clock() - self._spec.health.silence_seconds  # what a silent build reported may be over
+        others = (other for other in self._builds.values() if other is not build and other.health_at >= since)
+        return max([self._membership.router_count, *(other.health.routers for other in others if other.health)])
 
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""
@@ -280,8 +281,10 @@ class Supervisor:
 
     async def _end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
         if drain:
-            await self.retries.run(f"the drain of {name.replica_id}", partial(self._driver.drain, name, held=held))
+            begin = partial(self._driver.drain, name, held=held)
+            beginning = self._background.start(self.retries.run(f"the drain of {name.replica_id}", begin))
             await self.drains.wait_until_empty(name, self._builds.get(name, Build()))
+            beginning.cancel()  # a rank that does not reply until the deadline is ended anyway
         async with self._place_locks[name.replica_id]:
             build = self._builds.pop(name, Build())
             build.cancel_tasks()

@@ -31,7 +31,11 @@ class AdoptionPlan:
 
 
 def plan_adoption(
-    reports: Reports, groups: Collection[ReplicaName], expected: Mapping[str, bytes], authorities: Collection[bytes]
+    reports: Reports,
+    groups: Collection[ReplicaName],
+    expected: Mapping[str, bytes],
+    authorities: Collection[bytes],
+    most_silent: int,
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
 
@@ -39,7 +43,7 @@ def plan_adoption(
     """
     # Ray ends ranks without a placement group.
     placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
-    builds = choose_builds(placed, expected, authorities)
+    builds = choose_builds(placed, expected, authorities, most_silent)
     kept = {build.name for build in builds}
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
@@ -50,15 +54,15 @@ def plan_adoption(
 
 
 def choose_builds(
-    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
+    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes], most_silent: int
 ) -> list[AdoptedBuild]:
     """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
-    reports: of every rank that exists, by build and rank; None for a rank that did not reply. expected: the fingerprint
-    of each replica of the spec. authorities: the fingerprints that this controller has. Raises AdoptionError when
-    what serves would be ended by mistake.
+    reports: of every rank that has not ended, by build and rank; None for one that did not reply. expected: the
+    fingerprint of each replica of the spec. authorities: the fingerprints that this controller has. most_silent: builds
+    that may be ended because a rank did not reply. Raises AdoptionError when what serves would be ended by mistake.
     """
-    _check_silence(reports)
+    _check_silence(reports, most_silent)
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
         ranks = {rank: report for (build, rank), report in reports.items() if build == name}
@@ -96,10 +100,11 @@ def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
     return [*older, newest]
 
 
-def _check_silence(reports: Reports) -> None:
+def _check_silence(reports: Reports, most_silent: int) -> None:
     """One rank that does not reply has failed. When many do not, this controller may be cut off."""
-    silent = [name for name, report in reports.items() if report is None]
-    if len(silent) > 1 and 2 * len(silent) >= len(reports):
+    silent = [rank for rank, report in reports.items() if report is None]
+    half = len(silent) > 1 and 2 * len(silent) >= len(reports)
+    if half or len({name for name, _ in silent}) > most_silent:
         raise AdoptionError(
             f"{len(silent)} of {counted(len(reports), 'rank')} do not reply; nothing is ended, and they are asked again"
         )

@@ -27,8 +27,8 @@ class HealthJudge:
 
     @property
     def may_be_cut_off(self) -> bool:
-        """Whether replicas are silent that have not failed: then the controller judges no next build by its silence."""
-        return any(silence is not Silence.LOST for silence in self._silence.values())
+        """Whether so many are silent that it may be the controller: then it judges no next build by its silence."""
+        return any(silence in (Silence.UNKNOWN, Silence.ALL_SILENT) for silence in self._silence.values())
 
     def judge(self, record: Record, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""

@@ -159,7 +159,9 @@ class Reconciler:
             record.ever_ready = True
             record.cause = ""
             self.unable.pop(record.replica_id, None)
-        if record.state is not State.DRAINING and state is not State.DEAD:
+        if state is State.DRAINING and self.records.get(record.replica_id) is record and record.running:
+            record.rolling = not record.held  # a late call of an earlier controller: it takes no requests any more
+        elif record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
 
     def waits_for_place(self, name: ReplicaName, reason: str, now: float) -> None:

@@ -95,7 +95,8 @@ class Record:
     @property
     def answers(self) -> bool:
         """Whether every router places requests there now and will continue to."""
-        return self.state is State.READY and self.connected is not None and not self.held and self.role.decodes
+        leaves = self.held or self.rolling
+        return self.state is State.READY and self.connected is not None and not leaves and self.role.decodes
 
     def fail(self, cause: str, now: float) -> None:
         """Its build has ended, or did not become ready; the next one follows at once, later after pauses."""

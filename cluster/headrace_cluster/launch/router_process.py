@@ -133,9 +133,7 @@ class RouterProcess:
         """
         now = time.monotonic()
         if self._restart_at is not None:
-            if now >= self._restart_at:
-                self.start()
-            return ""
+            return self._try_to_start(now) if now >= self._restart_at else ""
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return ""
@@ -145,10 +143,23 @@ class RouterProcess:
             raise RouterFailedError(f"{self._label} ended ({how}); its log: {path or 'above'}")
         if now - self._started_at > STABLE_SECONDS:
             self._failures = 0
+        return f"{self._label} ended ({how}); starting it again in {self._next_start(now):g} s"
+
+    def _try_to_start(self, now: float) -> str:
+        """A start that fails, for example for lack of memory, ends no replica: it is repeated."""
+        try:
+            self.start()
+        except Exception as error:
+            delay = self._next_start(now)
+            return f"{self._label} could not be started ({error}); trying again in {delay:g} s"
+        return ""
+
+    def _next_start(self, now: float) -> float:
+        """Seconds until the next start, which is noted."""
         delay = RESTART_SECONDS[min(self._failures, len(RESTART_SECONDS) - 1)]
         self._failures += 1
         self._restart_at = now + delay
-        return f"{self._label} ended ({how}); starting it again in {delay:g} s"
+        return delay
 
     def terminate(self) -> None:
         """Requests an orderly stop, without waiting."""

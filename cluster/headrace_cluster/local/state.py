@@ -7,7 +7,6 @@
 import json
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from headrace_cluster.errors import StateError
 from headrace_cluster.local.processes import ProcessId
+from headrace_proto import private_file
 from headrace_proto.address import port_of
 from headrace_proto.private_file import folder_problem, read_private
 
@@ -86,14 +86,7 @@ def home() -> Path:
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read, atomically. Raises StateError."""
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        private_file.write_private(path, text.encode())
     except OSError as error:
         raise StateError(f"{path} cannot be written: {error.strerror}; is the disk full?") from error
 

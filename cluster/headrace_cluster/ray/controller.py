@@ -59,6 +59,7 @@ class Controller:
         self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, identity))
         self._servers = contextlib.AsyncExitStack()  # that listen
         self._stop_requested = False
+        self._stopping: asyncio.Task[None] | None = None
         self._record = ClusterRecord(spec.cluster)
         self._keeping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -132,9 +133,9 @@ class Controller:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}
 
     async def _request_stop(self) -> None:
-        if not self._stop_requested:
-            self._stop_requested = True
-            self._tasks.append(asyncio.create_task(self._stop_unwatched()))
+        self._stop_requested = True
+        if self._stopping is None or self._stopping.done():  # the keeper may have ended after an earlier request
+            self._stopping = asyncio.create_task(self._stop_unwatched())
 
     async def _stop_unwatched(self) -> None:
         """Stops the cluster if the process that started it does not poll: normally that process stops it in order."""

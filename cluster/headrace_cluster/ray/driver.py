@@ -135,7 +135,9 @@ class RayDriver:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
             expected[replica.replica_id] = fingerprint(config)
         authorities = self._authority().fingerprints
-        adopted_state, groups = await ray_resources.adopt(self._spec.cluster, expected, authorities)
+        adopted_state, groups = await ray_resources.adopt(
+            self._spec.cluster, expected, authorities, self._spec.health.stops_per_minute
+        )
         self._on_gpus |= {build.model for build in adopted_state.builds if build.ranks[0].device.startswith("cuda")}
         self._groups |= {group.name: group for group in groups}
         return adopted_state

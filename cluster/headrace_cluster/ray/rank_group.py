@@ -148,24 +148,23 @@ class RankGroup:
             raise RoleError(f"{self._label(0)} has just ended: ask again when it is ready") from error
 
     async def drain(self, held: bool) -> None:
-        """Stops every rank from accepting requests. held: whether an operator drains it. Never raises."""
+        """Stops every rank from accepting requests. held: whether an operator drains it.
 
-        async def call(actor: Any) -> None:
-            try:
-                await actor.drain.remote(held)
-            except TypeError:  # of the rank, whose method is that of the release before
-                await actor.drain.remote()
-
-        await self._call_all(call, STOP_SECONDS)
+        Raises an error of Ray or TimeoutError when a rank that may be alive has not replied.
+        """
+        async with asyncio.timeout(STOP_SECONDS):
+            calls = (actor.drain.remote(held) for actor in self._actors)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        for error in results:
+            unavailable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            if isinstance(error, BaseException) and (unavailable or not isinstance(error, _KILLED)):
+                raise error
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Ends every rank's engine; waits for them up to `seconds`. Never raises."""
-        await self._call_all(lambda actor: actor.stop.remote(), seconds)
-
-    async def _call_all(self, call: Callable[[Any], Any], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                calls = [call(actor) for actor in self._actors]
+                calls = (actor.stop.remote() for actor in self._actors)
                 await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing to stop
 
     def kill(self) -> None:

@@ -17,20 +17,30 @@ from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 
 
+class RankEndedError(Exception):
+    """Ray reports that a rank has ended."""
+
+
 async def adopt(
-    cluster: str, expected: Mapping[str, bytes], authorities: Collection[bytes]
+    cluster: str, expected: Mapping[str, bytes], authorities: Collection[bytes], most_silent: int
 ) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, authorities: see `choose_builds`. Raises AdoptionError.
+    expected, authorities, most_silent: see `choose_builds`. Raises AdoptionError.
     """
     actors = ray_names.rank_actors(cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
+
+    async def ask(rank: tuple[ReplicaName, int]) -> None:
+        try:
+            reports[rank] = await _report(actors[rank])
+        except RankEndedError:
+            del reports[rank]
+
     for _ in range(REPORT_TRIES):
-        silent = [rank for rank, report in reports.items() if report is None]
-        reports |= zip(silent, await asyncio.gather(*(_report(actors[rank]) for rank in silent)), strict=True)
+        await asyncio.gather(*(ask(rank) for rank, report in list(reports.items()) if report is None))
     groups = ray_names.groups(cluster)
-    plan = plan_adoption(reports, groups, expected, authorities)
+    plan = plan_adoption(reports, groups, expected, authorities, most_silent)
     for name, rank in plan.ended_ranks:
         ray_names.kill_actor(name.rank(rank), cluster)
     for name in plan.ended_groups:
@@ -39,6 +49,7 @@ async def adopt(
 
 
 async def _report(actor: Any) -> RankReport | None:
+    """None: it has not replied. Raises AdoptionError, RankEndedError."""
     try:
         async with asyncio.timeout(REPORT_SECONDS):
             return msgspec.msgpack.decode(await _reachable_report(actor), type=RankReport)
@@ -48,7 +59,9 @@ async def _report(actor: Any) -> RankReport | None:
         raise AdoptionError(
             "ranks of another version of Headrace run in this Ray and cannot be taken over; stop them with that version"
         ) from error
-    except ray.exceptions.RayError:  # it has ended
+    except ray.exceptions.RayActorError as error:
+        raise RankEndedError from error
+    except ray.exceptions.RayError:
         await asyncio.sleep(RETRY_SECONDS)
         return None
 

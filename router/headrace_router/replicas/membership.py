@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.channel_options import CLIENT
 from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
@@ -21,7 +21,6 @@ FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 2.0
 REPORT_SECONDS = 0.5  # between two reports; less than the controller's FRESH_SECONDS
 
-_OPTIONS = (*NO_PROXY, *OWN_CONNECTION)
 
 log = structlog.get_logger("headrace.router.membership")
 
@@ -48,7 +47,7 @@ async def watch_controller(
     warned = listed = False
     while True:
         try:
-            async with certificate.identity.channel(address, Component.CONTROLLER, _OPTIONS) as channel:
+            async with certificate.identity.channel(address, Component.CONTROLLER, CLIENT) as channel:
                 stub: Any = ControlStub(channel)
                 report = asyncio.create_task(_report(stub, info.id, certificate, fleet))
                 try:

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from headrace_proto import CONTRACT_VERSION
-from headrace_proto.channel_options import LARGE_MESSAGES, NO_PROXY, OWN_CONNECTION
+from headrace_proto.channel_options import CLIENT, LARGE_MESSAGES
 from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
@@ -21,7 +21,7 @@ from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.text.model_card import ModelCard, ModelFactsError
 
-_OPTIONS = (*LARGE_MESSAGES, *NO_PROXY, *OWN_CONNECTION)
+_OPTIONS = (*LARGE_MESSAGES, *CLIENT)
 CONNECT_SECONDS = 5.0
 DESCRIBE_SECONDS = 60.0
 FIRST_BACKOFF = 0.05

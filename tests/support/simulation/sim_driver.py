@@ -102,8 +102,9 @@ class SimDriver:
             silent = [key for key, report in reports.items() if report is None]
             found = await asyncio.gather(*(self._report(ranks[key]) for key in silent))
             reports |= zip(silent, found, strict=True)
+            reports = {key: report for key, report in reports.items() if report is not None or ranks[key].alive}
         groups = await self.call_gcs(lambda: set(self._ray.groups))
-        plan = plan_adoption(reports, groups, expected, AUTHORITIES)
+        plan = plan_adoption(reports, groups, expected, AUTHORITIES, self._controller.spec.health.stops_per_minute)
         self._cluster.checks.adopted(self._controller, plan, reports)
         for key in plan.ended_ranks:
             await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023

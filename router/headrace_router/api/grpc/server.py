@@ -86,6 +86,7 @@ def _options(config: RouterConfig) -> list[tuple[str, int]]:
         # A client that ended without closing its connection is detected after 40 s.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
     ]
