@@ -1,5 +1,6 @@
 """The components of a cluster, and the certificate that makes a process a member of one."""
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -27,3 +28,7 @@ class Certificate(msgspec.Struct, frozen=True):
     trust: str  # PEM of the authorities that are trusted
     authorities: tuple[bytes, ...]  # their fingerprints; the first one signed
     renew_seconds: float  # until the next renewal, from its issue
+
+
+# Makes a certificate for a request, in any thread. Raises HeadraceError.
+CertificateIssuer = Callable[[bytes], Certificate]

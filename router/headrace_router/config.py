@@ -1,7 +1,7 @@
 """The configuration of one router process. The cluster package builds it from the spec."""
 
-import secrets
 import socket
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 
@@ -67,11 +67,6 @@ class RouterSettings(BaseModel):
     )
 
 
-def new_router_id() -> str:
-    """Random: every start of a router is another one."""
-    return f"router-{secrets.token_hex(8)}"
-
-
 class RouterConfig(RouterSettings):
     """One router process. Port 0 means any free one; the router reports its real ports to the controller."""
 
@@ -90,7 +85,6 @@ class RouterConfig(RouterSettings):
     members: tuple[StaticMember, ...] = ()
     credentials: SecretBytes = Field(description="encoded RouterCredentials: what makes it a member of its cluster")
     credentials_file: Path | None = Field(default=None, description="where renewed ones are kept; none = in memory")
-    router_id: str = Field(default_factory=new_router_id, description="the name in the certificate of `credentials`")
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
@@ -103,6 +97,13 @@ class RouterConfig(RouterSettings):
         default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
     )
     logs: LogConfig = LogConfig(part="router")
+
+    @cached_property
+    def router_id(self) -> str:
+        """The name in the certificate of `credentials`."""
+        from headrace_router.credentials import RouterCredentials  # with gRPC, which client commands do not load
+
+        return RouterCredentials.decode(self.credentials.get_secret_value()).name
 
     @model_validator(mode="after")
     def _shared(self) -> Self:

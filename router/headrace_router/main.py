@@ -4,11 +4,10 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Callable
 
 import structlog
 
-from headrace_proto.component import Certificate
+from headrace_proto.component import CertificateIssuer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
 from headrace_router.config import RouterConfig
@@ -20,7 +19,7 @@ OTHER_FILES = 512  # of replicas, logs and libraries
 log = structlog.get_logger("headrace.router")
 
 
-def run(config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> int:
+def run(config: RouterConfig, issue: CertificateIssuer | None = None) -> int:
     """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start or
     could not go on. issue: as that of RouterCertificate.
 
@@ -56,7 +55,7 @@ def _allow_open_files(wanted: int) -> None:
         )
 
 
-async def _serve(config: RouterConfig, issue: Callable[[bytes], Certificate] | None) -> None:
+async def _serve(config: RouterConfig, issue: CertificateIssuer | None) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     server = RouterServer(config, issue)

@@ -5,12 +5,11 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
 
 import structlog
 
 from headrace_proto.address import host_port
-from headrace_proto.component import Certificate
+from headrace_proto.component import CertificateIssuer
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_proto.identity import Identity
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
@@ -48,7 +47,7 @@ log = structlog.get_logger("headrace.router")
 class RouterServer:
     """`start`, then `stop`; in between `http_port` and `grpc_port` are the ports that it listens on."""
 
-    def __init__(self, config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> None:
+    def __init__(self, config: RouterConfig, issue: CertificateIssuer | None = None) -> None:
         """Raises a HeadraceError, of keys, exposure or TLS files, before anything is opened.
 
         issue: as that of RouterCertificate.
@@ -148,7 +147,7 @@ class RouterServer:
     async def serve_until(self, stopping: asyncio.Event) -> None:
         """Serves until the event is set, then stops. Raises CertificateRefusedError, when it has stopped."""
         stop = asyncio.create_task(stopping.wait())
-        kept = asyncio.create_task(self._certificate.keep(self._has_replica))
+        kept = asyncio.create_task(self._certificate.run_until_refused(self._has_replica))
         try:
             await asyncio.wait({stop, kept}, return_when=asyncio.FIRST_COMPLETED)
             await self.stop()

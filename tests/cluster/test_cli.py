@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 import yaml
 
-from headrace_cluster.cli.client import ApiClient
+from headrace_cluster.cli.api_client import ApiClient
 from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.cli import client as client_module
+from headrace_cluster.cli import admin_client
 from headrace_cluster.cli import rollout as rollout_module
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.rollout import roll_out
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.cli.stop import stop_server
@@ -297,8 +297,8 @@ def _of_two_models(**first: Any) -> list[tuple[int, dict[str, Any]]]:
 def test_a_controller_that_does_not_answer_ends_the_rollout_of_one_model(
     scripted: Callable[[Responses], ScriptedAdmin], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(client_module, "RESTART_SECONDS", 0.4)
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.25)
+    monkeypatch.setattr(admin_client, "RESTART_SECONDS", 0.4)
+    monkeypatch.setattr(admin_client, "RETRY_SECONDS", 0.25)
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", "the-key")
     monkeypatch.setenv("HEADRACE_COMMAND", "headrace")
     polls = [*_of_two_models(state="draining"), LOST, LOST, LOST]  # at 0, 0.25 and 0.5 s

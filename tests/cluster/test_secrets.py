@@ -280,10 +280,10 @@ def test_routers_renew_their_own_certificate_only(identity: Identity) -> None:
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
             certificate = RouterCertificate(router)
             with pytest.raises(grpc.aio.AioRpcError):
-                await certificate.follow(stub, valid[0].fingerprints)
+                await certificate.renew_if_due(stub, valid[0].fingerprints)
             assert "no longer valid" in certificate.refusal
             valid[0] = both
-            await certificate.follow(stub, valid[0].fingerprints)
+            await certificate.renew_if_due(stub, valid[0].fingerprints)
             assert not certificate.refusal
         chain = x509.load_pem_x509_certificate(router.certificate.chain.encode())
         assert chain.subject.rfc4514_string() == "CN=router-7"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.cli.client import AdminClient, ApiClient, api_client
+from headrace_cluster.cli.admin_client import AdminClient
+from headrace_cluster.cli.api_client import ApiClient, api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support import identities
 from support.integration.one_way_cut import Direction, OneWayCut
 from support.integration.process_cluster import ProcessCluster
 from support.integration.stream_reader import StreamReader
@@ -31,7 +32,7 @@ def test_streams_move_and_the_other_router_is_untouched(
     cluster.open(await_ready=False)
     for name in "ab":
         cluster.launch(name)
-    other.open(await_ready=False, router_id="other")
+    other.open(await_ready=False, credentials=identities.router_credentials("other"))
     other.share_replicas(cluster)
     other.publish_and_wait()
     cut = OneWayCut(cluster.groups["a"].address)

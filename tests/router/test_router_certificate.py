@@ -43,7 +43,7 @@ async def _watched(certificate: RouterCertificate, has_replica: Callable[[], boo
     async with ControlServer(identities.authority((NEW,))) as controller:
         tasks = [
             asyncio.create_task(watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet)),
-            asyncio.create_task(certificate.keep(has_replica)),
+            asyncio.create_task(certificate.run_until_refused(has_replica)),
         ]
         try:
             await _until(lambda: end() or tasks[1].done())
@@ -76,7 +76,7 @@ def test_a_router_continues_while_it_is_connected_to_a_replica() -> None:
         replicas = [True]
         certificate = RouterCertificate(identities.member(Component.ROUTER))
         certificate.refused("a reason")
-        kept = asyncio.create_task(certificate.keep(lambda: bool(replicas)))
+        kept = asyncio.create_task(certificate.run_until_refused(lambda: bool(replicas)))
         await asyncio.sleep(0.3)
         assert not kept.done()
         replicas.clear()
@@ -92,7 +92,7 @@ def test_a_refusal_that_passes_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     async def run() -> None:
         now = 0.0
         certificate = RouterCertificate(identities.member(Component.ROUTER), clock=lambda: now)
-        kept = asyncio.create_task(certificate.keep(lambda: False))
+        kept = asyncio.create_task(certificate.run_until_refused(lambda: False))
         for _ in range(3):
             certificate.refused("the controller restarts")
             await asyncio.sleep(0.2)

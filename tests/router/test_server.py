@@ -72,7 +72,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
 
     controller = harness.call(make())
     replica = make_replica()
-    harness.start([], controller=f"127.0.0.1:{controller.port}", router_id="router-x")
+    harness.start([], controller=f"127.0.0.1:{controller.port}", credentials=identities.router_credentials("router-x"))
     eventually(lambda: bool(controller.routers))
     info = controller.routers[0]
     assert info.id == "router-x" and info.pid == os.getpid() and info.http.endswith(str(harness.router.http_port))

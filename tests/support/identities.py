@@ -45,6 +45,6 @@ def router() -> Identity:
 
 
 @cache
-def router_credentials() -> SecretBytes:
+def router_credentials(name: str = "a router") -> SecretBytes:
     """For `RouterConfig`."""
-    return SecretBytes(issue_credentials(authority(), "a router").encode())
+    return SecretBytes(issue_credentials(authority(), name).encode())

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import ServerError
 from headrace_cluster.launch.display import show_message
@@ -24,7 +24,7 @@ def drain_replica(
     """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the server."""
     client = AdminClient(choice)
     entry = await_drained(client, replica, seconds, force=force)
-    undrain = f"{program_name()} undrain {replica} {client.flag}"
+    undrain = f"{program_name()} undrain {replica} {client.selecting_flag}"
     _print_result(entry, f"{replica} is drained; bring it back with: {undrain}", as_json=as_json)
 
 

@@ -28,8 +28,8 @@ def chat(
     client_cert: o.ClientCert = None,
 ) -> None:
     """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
+    from headrace_cluster.cli.api_client import api_client
     from headrace_cluster.cli.chat.start import start_chat
-    from headrace_cluster.cli.client import api_client
 
     chosen = o.choice(port, admin_port, cluster)
     client = api_client(chosen, o.client_host(host), api_key, ca=ca, client_cert=client_cert)

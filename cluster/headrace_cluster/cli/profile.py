@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_proto.quantities import counted
 

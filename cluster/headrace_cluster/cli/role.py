@@ -2,7 +2,7 @@
 
 import json
 
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.launch.display import show_message
 

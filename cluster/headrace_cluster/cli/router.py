@@ -1,7 +1,6 @@
 """`headrace router`: standalone, or as a child process of `headrace serve`."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from headrace_cluster.errors import SpecError
@@ -13,7 +12,7 @@ from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
-from headrace_proto.component import Certificate
+from headrace_proto.component import CertificateIssuer
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
 from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials
@@ -21,7 +20,7 @@ from headrace_router.credentials import RouterCredentials
 
 def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> int:
     """Runs until SIGTERM. credentials: a file of `write_credentials`. Raises HeadraceError."""
-    issue: Callable[[bytes], Certificate] | None = None
+    issue: CertificateIssuer | None = None
     if credentials is not None:
         found = RouterCredentials.read(credentials)
         config = router_config(spec, controller, found, credentials_file=credentials)
@@ -73,7 +72,7 @@ def run_from_stdin(parent: int) -> int:
     return _run(config)
 
 
-def _run(config: RouterConfig, issue: Callable[[bytes], Certificate] | None = None) -> int:
+def _run(config: RouterConfig, issue: CertificateIssuer | None = None) -> int:
     from headrace_router.main import run
 
     return run(config, issue)

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 from typing import Any
 
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
 
 _STYLES = {

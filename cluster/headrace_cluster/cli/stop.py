@@ -3,7 +3,7 @@
 import signal
 import time
 
-from headrace_cluster.cli.client import AdminClient
+from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.launch.display import show_message

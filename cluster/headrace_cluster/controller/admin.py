@@ -115,7 +115,7 @@ def admin_server(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Server:
     protocol: Callable[..., asyncio.Protocol] = AutoHTTPProtocol
     if tls is not None:
         counter = ConnectionCounter(MAX_HANDSHAKES, MAX_HANDSHAKES)
-        protocol = tls_protocol(protocol, tls.context, counter, HANDSHAKE_SECONDS)
+        protocol = tls_protocol(protocol, tls.monitoring_context, counter, HANDSHAKE_SECONDS)
     config = uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]  # it is only called

@@ -20,8 +20,7 @@ class ControllerCertificates:
         """sealed: ControllerSecrets for `identity`, which gets its certificate. Raises SealedMessageError."""
         self._identity = identity
         self._cluster = cluster
-        self._secrets = self._unseal(sealed)
-        self._authority = ClusterAuthority(self._secrets.secrets)
+        self._secrets, self._authority = self._open(sealed)
         self._certify()
 
     @property
@@ -34,8 +33,7 @@ class ControllerCertificates:
 
     def replace(self, sealed: bytes) -> None:
         """As at the start, after the secrets have changed. Raises SealedMessageError."""
-        self._secrets = self._unseal(sealed)
-        self._authority = ClusterAuthority(self._secrets.secrets)
+        self._secrets, self._authority = self._open(sealed)
         self._certify()
 
     async def keep(self, on_renewal: Callable[[], None]) -> None:
@@ -46,8 +44,9 @@ class ControllerCertificates:
                 self._certify()
                 on_renewal()
 
-    def _unseal(self, sealed: bytes) -> ControllerSecrets:
-        return msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
+    def _open(self, sealed: bytes) -> tuple[ControllerSecrets, ClusterAuthority]:
+        unsealed = msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
+        return unsealed, ClusterAuthority(unsealed.secrets)
 
     def _certify(self) -> None:
         self._identity.install(self._authority.certify(self._identity.request, Component.CONTROLLER, self._cluster))

@@ -51,7 +51,6 @@ def router_config(
         "metrics_host": spec.metrics_host,
         "controller": controller,
         "credentials": SecretBytes(credentials.encode()),
-        "router_id": credentials.name,
         "auth": spec.auth,
         "tls": spec.tls,
         "limits": spec.limits,

@@ -1,12 +1,11 @@
 """Credentials and certificates of routers, made from the cluster's secrets."""
 
-from collections.abc import Callable
+from secrets import token_hex
 
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.secret_file import ClusterSecrets
-from headrace_proto.component import Certificate, Component
+from headrace_proto.component import Certificate, CertificateIssuer, Component
 from headrace_proto.identity import Identity
-from headrace_router.config import new_router_id
 from headrace_router.credentials import RouterCredentials
 
 
@@ -18,12 +17,12 @@ def issue_credentials(authority: ClusterAuthority, name: str) -> RouterCredentia
 
 
 def new_credentials(secrets: ClusterSecrets) -> RouterCredentials:
-    """Of another router, with an id and a key of its own."""
-    return issue_credentials(ClusterAuthority(secrets.current), new_router_id())
+    """Of another router, with an id and a key of its own: every start of a router is another one."""
+    return issue_credentials(ClusterAuthority(secrets.current), f"router-{token_hex(8)}")
 
 
-def issuer(secrets: ClusterSecrets, router_id: str) -> Callable[[bytes], Certificate]:
-    """Makes a certificate of a router for a request, with the secrets that the file has then. Raises HeadraceError."""
+def issuer(secrets: ClusterSecrets, router_id: str) -> CertificateIssuer:
+    """Of certificates of a router, with the secrets that the file has at the time of each."""
 
     def issue(request: bytes) -> Certificate:
         secrets.reread()

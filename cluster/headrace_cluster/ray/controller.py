@@ -81,7 +81,7 @@ class Controller:
         renewal = self._certificates.keep(self._supervisor.renew_certificates)  # routers renew theirs by themselves
         self._tasks.append(asyncio.create_task(renewal))
         operations = replica_operations(self._supervisor, keeper.saved)
-        tls = TlsFiles(self._spec.tls.without_clients()) if self._spec.tls.enabled else None
+        tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
         app = admin_app(self._certificates.admin_key, self._status, self._request_stop, operations)
         server = admin_server(app, tls)
         if tls is not None:

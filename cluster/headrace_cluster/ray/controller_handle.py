@@ -57,7 +57,6 @@ class ControllerHandle:
         self._id = state.new_key()
         self._process: ProcessId | None = None  # if it is certainly on this machine
         self._record = ClusterRecord(spec.cluster)
-        self._spec = spec
         # First of all: an end of this process from here on leaves alone what an earlier one started.
         ray.serves = _exists(spec.cluster)
         if _is_watched(spec.cluster):
@@ -68,7 +67,7 @@ class ControllerHandle:
         earlier = self._record.keeper() or Keeper(id=self._id)
         self.revisions = kept_revisions(revisions, earlier.revisions)
         self._spec = with_commits(spec, self.revisions)
-        self._save(earlier.control_port, earlier.admin_port)
+        self._take_over(earlier.control_port, earlier.admin_port)
         self._end()
         self._actor = self._create()
 
@@ -91,7 +90,7 @@ class ControllerHandle:
         self._sent = secrets
         if opened.error:
             raise HeadraceError(opened.error)
-        self._save(opened.control_port, opened.admin_port)
+        self._take_over(opened.control_port, opened.admin_port)
         self._ray.serves = self._ray.serves or opened.adopted > 0
         self._process = ProcessId.of(opened.pid) if self._ray.link.owned else None
         return opened
@@ -156,8 +155,8 @@ class ControllerHandle:
         request = ray.get(self._actor.request.remote(), timeout=OPEN_SECONDS)
         return seal(request, msgspec.msgpack.encode(ControllerSecrets(secrets=secrets, admin_key=self._admin_key)))
 
-    def _save(self, control_port: int, admin_port: int) -> None:
-        """The next controller listens on these ports, where the spec leaves the choice."""
+    def _take_over(self, control_port: int, admin_port: int) -> None:
+        """This process is the keeper. The next controller listens on these ports, where the spec leaves the choice."""
         self._record.save_keeper(
             Keeper(id=self._id, control_port=control_port, admin_port=admin_port, revisions=self.revisions)
         )

@@ -51,7 +51,3 @@ class TlsConfig(BaseModel):
     def scheme(self) -> str:
         """Of the URLs of these addresses."""
         return "https" if self.enabled else "http"
-
-    def without_clients(self) -> Self:
-        """For an address that requires no client certificate."""
-        return self.model_copy(update={"client_ca": None})

@@ -1,4 +1,4 @@
-"""Watches the controller's member list, which also registers this router, and reports which replicas are silent."""
+"""Watches the controller's member list, which registers this router, and reports from which replicas it receives."""
 
 import asyncio
 import random
@@ -82,7 +82,7 @@ async def _report(stub: Any, router_id: str, certificate: RouterCertificate, fle
     while True:
         try:
             reply = await stub.Report(fleet.report(router_id), timeout=REPORT_SECONDS)
-            await certificate.follow(stub, reply.authorities)
+            await certificate.renew_if_due(stub, reply.authorities)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace_proto.component import Certificate
+from headrace_proto.component import Certificate, CertificateIssuer
 from headrace_proto.control_pb2 import RenewRequest
 from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
 
-RENEW_SECONDS = 5.0  # for the reply
+RENEW_REPLY_SECONDS = 5.0
 REFUSED_SECONDS = 30.0  # a controller that restarts, or reads a new secret, is consistent earlier
 FIRST_PAUSE = 1.0  # between two checks
 LAST_PAUSE = 15.0
@@ -35,11 +35,11 @@ class RouterCertificate:
     def __init__(
         self,
         identity: Identity,
-        issue: Callable[[bytes], Certificate] | None = None,
+        issue: CertificateIssuer | None = None,
         on_renewal: Callable[[bytes], None] = lambda tenant_key: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """issue: makes a certificate for a request, in any thread, or raises HeadraceError; None: without the secret.
+        """issue: None for a router without the secret.
 
         on_renewal: called when the identity has another certificate, and with the tenant key, if any.
         """
@@ -68,14 +68,16 @@ class RouterCertificate:
         if "CERTIFICATE_VERIFY_FAILED" in details:
             self.refused("the controller's certificate is of another secret")
 
-    async def follow(self, stub: Any, authorities: Sequence[bytes]) -> None:
-        """Renews the certificate if it is due. authorities: fingerprints of those that are valid now.
+    async def renew_if_due(self, stub: Any, authorities: Sequence[bytes]) -> None:
+        """authorities: fingerprints of those that are valid now.
 
         Raises AioRpcError.
         """
         if self.identity.is_due(authorities):
             try:
-                reply = await stub.Renew(RenewRequest(certificate_request=self.identity.request), timeout=RENEW_SECONDS)
+                reply = await stub.Renew(
+                    RenewRequest(certificate_request=self.identity.request), timeout=RENEW_REPLY_SECONDS
+                )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     self.refused(error.details() or "the certificate is not valid")
@@ -84,9 +86,10 @@ class RouterCertificate:
             self._install(made, reply.tenant_key)
         self.accepted()
 
-    async def keep(self, has_replica: Callable[[], bool]) -> None:
-        """Until cancelled. has_replica: whether a connection to any replica is open.
+    async def run_until_refused(self, has_replica: Callable[[], bool]) -> None:
+        """Makes or awaits another certificate when this one is refused, until cancelled.
 
+        has_replica: whether a connection to any replica is open.
         Raises CertificateRefusedError when the certificate was refused for a while, and no connection is left.
         """
         pause = FIRST_PAUSE

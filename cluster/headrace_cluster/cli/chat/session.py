@@ -4,6 +4,7 @@ import contextlib
 import time
 from typing import Any, Protocol
 
+from headrace_cluster.cli.api_client import ApiClient
 from headrace_cluster.cli.chat.answer_meter import AnswerMeter
 from headrace_cluster.cli.chat.chat_settings import ChatSettings
 from headrace_cluster.cli.chat.commands import Commands, Next
@@ -11,7 +12,6 @@ from headrace_cluster.cli.chat.conversation import Conversation
 from headrace_cluster.cli.chat.entry import Command, Message, parse_entry
 from headrace_cluster.cli.chat.interrupts import conversation_signals, one_interrupt
 from headrace_cluster.cli.chat.terminal import Terminal
-from headrace_cluster.cli.client import ApiClient
 from headrace_proto.errors import HeadraceError
 
 

@@ -3,12 +3,12 @@
 import sys
 from typing import Any
 
+from headrace_cluster.cli.api_client import ApiClient
 from headrace_cluster.cli.chat.buffered_input import buffered_input
 from headrace_cluster.cli.chat.chat_settings import ChatSettings
 from headrace_cluster.cli.chat.conversation import Conversation
 from headrace_cluster.cli.chat.session import ChatSession
 from headrace_cluster.cli.chat.terminal import Terminal
-from headrace_cluster.cli.client import ApiClient
 from headrace_cluster.errors import ServerError, StateError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
