@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.headrace_process import TWO_SMALL, Serve
 from support.e2e.metrics_page import Metrics
 from support.e2e.plain_model import same_but_for_ties
 from support.e2e.streams import Outcome, run_streams
@@ -33,8 +33,7 @@ BODIES = [
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Two replicas, one router."""
-    flags = (*SMALL, "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
-    made = Serve(tmp_path_factory.mktemp("restart") / "home", *flags)
+    made = Serve(tmp_path_factory.mktemp("restart") / "home", *TWO_SMALL)
     try:
         yield made.await_ready()
     finally:

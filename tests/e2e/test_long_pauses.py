@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.headrace_process import TWO_SMALL, Serve
 from support.integration.arrivals import Arrivals
 
 PAUSE_SECONDS = 600.0
@@ -20,8 +20,7 @@ RATE, TOKENS = 1.0, 32
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Two replicas, one router."""
-    flags = (*SMALL, "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
-    made = Serve(tmp_path_factory.mktemp("pauses") / "home", *flags)
+    made = Serve(tmp_path_factory.mktemp("pauses") / "home", *TWO_SMALL)
     try:
         yield made.await_ready()
     finally:

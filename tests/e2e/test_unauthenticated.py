@@ -4,7 +4,6 @@ import contextlib
 import random
 import re
 import socket
-import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,25 +12,17 @@ from pathlib import Path
 
 from support.e2e.headrace_process import Serve
 from support.e2e.pinned_stream import PinnedStream
+from support.tls_hello import tls_hello
 
 TABLE = Path(__file__).parents[2] / "docs" / "sockets.md"
 TOKENS = 64
 BODY = {"model": "smollm2", "prompt": [504, 3575, 282], "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
-def _hello() -> bytes:
-    """The first bytes of a TLS client."""
-    sent = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return sent.read()
-
-
 BYTES = {
     "random": random.Random(0).randbytes(4096),
     "HTTP": b"GET / HTTP/1.1\r\nhost: unknown.example\r\n\r\n",
-    "TLS": _hello(),
+    "TLS": tls_hello(),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\xff" * 64,
     "garbage": b"\xff" * (1 << 20),
 }

@@ -13,7 +13,6 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 from tokenizers import Tokenizer
 
 from headrace_proto.inference_pb2 import (
@@ -23,6 +22,7 @@ from headrace_proto.inference_pb2 import (
     GenerateRequest,
     TokenIds,
 )
+from support.hostile_messages import damaged
 from support.router.fake_replica import FakeReplica
 from support.router.harness import Harness
 
@@ -56,20 +56,7 @@ def failures(target: Harness, caplog: pytest.LogCaptureFixture) -> Iterator[list
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MEMORY_BYTES
 
 
-def mutated(valid: bytes) -> SearchStrategy[bytes]:
-    """The valid bytes with some pieces replaced, removed or repeated."""
-
-    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
-        content = valid
-        for start, length, piece in edits:
-            place = start % (len(content) + 1)
-            content = content[:place] + piece + content[place + length :]
-        return content
-
-    pieces = st.binary(max_size=40) | st.sampled_from([b"\r\n", b"\r\n\r\n", b"\x00", b":", b" ", b"ffffffffffffffff"])
-    return st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 20), pieces), min_size=1, max_size=6).map(apply)
-
-
+PIECES = (b"\r\n", b"\r\n\r\n", b"\x00", b":", b" ", b"f" * 16)
 BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
 NAMES = st.sampled_from([b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade", b"te"])
 VALUES = st.sampled_from(
@@ -90,9 +77,9 @@ REQUESTS = st.one_of(
     .map(b" ".join)
     .flatmap(lambda line: st.tuples(st.just(line), HEADERS, st.binary(max_size=99)).map(b"\r\n".join)),
     CHUNKS.map(lambda chunks: HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"\r\n0\r\nx: y\r\n\r\n"),
-    mutated(SIZED),
-    mutated(CHUNKED),
-    mutated(SIZED + CHUNKED + SIZED),  # several requests on one connection
+    damaged(SIZED, PIECES),
+    damaged(CHUNKED, PIECES),
+    damaged(SIZED + CHUNKED + SIZED, PIECES),  # several requests on one connection
     st.binary(max_size=2048),
 )
 
@@ -132,8 +119,8 @@ FIELD = st.tuples(st.integers(0, 255), st.binary(max_size=30)).map(
     lambda field: bytes([field[0]]) + len(field[1]).to_bytes() + field[1]
 )
 MESSAGES = st.one_of(
-    mutated(CHAT.SerializeToString()),
-    mutated(TOKENS.SerializeToString()),
+    damaged(CHAT.SerializeToString(), PIECES),
+    damaged(TOKENS.SerializeToString(), PIECES),
     st.lists(FIELD, max_size=8).map(b"".join),
     st.integers(1, 200).map(lambda depth: b"\x12\x7f" * depth),  # messages in messages
     st.binary(max_size=512),

@@ -1,7 +1,7 @@
 """Generated messages of a peer that has a certificate: valid protobuf whose fields no peer of ours sends."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -45,11 +45,10 @@ def altered(base: Message, given: Given | None = None) -> SearchStrategy[Message
     return found
 
 
-def damaged(valid: bytes) -> SearchStrategy[bytes]:
-    """The valid bytes with some pieces replaced, removed or repeated, and others."""
-    edits = st.lists(
-        st.tuples(st.integers(0, 4096), st.integers(0, 20), st.binary(max_size=20)), min_size=1, max_size=4
-    )
+def damaged(valid: bytes, pieces: Sequence[bytes] = ()) -> SearchStrategy[bytes]:
+    """The valid bytes with some parts replaced, removed or repeated, and others. pieces: that may replace parts."""
+    other = st.binary(max_size=40) | st.sampled_from(pieces) if pieces else st.binary(max_size=20)
+    edits = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 20), other), min_size=1, max_size=6)
 
     def apply(changes: list[tuple[int, int, bytes]]) -> bytes:
         content = valid

@@ -17,6 +17,7 @@ import psutil
 
 START_SECONDS = 120
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are allocated when they are first used
+TWO_SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
 UNREACHABLE_RAY = "192.0.2.55:6379"  # a documentation address (RFC 5737): no Ray answers there
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,22 +21,15 @@ from headrace_worker.comm.handshake_messages import sign_hello
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.orders import OpenPair
 from headrace_worker.kv_transfer.pair_group import PairGroup
+from support.tls_hello import tls_hello
 
 HELD = 200  # connections that stay open
 
 
-def _tls_hello() -> bytes:
-    sent = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return sent.read()
-
-
 def _openings() -> list[bytes]:
     half = sign_hello(os.urandom(32), 1, 1)[1]
-    whole = [os.urandom(4096), _tls_hello(), b"\xff" * (1 << 20), bytes(64), half]
-    held = [b"", half[: len(half) // 2], os.urandom(7), _tls_hello()[:20]]
+    whole = [os.urandom(4096), tls_hello(), b"\xff" * (1 << 20), bytes(64), half]
+    held = [b"", half[: len(half) // 2], os.urandom(7), tls_hello()[:20]]
     return whole + held * (HELD // len(held))
 
 
