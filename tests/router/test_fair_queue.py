@@ -120,7 +120,7 @@ def test_more_choices_than_may_run_are_no_obstacle() -> None:
             admission.admit(Tenant("a", b""), 1),
             admission.admit(Tenant("a", b""), 7),
         ):
-            waiting = asyncio.create_task(admission.admit(Tenant("b", b""), 10**9).__aenter__())
+            waiting = asyncio.create_task(admission.admit(Tenant("a", b""), 10**9).__aenter__())
             await asyncio.sleep(0.01)
             assert not waiting.done()
         await asyncio.wait_for(waiting, 2)

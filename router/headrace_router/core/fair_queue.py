@@ -49,15 +49,16 @@ class FairQueue(Generic[T]):
         self._count += 1
         return refused
 
-    def peek(self) -> T | None:
-        """The next item; None when there is none."""
-        return self._waiting[self._next()][0].item if self._waiting else None
+    def heads(self) -> dict[str, T]:
+        """The next item of each tenant that waits, in their order."""
+        order = sorted(self._waiting.items(), key=lambda entry: entry[1][0].start)
+        return {tenant: entries[0].item for tenant, entries in order}
 
-    def take(self) -> T | None:
-        """Removes the next item; None when there is none."""
+    def take(self, tenant: str | None = None) -> T | None:
+        """Removes the next item, of all or of a tenant that waits; None when there is none."""
         if not self._waiting:
             return None
-        tenant = self._next()
+        tenant = self._next() if tenant is None else tenant
         entry = self._waiting[tenant].popleft()
         self._forget(tenant)
         self._now = max(self._now, entry.start)

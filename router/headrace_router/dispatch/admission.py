@@ -1,4 +1,4 @@
-"""Bounds the choices that run and the requests that wait, fairly per tenant; refuses the others (I5, I7, I23)."""
+"""Bounds the choices that run and the requests that wait, both fairly per tenant; refuses the others (I5, I7, I23)."""
 
 import asyncio
 from collections import Counter
@@ -11,6 +11,7 @@ from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import ApiError, OverloadedError, QuotaError
 from headrace_router.core.fair_queue import FairQueue
 from headrace_router.core.limits import Limits
+from headrace_router.core.places import Places
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 
@@ -35,7 +36,7 @@ class Admission:
         self._metrics = metrics
         self._running = 0
         self._per_tenant: Counter[str] = Counter()
-        self._choices = 0  # of the requests that run
+        self._places = Places(limits.max_concurrent_requests)  # of the choices of the requests that run
         self._waiting: FairQueue[_Waiter] = FairQueue(limits.max_queued_requests)
         self._fail_running: set[Callable[[ApiError], None]] = set()  # of the requests that run
         self._admitted = 0  # run or wait
@@ -97,7 +98,7 @@ class Admission:
             try:
                 yield
             finally:
-                self._release(choices)
+                self._release(tenant, choices)
                 self._metrics.in_flight.set(self._running)
         finally:
             self._admitted -= 1
@@ -109,8 +110,8 @@ class Admission:
 
     async def _acquire(self, tenant: Tenant, choices: int) -> None:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), choices)
-        if not len(self._waiting) and self._fits(choices):
-            self._take(choices)
+        if self._may_enter(tenant, choices):
+            self._take(tenant.name, choices)
             return
         refused = self._waiting.add(tenant.name, choices, waiter)
         if refused is not None:
@@ -123,7 +124,7 @@ class Admission:
             granted = waiter.granted
             if not self._waiting.remove(tenant.name, waiter):
                 if granted.done() and not granted.cancelled() and granted.exception() is None:
-                    self._release(choices)  # they were granted at the same moment
+                    self._release(tenant, choices)  # they were granted at the same moment
             else:
                 self._grant()  # it may have been the first one, too large for the free places
             if isinstance(error, TimeoutError):
@@ -132,24 +133,37 @@ class Admission:
         finally:
             self._metrics.waiting.set(len(self._waiting))
 
-    def _fits(self, choices: int) -> bool:
-        return self._choices + choices <= self._limits.max_concurrent_requests
+    def _may_enter(self, tenant: Tenant, choices: int) -> bool:
+        """Whether a new request runs at once. Those of one tenant stay in order."""
+        heads = self._waiting.heads()
+        reserved = next(iter(heads.values())).choices if heads else 0
+        return tenant.name not in heads and self._places.fits(tenant.name, choices, reserved)
 
-    def _take(self, choices: int) -> None:
+    def _take(self, tenant: str, choices: int) -> None:
         self._running += 1
-        self._choices += choices
+        self._places.take(tenant, choices)
 
-    def _release(self, choices: int) -> None:
+    def _release(self, tenant: Tenant, choices: int) -> None:
         self._running -= 1
-        self._choices -= choices
+        self._places.release(tenant.name, choices)
         self._grant()
 
     def _grant(self) -> None:
-        while (waiter := self._waiting.peek()) is not None and self._fits(waiter.choices):
-            self._waiting.take()
+        while (tenant := self._next()) is not None:
+            waiter = self._waiting.take(tenant)
+            assert waiter is not None
             if not waiter.granted.done():
-                self._take(waiter.choices)
+                self._take(tenant, waiter.choices)
                 waiter.granted.set_result(None)
+
+    def _next(self) -> str | None:
+        """The tenant whose first waiting request fits. Once one does not, places are reserved for it."""
+        reserved = 0
+        for tenant, waiter in self._waiting.heads().items():
+            if self._places.fits(tenant, waiter.choices, reserved):
+                return tenant
+            reserved = reserved or waiter.choices
+        return None
 
 
 def _refuse(waiter: _Waiter, error: ApiError) -> None:
