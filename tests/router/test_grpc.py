@@ -1,10 +1,15 @@
 """The public gRPC API: the same answers and errors as HTTP, with gRPC status codes."""
 
 import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from headrace_proto.inference_pb2 import (
     ChatMessage,
@@ -15,9 +20,8 @@ from headrace_proto.inference_pb2 import (
     TokenIds,
 )
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from headrace_router.api.grpc.request_reader import OPEN_STREAMS
-from headrace_router.api.grpc.server import SHORT_CALLS
-from headrace_router.api.http.connection_counter import TENANT_SHARE
+from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS
+from headrace_router.core.limits import TENANT_SHARE
 
 
 def _generate(harness: Any, request: GenerateRequest, cancel_after: int | None = None) -> list[Any]:
@@ -126,7 +130,7 @@ def test_open_calls_of_one_key_leave_places_to_another(harness: Any, make_replic
     """The calls send no request: they wait for it as long as `body_seconds`."""
     limits = {"max_concurrent_requests": 1, "max_queued_requests": 1}
     harness.start([make_replica()], auth={"keys": ["first-key", "second-key"]}, limits=limits)
-    share = int((2 / TENANT_SHARE + OPEN_STREAMS + SHORT_CALLS) * TENANT_SHARE)
+    share = int((2 / TENANT_SHARE + KEYLESS_WATCHERS + KEYLESS_CALLS) * TENANT_SHARE)
 
     def key(name: str) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {name}-key"),)
@@ -152,5 +156,85 @@ def test_open_calls_of_one_key_leave_places_to_another(harness: Any, make_replic
                 one.cancel()
             await asyncio.sleep(0.3)
             assert await answer("first")
+
+    harness.call(call())
+
+
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+FLOOD = 200  # calls: more than a server with two places has
+
+
+@contextlib.asynccontextmanager
+async def _calls_without_request(port: int, method: str) -> AsyncIterator[None]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        make: Any = channel.stream_stream
+        calls = [make(method)() for _ in range(FLOOD)]
+        for one in calls:
+            await one.wait_for_connection()
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _watchers(port: int) -> AsyncIterator[None]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        calls = [HealthStub(channel).Watch(HealthCheckRequest()) for _ in range(FLOOD)]  # type: ignore[no-untyped-call]
+        for one in calls:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await one.read()
+        yield
+
+
+def _frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
+    """Of HTTP/2 (RFC 9113, section 4.1)."""
+    return struct.pack(">I", len(data))[1:] + struct.pack(">BBI", kind, flags, stream) + data
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """Of HPACK, not indexed (RFC 7541, section 6.2.2)."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+@contextlib.asynccontextmanager
+async def _checks_whose_answers_cannot_be_sent(port: int) -> AsyncIterator[None]:
+    """The client's window has no bytes."""
+    pairs = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", CHECK.encode()), (b":authority", b"localhost")]
+    pairs += [(b"content-type", b"application/grpc"), (b"te", b"trailers")]
+    head = b"".join(_literal(*pair) for pair in pairs)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, struct.pack(">HI", 4, 0)))
+    for stream in range(1, 2 * FLOOD, 2):
+        writer.write(_frame(1, 4, stream, head) + _frame(0, 1, stream, bytes(5)))
+    await writer.drain()
+    await reader.readexactly(9)
+    yield
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda port: _calls_without_request(port, CHECK),
+        lambda port: _calls_without_request(port, WATCH),
+        _watchers,
+        _checks_whose_answers_cannot_be_sent,
+    ],
+    ids=["checks without request", "watches without request", "watches", "checks that are not read"],
+)
+def test_calls_without_a_key_take_no_place_of_one_with_a_key(harness: Any, make_replica: Any, flood: Any) -> None:
+    limits = {"max_concurrent_requests": 1, "max_queued_requests": 1}
+    harness.start([make_replica()], auth={"keys": ["first-key"]}, limits=limits)
+    port, key = harness.router.grpc_port, (("authorization", "Bearer first-key"),)
+
+    async def call() -> None:
+        async with flood(port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health, inference = HealthStub(channel), InferenceStub(channel)  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                assert (await inference.ListModels(ListModelsRequest(), metadata=key)).models
+                assert await health.Check(HealthCheckRequest(), metadata=key)
+                assert await health.Watch(HealthCheckRequest(), metadata=key).read()
+                request = GenerateRequest(model="tiny", chat=CHAT)
+                assert [event async for event in inference.Generate(request, metadata=key)]
+                await asyncio.sleep(0.05)
 
     harness.call(call())

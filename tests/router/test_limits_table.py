@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import headrace_router.api
+import headrace_router.core.limits
 import headrace_router.event_loop
 from headrace_router.core.limits import Limits
 
@@ -22,8 +23,8 @@ def _rows(heading: str) -> dict[str, list[str]]:
 
 
 def _constants() -> dict[str, float]:
-    """The numbers that modules of the APIs define."""
-    modules: list[ModuleType] = [headrace_router.event_loop]
+    """The numbers that modules of the APIs define, and those of all limits."""
+    modules: list[ModuleType] = [headrace_router.event_loop, headrace_router.core.limits]
     for found in pkgutil.walk_packages(headrace_router.api.__path__, "headrace_router.api."):
         modules.append(importlib.import_module(found.name))
     numbers: dict[str, float] = {}

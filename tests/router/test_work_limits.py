@@ -26,7 +26,7 @@ from headrace_proto.inference_pb2 import (
 )
 from headrace_router.access.auth import Tenant
 from headrace_router.api.body_budget import BodyBudget
-from headrace_router.api.grpc.request_reader import OPEN_STREAMS
+from headrace_router.api.grpc.call_shares import KEYLESS_WATCHERS
 from headrace_router.api.grpc.wire_size import WireError, check_values
 from headrace_router.api.http import strict_json
 from headrace_router.api.work_slices import BLOCK_BYTES, WorkSlices
@@ -168,7 +168,7 @@ def test_small_requests_are_small(shared: Any) -> None:
 def test_streams_of_health_are_bounded(shared: Any, eventually: Any) -> None:
     async def watch() -> list[grpc.StatusCode]:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{shared.router.grpc_port}") as channel:
-            calls = [HealthStub(channel).Watch(HealthCheckRequest()) for _ in range(OPEN_STREAMS + 3)]  # type: ignore[no-untyped-call]
+            calls = [HealthStub(channel).Watch(HealthCheckRequest()) for _ in range(KEYLESS_WATCHERS + 3)]  # type: ignore[no-untyped-call]
             codes = []
             for call in calls:
                 try:

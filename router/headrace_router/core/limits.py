@@ -4,6 +4,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_proto.flag import flag
 
+TENANT_SHARE = 0.5  # of what all may have, for one tenant: HTTP connections, gRPC calls
+
 
 class Limits(BaseModel):
     """Checked before any work is done; part of the cluster spec. Sizes are bytes, times are seconds.

@@ -1,4 +1,4 @@
-"""How many calls one tenant may have open, on all its connections together, so that others can call, too."""
+"""How many calls may be open: of one tenant, on all its connections together, and of all clients without a key."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -7,54 +7,62 @@ from typing import Any
 
 import grpc
 
-from headrace_router.api.http.connection_counter import TENANT_SHARE
+from headrace_router.core.limits import TENANT_SHARE
 
-SENTENCE = "this key has too many calls open at this server; end some of them first"
+KEYLESS_CALLS = 64  # at a time, of all clients together: for health
+KEYLESS_WATCHERS = 64  # the same, of health
+
+TENANT_SENTENCE = "this key has too many calls open at this server; end some of them first"
+KEYLESS_SENTENCE = "too many calls without a key are open at this server; try again in a moment, or send a key"
 
 
 class CallShares:
-    """Counts the open calls of each tenant. For one event loop."""
+    """Counts open calls until their answer is sent. For one event loop."""
 
     def __init__(self, calls: int) -> None:
         """calls: of all tenants at a time."""
         self._most = max(1, int(calls * TENANT_SHARE))
-        self._open: Counter[str] = Counter()
+        self._tenants: Counter[str] = Counter()
+        self._keyless: Counter[bool] = Counter()  # by whether it streams its answer
 
     def limited(self, handler: Any, tenant: str) -> Any:
-        """The handler of one call, which streams its requests: refuses it with RESOURCE_EXHAUSTED beyond the share."""
-        form = (handler.request_deserializer, handler.response_serializer)
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._streaming(handler.stream_stream, tenant), *form)
-        return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary, tenant), *form)
+        """The handler of one call of a tenant, which streams its requests: refuses it beyond the share."""
+        return _counted(handler, self._tenants, tenant, self._most, TENANT_SENTENCE)
 
-    def _streaming(self, method: Any, tenant: str) -> Any:
-        async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
-            await self._enter(tenant, context)
-            try:
-                async with aclosing(method(requests, context)) as responses:
-                    async for response in responses:
-                        yield response
-            finally:
-                self._leave(tenant)
+    def limited_without_key(self, handler: Any) -> Any:
+        """The same of one call without a key. Calls with keys do not depend on their number."""
+        streams = handler.response_streaming
+        return _counted(
+            handler, self._keyless, streams, KEYLESS_WATCHERS if streams else KEYLESS_CALLS, KEYLESS_SENTENCE
+        )
 
-        return call
 
-    def _unary(self, method: Any, tenant: str) -> Any:
-        async def call(requests: Any, context: Any) -> Any:
-            await self._enter(tenant, context)
-            try:
-                return await method(requests, context)
-            finally:
-                self._leave(tenant)
+def _counted(handler: Any, open_calls: Counter[Any], caller: str | bool, most: int, sentence: str) -> Any:
+    """Refuses a call with RESOURCE_EXHAUSTED when the caller has as many open."""
+    assert handler.request_streaming, "SmallRequestInterceptor comes after KeyInterceptor"
 
-        return call
+    def leave(_context: Any) -> None:
+        open_calls[caller] -= 1
+        if not open_calls[caller]:
+            del open_calls[caller]
 
-    async def _enter(self, tenant: str, context: Any) -> None:
-        if self._open[tenant] >= self._most:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, SENTENCE)
-        self._open[tenant] += 1
+    async def enter(context: Any) -> None:
+        if open_calls[caller] >= most:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+        open_calls[caller] += 1
+        context.add_done_callback(leave)  # a client that does not read has its call open after the method has returned
 
-    def _leave(self, tenant: str) -> None:
-        self._open[tenant] -= 1
-        if not self._open[tenant]:
-            del self._open[tenant]
+    async def streaming(requests: Any, context: Any) -> AsyncIterator[Any]:
+        await enter(context)
+        async with aclosing(handler.stream_stream(requests, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def unary(requests: Any, context: Any) -> Any:
+        await enter(context)
+        return await handler.stream_unary(requests, context)
+
+    form = (handler.request_deserializer, handler.response_serializer)
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(streaming, *form)
+    return grpc.stream_unary_rpc_method_handler(unary, *form)

@@ -5,8 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+HEALTH_PREFIX = f"/{SERVICE_NAME}/"
 
 
 class Health(HealthServicer):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from headrace_proto.inference_pb2 import (
 from headrace_router.access.auth import Authenticator, Tenant
 from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.grpc.call_shares import CallShares
+from headrace_router.api.grpc.health import HEALTH_PREFIX
 from headrace_router.api.grpc.request_reader import read_request
 from headrace_router.api.grpc.send_watch import SendWatch
 from headrace_router.api.grpc.wire_size import WireError, check_values
@@ -37,7 +38,6 @@ from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
 log = structlog.get_logger("headrace.router.grpc")
 
@@ -45,7 +45,7 @@ log = structlog.get_logger("headrace.router.grpc")
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Every method but health needs a key when keys are set, reflection and unknown methods included (R3).
 
-    The calls of each key are counted.
+    The calls of each key are counted, and so are those without a key.
     """
 
     def __init__(self, auth: Authenticator, shares: CallShares) -> None:
@@ -61,10 +61,12 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         given = _authorization(handler_call_details.invocation_metadata)
         tenant = self._auth.tenant(given)
         handler = await continuation(handler_call_details)
-        if tenant is None and not method.startswith(HEALTH_PREFIX):
+        if handler is not None and method.startswith(HEALTH_PREFIX) and (tenant is None or self._auth.open):
+            return self._shares.limited_without_key(handler)
+        if tenant is None:
             sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
             return unauthenticated_handler(handler, sentence)
-        if tenant is None or self._auth.open or handler is None:
+        if self._auth.open or handler is None:
             return handler
         return self._shares.limited(handler, tenant.name)
 

@@ -7,11 +7,12 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from headrace_router.api.grpc.health import HEALTH_PREFIX
 from headrace_router.core.errors import RequestTimeoutError
 from headrace_router.core.limits import Limits
 
 SMALL_BYTES = 1024  # of a request that has a name at most
-OPEN_STREAMS = 64  # of health and reflection, at a time
+HEALTH_SECONDS = 1.0  # for a request for health, which needs no key
 
 
 async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
@@ -30,7 +31,6 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, limits: Limits) -> None:
         self._seconds = limits.header_seconds
-        self._open_streams = 0
 
     async def intercept_service(
         self,
@@ -40,57 +40,56 @@ class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
+        health = handler_call_details.method.startswith(HEALTH_PREFIX)
+        seconds = min(self._seconds, HEALTH_SECONDS) if health else self._seconds
         if handler.unary_unary is not None:
             return grpc.stream_unary_rpc_method_handler(
-                self._unary(handler), response_serializer=handler.response_serializer
+                _unary(handler, seconds), response_serializer=handler.response_serializer
             )
         if handler.unary_stream is not None:
             return grpc.stream_stream_rpc_method_handler(
-                self._stream(handler), response_serializer=handler.response_serializer
+                _stream(handler, seconds), response_serializer=handler.response_serializer
             )
         if handler.stream_stream is not None and handler.request_deserializer is not None:
             return grpc.stream_stream_rpc_method_handler(
-                self._bidirectional(handler), response_serializer=handler.response_serializer
+                _bidirectional(handler), response_serializer=handler.response_serializer
             )
         return handler
 
-    def _unary(self, handler: Any) -> Any:
-        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-            return await handler.unary_unary(await self._read(handler, requests, context), context)
 
-        return call
+def _unary(handler: Any, seconds: float) -> Any:
+    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+        return await handler.unary_unary(await _read(handler, requests, seconds, context), context)
 
-    def _stream(self, handler: Any) -> Any:
-        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-            request = await self._read(handler, requests, context)
-            if self._open_streams >= OPEN_STREAMS:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many of these streams are open")
-            self._open_streams += 1
-            try:
-                async for response in handler.unary_stream(request, context):
-                    yield response
-            finally:
-                self._open_streams -= 1
+    return call
 
-        return call
 
-    def _bidirectional(self, handler: Any) -> Any:
-        async def parsed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            async for data in requests:
-                yield await _parse(handler, data, context)
+def _stream(handler: Any, seconds: float) -> Any:
+    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+        async for response in handler.unary_stream(await _read(handler, requests, seconds, context), context):
+            yield response
 
-        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-            async for response in handler.stream_stream(parsed(requests, context), context):
-                yield response
+    return call
 
-        return call
 
-    async def _read(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> Any:
-        try:
-            data = await read_request(requests, self._seconds)
-        except RequestTimeoutError as error:
-            return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, error.message)
-        return await _parse(handler, data, context)
+def _bidirectional(handler: Any) -> Any:
+    async def parsed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield await _parse(handler, data, context)
+
+    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+        async for response in handler.stream_stream(parsed(requests, context), context):
+            yield response
+
+    return call
+
+
+async def _read(handler: Any, requests: AsyncIterator[bytes], seconds: float, context: Any) -> Any:
+    try:
+        data = await read_request(requests, seconds)
+    except RequestTimeoutError as error:
+        return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, error.message)
+    return await _parse(handler, data, context)
 
 
 async def _parse(handler: Any, data: bytes, context: Any) -> Any:

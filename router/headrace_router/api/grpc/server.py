@@ -9,16 +9,14 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_proto.address import host_port
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.grpc.call_shares import CallShares
+from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, CallShares
 from headrace_router.api.grpc.health import Health
 from headrace_router.api.grpc.inference_servicer import SERVICE, InferenceService, KeyInterceptor
-from headrace_router.api.grpc.request_reader import OPEN_STREAMS, SmallRequestInterceptor
-from headrace_router.api.http.connection_counter import TENANT_SHARE
+from headrace_router.api.grpc.request_reader import SmallRequestInterceptor
 from headrace_router.api.listen import listen_error
 from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
-
-SHORT_CALLS = 64  # at a time: health and lists of models
+from headrace_router.core.limits import TENANT_SHARE
 
 
 class GrpcServer:
@@ -36,10 +34,10 @@ class GrpcServer:
         limits = self._services.config.limits
         # One tenant alone may have as many requests as are admitted.
         requests = int((limits.max_concurrent_requests + limits.max_queued_requests) / TENANT_SHARE)
-        calls = requests + OPEN_STREAMS + SHORT_CALLS
+        calls = requests + KEYLESS_WATCHERS + KEYLESS_CALLS
         keys = KeyInterceptor(self._services.auth, CallShares(calls))
         self._server = grpc.aio.server(
-            interceptors=[keys, SmallRequestInterceptor(limits)],
+            interceptors=[keys, SmallRequestInterceptor(limits)],  # in this order: calls are counted before requests
             options=_options(self._services.config),
             maximum_concurrent_rpcs=calls,
         )

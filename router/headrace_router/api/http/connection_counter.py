@@ -3,7 +3,8 @@
 import ipaddress
 from collections import Counter
 
-TENANT_SHARE = 0.5  # of what all may have, for one tenant
+from headrace_router.core.limits import TENANT_SHARE
+
 IPV6_NETWORK = 64  # bits: one client can use any address of its /64
 
 
