@@ -52,6 +52,7 @@ def gguf_path(tmp_path: Path) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{index}" for index in range(40)])
+    writer.add_token_types([1] * 40)
     writer.add_token_merges(["t 1", "t 2"])
     for name, shape in {"token_embd": (40, 64), "output_norm": (64,), "blk.0.attn_q": (64, 64)}.items():
         writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))

@@ -1,6 +1,7 @@
 """The tokenizer that a GGUF file's metadata describes, as a `tokenizers` object.
 
-Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt to equal transformers' tokenizer of the same file. The
+Byte-level BPE (`tokenizer.ggml.model` = gpt2) is rebuilt to equal transformers' tokenizer of the same file, except that
+no control or user-defined token is dropped for its characters: as in llama.cpp, each has its own text and id. The
 pre-tokenizer split is chosen by `tokenizer.ggml.pre`; unknown names are refused.
 """
 
@@ -14,6 +15,7 @@ from headrace_worker.model.gguf_metadata import Metadata, numbers, text, texts
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 _CONTROL, _USER_DEFINED = 3, 4  # ggml token types
+_ADDED = (_CONTROL, _USER_DEFINED)  # matched in the text before the pre-tokenizer splits it
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -51,20 +53,26 @@ def check_gguf_tokenizer(metadata: Metadata) -> None:
         raise ModelUnsupportedError(
             f"GGUF pre-tokenizer {pre[:80]!r} is unknown: use the model's safetensors and tokenizer.json instead."
         )
-    texts(metadata, _TOKENS)
+    tokens, types = texts(metadata, _TOKENS), numbers(metadata, _TYPES)
     texts(metadata, _MERGES)
-    numbers(metadata, _TYPES)
+    if len(types) != len(tokens):  # untyped control tokens would be plain text, for the template and for users
+        raise ModelLoadError(
+            f"The GGUF file has {len(types)} token types for {len(tokens)} tokens: convert the model again, or use "
+            "its safetensors."
+        )
 
 
 def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
     """Build the tokenizer. Raises as `check_gguf_tokenizer` does."""
     check_gguf_tokenizer(metadata)
-    tokens = texts(metadata, _TOKENS)
+    tokens, types = texts(metadata, _TOKENS), numbers(metadata, _TYPES)
     alphabet = _byte_characters()
     known_characters = set(alphabet)
     vocab = {
-        token if set(token) <= known_characters else "".join(alphabet[byte] for byte in token.encode()): index
-        for index, token in enumerate(tokens)
+        token
+        if kind in _ADDED or set(token) <= known_characters
+        else "".join(alphabet[byte] for byte in token.encode()): index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
     }
     merges = [merge.partition(" ")[::2] for merge in texts(metadata, _MERGES)]
     try:
@@ -84,13 +92,16 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    types = numbers(metadata, _TYPES)
-    control = [
-        token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL and set(token) <= known_characters
-    ]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    user = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED and token in vocab]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user])
+    added = {index: token for index, token in enumerate(tokens) if types[index] in _ADDED}
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=types[index] == _CONTROL) for index, token in added.items()]
+    )
+    for index, token in added.items():
+        if tokenizer.token_to_id(token) != index:
+            raise ModelLoadError(
+                f"The GGUF file spells the token {token[:80]!r} more than once: convert the model again, or use its "
+                "safetensors."
+            )
     return tokenizer
 
 
