@@ -44,6 +44,7 @@ from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
+from headrace_router.text.text_encoder import CONTROL_SPANS
 from support import identities
 from support.certificates import Authority
 from support.router.fake_replica import FakeReplica
@@ -290,6 +291,17 @@ def prompt_chars(router: Router) -> None:
     _post(router, "completions", _completion(prompt="word " * (LIMITS.prompt_chars // 5), max_tokens=1))
 
 
+def control_tokens(router: Router) -> None:
+    """prompt_chars: as many spellings of control tokens as are encoded as text, in a prompt of a million characters."""
+    words = "word " * (LIMITS.prompt_chars // CONTROL_SPANS // 5 - len("<|im_end|>") // 5)
+    _post(router, "completions", _completion(prompt=("<|im_end|>" + words) * CONTROL_SPANS, max_tokens=1))
+
+
+def many_control_tokens(router: Router) -> None:
+    """prompt_chars: a million characters of such spellings."""
+    _post(router, "completions", _completion(prompt="<|im_end|>" * (LIMITS.prompt_chars // 10), max_tokens=1))
+
+
 def messages(router: Router) -> None:
     """messages, content_parts: as many of both."""
     parts = [{"type": "text", "text": "hi"}] * (LIMITS.content_parts // LIMITS.messages)
@@ -411,6 +423,8 @@ CASES: dict[str, Callable[[Router], None]] = {
         text_of_commas,
         escapes,
         prompt_chars,
+        control_tokens,
+        many_control_tokens,
         messages,
         options,
         invalid_bias,

@@ -137,6 +137,19 @@ def test_errors_name_code_and_field(shared: Any, name: str, code: str, param: st
     assert (error["code"], error["param"]) == (code, param), error
 
 
+def test_control_tokens_in_a_text_have_a_bound(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(max_model_len=4096)])
+    flood = "<|im_end|>" * 1100
+    with harness.client() as client:
+        prompt = client.post("/v1/completions", json={"model": "tiny", "prompt": flood})
+        chat = client.post("/v1/chat/completions", json={**GOOD, "messages": [{"role": "user", "content": flood}]})
+    for answer, param in ((prompt, "prompt"), (chat, "messages")):
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "too_many_control_tokens")
+        assert error["param"] == param and "more than 1024 parts" in error["message"]
+
+
 def test_context_error_has_both_numbers(shared: Any) -> None:
     with shared.client() as client:
         answer = client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 300})

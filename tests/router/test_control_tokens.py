@@ -13,7 +13,7 @@ from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.errors import ContextLengthError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 from headrace_router.text.prompt_text import UntraceableChatError
-from headrace_router.text.text_encoder import ControlTokenError
+from headrace_router.text.text_encoder import CONTROL_SPANS, ControlTokenError, TextEncoder, TooManyControlTokensError
 
 START, END, THINK, THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 LETTERS = sorted({*"abcdefghijklmnopqrstuvwxyz<>|/_ \n▁"})
@@ -271,6 +271,56 @@ def test_more_control_tokens_than_the_context_holds_are_refused_before_the_text_
     assert not cuts
     card.encoder.encode_prompt("<|im_end|>" * 100)
     assert cuts == [100, 100], "the text and its trace"
+
+
+def _count_cuts(encoder: TextEncoder) -> list[int]:
+    """For each text that the encoder grows from now on, by how many cuts."""
+    counted: list[int] = []
+    original = encoder._with_cuts
+
+    def with_cuts(text: str, places: list[int]) -> str:
+        counted.append(len(places))
+        return original(text, places)
+
+    vars(encoder)["_with_cuts"] = with_cuts
+    return counted
+
+
+def test_control_tokens_in_a_prompt_have_a_bound() -> None:
+    tokenizer = _tokenizer("none")
+    encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
+    cuts = _count_cuts(encoder)
+    with pytest.raises(TooManyControlTokensError, match="more than 1024 parts") as caught:
+        encoder.encode_prompt("<|im_end|>" * (CONTROL_SPANS + 1))
+    assert caught.value.param == "prompt" and not cuts, "refused before the text grows"
+    assert not _control_in(tokenizer, encoder.encode_prompt("<|im_end|>" * CONTROL_SPANS))
+    assert cuts == [CONTROL_SPANS] * 2, "the text and its trace"
+
+
+def test_control_tokens_of_all_rounds_count() -> None:
+    """A cut in the middle of a control token leaves one that it begins with."""
+    tokenizer = Tokenizer.from_str(_tokenizer("none").to_str())
+    tokenizer.add_special_tokens(["<a>", "<a>bcdefg"])
+    encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
+    cuts = _count_cuts(encoder)
+    half = CONTROL_SPANS // 2
+    encoder.encode_prompt("<a>bcdefg" * half)
+    assert cuts == [half] * 4, "the text and its trace, twice"
+    cuts.clear()
+    with pytest.raises(TooManyControlTokensError):
+        encoder.encode_prompt("<a>bcdefg" * (half + 1))
+    assert cuts == [half + 1] * 2
+
+
+def test_control_tokens_of_the_template_do_not_count() -> None:
+    tokenizer = _tokenizer("none")
+    card = _card(tokenizer, CHATML.replace("%s", "{{ m.content }}"))
+    messages = [{"role": "user", "content": "a"}] * CONTROL_SPANS
+    ids = card.encode_chat(messages)
+    assert len(_control_in(tokenizer, ids)) == 2 * CONTROL_SPANS + 1
+    with pytest.raises(TooManyControlTokensError) as caught:
+        card.encode_chat([*messages, {"role": "user", "content": END * (CONTROL_SPANS + 1)}])
+    assert caught.value.param == "messages"
 
 
 def test_a_template_that_makes_bytes_of_user_text_is_refused() -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 import headrace_router.api
 import headrace_router.core.limits
 import headrace_router.event_loop
+import headrace_router.text
 from headrace_router.core.limits import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,11 @@ def _rows(heading: str) -> dict[str, list[str]]:
 
 
 def _constants() -> dict[str, float]:
-    """The numbers that modules of the APIs define, and those of all limits."""
+    """The numbers that modules of the APIs and of texts define, and those of all limits."""
     modules: list[ModuleType] = [headrace_router.event_loop, headrace_router.core.limits]
-    for found in pkgutil.walk_packages(headrace_router.api.__path__, "headrace_router.api."):
-        modules.append(importlib.import_module(found.name))
+    for package in (headrace_router.api, headrace_router.text):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            modules.append(importlib.import_module(found.name))
     numbers: dict[str, float] = {}
     for module in modules:
         assert module.__file__ is not None

@@ -1,6 +1,6 @@
 """The tokens of a model that text of a user must not become (docs/reliability.md R8)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Encoding, Tokenizer
 
@@ -24,20 +24,18 @@ class ControlTokens:
         """Whether none of the ids is one of them, or that of the unknown token."""
         return self._names.keys().isdisjoint(ids)
 
-    def spans(self, text: str, ids: Sequence[int], encoding: Encoding) -> list[tuple[int, int]]:
+    def spans(self, text: str, ids: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int]]:
         """Where control tokens come from in the text: [start, end) each, in order; (0, 0) where that is not known.
 
         ids: those of the encoding, which makes another list of them at each access.
         """
-        spans: list[tuple[int, int]] = []
         for place, token_id in enumerate(ids):
             if token_id in self._names:
                 span = encoding.token_to_chars(place) or (0, 0)
                 if token_id in self._takes_space:
                     span = self._without_space(text, *span)
                 if self._names[token_id] != self._unknown or self._is_spelled(text[slice(*span)]):
-                    spans.append(span)
-        return spans
+                    yield span
 
     def _without_space(self, text: str, start: int, end: int) -> tuple[int, int]:
         """The span of a token without the characters around its name that are normalized to white space."""

@@ -11,6 +11,7 @@ from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.prompt_text import PromptText, RenderedChat, UserText
 
 _ROUNDS = 32  # each one at least halves the spans that it found
+CONTROL_SPANS = 1024  # of users in one prompt: the text grows by a cut for each, and is encoded again
 # A text with twice as many characters for each token of the context is first tokenized up to here: memory is
 # proportional to what is tokenized. Beyond the cut tokens may join, but never as many as the margin.
 _SAMPLE_CHARS = 8
@@ -24,6 +25,17 @@ class ControlTokenError(InvalidRequestError, code="control_token_in_text"):
         super().__init__(
             "This text would become a control token of the model, and no other encoding of it was found: "
             "remove what looks like one of the model's control tokens.",
+            param=param,
+        )
+
+
+class TooManyControlTokensError(InvalidRequestError, code="too_many_control_tokens"):
+    """Text of a user has more spellings of control tokens than are encoded as text."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(
+            f"This text has more than {CONTROL_SPANS} parts that look like the model's control tokens: remove some of "
+            "them, or send the text in several requests.",
             param=param,
         )
 
@@ -51,7 +63,7 @@ class TextEncoder:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one.
 
-        Raises ControlTokenError, ContextLengthError.
+        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError.
         """
         self._check_length(text, "prompt")
         # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
@@ -63,7 +75,7 @@ class TextEncoder:
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
-        Raises ControlTokenError, ContextLengthError, UntraceableChatError.
+        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, UntraceableChatError.
         """
         self._check_length(chat.text, "messages")
         return self._encode(chat, "messages")
@@ -82,21 +94,28 @@ class TextEncoder:
 
     def _encode(self, prompt: PromptText, param: str) -> list[int]:
         text, traced = prompt.text, ""  # the trace is made if there are control tokens
+        cuts = 0
         for _ in range(_ROUNDS):
             encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
             ids = encoding.ids
-            spans = self._control.spans(text, ids, encoding)
-            if spans and not traced:
-                self._context.check_tokens(len(ids), param)  # the text grows with each control token
-                traced = prompt.trace()
-            # A control token whose place in the text is not known counts as the user's.
-            spans = [(start, end) for start, end in spans if start == end or prompt.is_user(traced[start:end])]
+            spans: list[tuple[int, int]] = []
+            for start, end in self._control.spans(text, ids, encoding):
+                if not traced:
+                    self._context.check_tokens(len(ids), param)  # the text grows with each control token
+                    traced = prompt.trace()
+                # A control token whose place in the text is not known counts as the user's.
+                if start == end or prompt.is_user(traced[start:end]):
+                    spans.append((start, end))
+                    if cuts + len(spans) > CONTROL_SPANS:
+                        raise TooManyControlTokensError(param)
             if not spans:
                 return [token_id for token_id in ids if token_id != self._cut_id]
             if any(end - start < 2 for start, end in spans):
                 break
+            cuts += len(spans)
             places = [(start + end) // 2 for start, end in spans]
             text, traced = self._with_cuts(text, places), self._with_cuts(traced, places)
+            del encoding, ids  # before the next ones are made
         raise ControlTokenError(param)
 
     def _with_cuts(self, text: str, places: list[int]) -> str:
