@@ -14,16 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace_cluster.controller.operations import Operation
 from headrace_proto.errors import HeadraceError, ListenError
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.protocol import bounded_protocol
 from headrace_router.api.http.tls_protocol import tls_protocol
+from headrace_router.core.limits import Limits
 
-HANDSHAKE_SECONDS = 10.0
-MAX_HANDSHAKES = 2048  # at a time
+ADMIN_LIMITS = Limits(connections=256, connections_per_address=128)  # of a few clients of one operator
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -51,6 +50,7 @@ class Guard:
         else:
             await self._app(scope, receive, send)
             return
+        response.headers["connection"] = "close"  # the rest of its body is not read
         await response(scope, receive, send)
 
 
@@ -110,15 +110,16 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def admin_server(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Server:
+def admin_server(app: ASGIApp, tls: TlsFiles | None = None, limits: Limits = ADMIN_LIMITS) -> uvicorn.Server:
     """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
-    protocol: Callable[..., asyncio.Protocol] = AutoHTTPProtocol
+    protocol = bounded_protocol(limits)
+    served: Callable[..., asyncio.Protocol] = protocol
     if tls is not None:
-        counter = ConnectionCounter(MAX_HANDSHAKES, MAX_HANDSHAKES)
-        protocol = tls_protocol(protocol, tls.monitoring_context, counter, HANDSHAKE_SECONDS)
+        served = tls_protocol(protocol, tls.monitoring_context, protocol.counter, limits.header_seconds)
     config = uvicorn.Config(
         app,
-        http=protocol,  # type: ignore[arg-type]  # it is only called
+        http=served,  # type: ignore[arg-type]  # it is only called
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

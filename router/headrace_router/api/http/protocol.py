@@ -1,6 +1,7 @@
 """uvicorn's connection handler with bounds, and our error object for input that is not HTTP."""
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -45,7 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._writes = WriteWatch(transport, self.limits.write_seconds)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError):  # uvloop, which Ray uses where it is installed, has a size of its own
+            transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
         self._counted = self.counter.add(self._address)
         if self._counted:
