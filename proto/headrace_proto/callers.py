@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from headrace_proto.caller_streams import CallerStreams
 from headrace_proto.component import Component
 
 CALLERS = {
@@ -24,8 +25,11 @@ CALLERS = {
 class CallerInterceptor(grpc.aio.ServerInterceptor):
     """Runs a method only for its component in `CALLERS`. The server's credentials have verified the certificate.
 
-    Bytes that are no message end the call with INVALID_ARGUMENT; gRPC itself would log a traceback.
+    Bytes that are no message end the call with INVALID_ARGUMENT; gRPC itself would log a traceback. Of one server.
     """
+
+    def __init__(self) -> None:
+        self._streams = CallerStreams()
 
     async def intercept_service(
         self,
@@ -35,7 +39,7 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # an unknown method: UNIMPLEMENTED
-        return _guarded(handler, CALLERS.get(handler_call_details.method))
+        return _guarded(handler, handler_call_details.method, self._streams)
 
 
 def caller_name(context: Any) -> str:
@@ -48,7 +52,9 @@ def caller_certificate(context: Any) -> bytes:
     return b"".join(context.auth_context().get("x509_pem_cert", ()))
 
 
-def _guarded(handler: Any, component: Component | None) -> Any:
+def _guarded(handler: Any, method: str, streams: CallerStreams) -> Any:
+    component = CALLERS.get(method)
+
     async def check(context: Any) -> None:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if component is None or component.dns_name.encode() not in names:
@@ -74,9 +80,11 @@ def _guarded(handler: Any, component: Component | None) -> Any:
         stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
         async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with aclosing(stream(await checked(request, context), context)) as messages:
-                async for message in messages:
-                    yield message
+            call = stream(await checked(request, context), context)
+            with streams.count(method, caller_name(context), context):
+                async with aclosing(call) as messages:
+                    async for message in messages:
+                        yield message
 
         make = (
             grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler

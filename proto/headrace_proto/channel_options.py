@@ -13,6 +13,7 @@ NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
 # A peer without a certificate has a connection for the time of a handshake. A replica needs one per router, and a few.
 MAX_CONNECTIONS = 4096
+MAX_STREAMS = 32  # calls of one connection at a time; a peer has a few, further ones wait in its process
 # A peer that ended without closing its connection (its machine lost power) is detected after the sum of these.
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_REPLY_SECONDS = 5
@@ -26,6 +27,7 @@ CLIENT: Options = (*NO_PROXY, *OWN_CONNECTION, *KEEPALIVE, ("grpc.http2.max_ping
 SERVER: Options = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server_handshake_timeout_ms", 5_000),
     *KEEPALIVE,
     ("grpc.keepalive_permit_without_calls", 1),

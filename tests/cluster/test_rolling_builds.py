@@ -45,7 +45,7 @@ async def _ready(
     receiver = asyncio.create_task(receive())
     try:
         await eventually(lambda: supervisor.reconciler.ready and lists and lists[-1])
-        membership.routers[b"one"] = control_pb2.RouterInfo(id="one")
+        membership.routers["one"] = control_pb2.RouterInfo(id="one")
         for replica in driver.replicas.values():
             replica.routers = 1
         await eventually(lambda: all(entry["connected"] for entry in supervisor.status()["replicas"]))

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
 from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from support import identities
@@ -233,15 +233,17 @@ def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None
     served = make_served()
 
     async def counts() -> list[int]:
+        other = identities.member(Component.ROUTER, name="r-2")
         async with (
             identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
+            other.channel(served.address, Component.REPLICA, (*NO_PROXY, *OWN_CONNECTION)) as second,
             identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as own,
         ):
             watcher: Any = served.stub(own)
             stub = served.stub(channel)
             stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50))
             found = [(await stream.read()).routers]
-            calls = [stub.Serve() for _ in range(2)]
+            calls = [served.stub(second).Serve(), stub.Serve(), stub.Serve()]  # one router has connected again
             for call in calls:
                 await call.write(pb.RouterFrame(hello=HELLO))
                 await call.read()

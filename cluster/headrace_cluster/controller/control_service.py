@@ -1,6 +1,5 @@
 """gRPC headrace.v1.Control: routers receive the member list, and count as alive while the stream is open."""
 
-import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -36,13 +35,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await _check_name(router.id, context)
         if max(map(len, (router.node, router.http, router.grpc, router.metrics))) > FIELD_CHARS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an address has {FIELD_CHARS} characters at most")
-        registration = secrets.token_bytes(8)
-        self._membership.routers[registration] = router
+        routers = self._membership.routers
+        routers[router.id] = router
         try:
             async for members in self._membership.watch():
                 yield members
         finally:
-            self._membership.routers.pop(registration, None)
+            if routers.get(router.id) is router:  # else it has connected again
+                del routers[router.id]
 
     async def Report(self, request: pb.RouterReport, context: Any) -> pb.RouterReportReply:
         """A router reports from which replicas it receives messages."""

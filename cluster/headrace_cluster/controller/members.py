@@ -30,13 +30,8 @@ class Membership:
         self._list = pb.MemberList(epoch=self._epoch)  # version 0: nothing is known yet; never sent
         self._changed = asyncio.Condition()
         self._clock = clock
-        self.routers: dict[bytes, pb.RouterInfo] = {}  # by registration
+        self.routers: dict[str, pb.RouterInfo] = {}  # by id: one that connects again is still one
         self.router_reports = RouterReports()
-
-    @property
-    def router_count(self) -> int:
-        """A router that reconnects, or that watches several times, is one."""
-        return len({router.id for router in self.routers.values()})
 
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages."""

@@ -265,7 +265,7 @@ class Supervisor:
         """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
         since = self._clock() - self._spec.health.silence_seconds  # what a silent build reported may be over
         others = (other for other in self._builds.values() if other is not build and other.health_at >= since)
-        return max([self._membership.router_count, *(other.health.routers for other in others if other.health)])
+        return max([len(self._membership.routers), *(other.health.routers for other in others if other.health)])
 
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""

@@ -9,6 +9,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.callers import caller_name
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit
@@ -34,7 +35,8 @@ log = structlog.get_logger(__name__)
 class _RouterStream:
     """One router's stream: its attempts on this replica, and the outputs that wait to be sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str) -> None:
+        self.router = router
         self.outbox = Outbox()
         self.attempts: set[bytes] = set()
         self._submits = 0  # that the step loop has taken
@@ -147,7 +149,7 @@ class Servicer(ReplicaServicer):
                 "they may differ by one: update the older one",
             )
             return
-        stream = _RouterStream()
+        stream = _RouterStream(caller_name(context))
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, first, request_iterator))
         reader.add_done_callback(lambda _: stream.outbox.close())
@@ -255,7 +257,7 @@ class Servicer(ReplicaServicer):
             state=state,
             step=report.step if report is not None else 0,
             load=self._load(),
-            routers=len(self._streams),
+            routers=len({stream.router for stream in self._streams}),
         )
 
 
