@@ -23,7 +23,7 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.choice_run import SHARED_TOKENS, TRIAL_TOKENS, ChoiceRun
+from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import (
     ApiError,
     DeadlineError,
@@ -33,9 +33,11 @@ from headrace_router.core.errors import (
     ReplicaLostError,
 )
 from headrace_router.core.placement import MustWaitError
-from headrace_router.core.quarantine import MAX_FINGERPRINTS, Quarantine
+from headrace_router.core.quarantine import Quarantine, fingerprint
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
+from headrace_router.core.shared_prompt import SHARED_TOKENS
+from headrace_router.core.suspect import TRIAL_TOKENS
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]
@@ -377,10 +379,11 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused(
     assert isinstance(scenario.results[0], PoisonousRequestError) and scenario.nothing_left()
     again = ChoiceRequest("later", "m", "r", b"salt", PROMPT, Sampling(max_tokens=9))
     with pytest.raises(PoisonousRequestError, match="refused for 600 s more"):
-        scenario.quarantine.check(again)
-    scenario.quarantine.check(ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling()))
+        scenario.quarantine.check(fingerprint(again))
+    another = ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling())
+    scenario.quarantine.check(fingerprint(another))
     scenario.clock.run(601.0)
-    scenario.quarantine.check(again)
+    scenario.quarantine.check(fingerprint(again))
 
 
 @pytest.mark.parametrize("again", [{"steps": 2, "boot_id": b"another process"}, {"steps": 0}, {"steps": 1}])
@@ -393,7 +396,7 @@ def test_replicas_that_return_were_not_killed_by_the_choice(again: dict[str, Any
         replica = scenario[name]
         replica.disconnect()
         scenario.clock.run()
-        replica.receive(ReplicaFrame(hello=ReplicaIdentity(boot_id=boot_id)))
+        replica.receive(ReplicaFrame(hello=ReplicaIdentity(replica_id=name, boot_id=boot_id)))
         for step in range(steps):
             replica.receive(ReplicaFrame(step=100 + step))
 
@@ -403,17 +406,6 @@ def test_replicas_that_return_were_not_killed_by_the_choice(again: dict[str, Any
     for name in "ab":
         lose(name, **again)
     assert scenario.alone == [False] * 8 + [True] and not scenario.results
-
-
-def test_the_quarantine_is_bounded() -> None:
-    quarantine = Quarantine(lambda: 0.0)
-    requests = [ChoiceRequest("", "m", "r", b"", [number], Sampling()) for number in range(MAX_FINGERPRINTS + 5)]
-    for request in requests:
-        quarantine.add(request)
-    assert len(quarantine) == MAX_FINGERPRINTS
-    quarantine.check(requests[0])
-    with pytest.raises(PoisonousRequestError):
-        quarantine.check(requests[-1])
 
 
 def test_a_choice_that_passed_alone_gets_company() -> None:
@@ -474,9 +466,9 @@ def test_a_stream_is_urgent_before_its_patience_ends() -> None:
 
 
 class Siblings:
-    """Two choices of one prompt; the second one follows the first."""
+    """The choices of one prompt; the further ones follow the first."""
 
-    def __init__(self, prompt: int, *names: str) -> None:
+    def __init__(self, prompt: int, *names: str, count: int = 2) -> None:
         self.first = Scenario(*names)
         self.first.run.cancel()
         self.clock, self.first.results = self.first.clock, []
@@ -484,7 +476,7 @@ class Siblings:
         self.first.replicas["a"].begun.clear()
         self.first.replicas["a"].submits.clear()
         self.runs: list[ChoiceRun[None]] = []
-        for output in (self.first.output, ChoiceOutput(None)):
+        for output in (self.first.output, *(ChoiceOutput(None) for _ in range(count - 1))):
             retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
             leader = self.runs[0] if self.runs else None
             self.runs.append(ChoiceRun(request, output, self.first, retry, self.clock, self.first, leader))
@@ -535,3 +527,34 @@ def test_further_choices_end_with_the_first(event: str) -> None:
         siblings.clock.run()
     assert all(run.ended for run in siblings.runs) and siblings.first.nothing_left()
     assert len(siblings.first["a"].submits) == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TRIAL_TOKENS + 1])
+@pytest.mark.parametrize("prompt", [SHARED_TOKENS - 1, SHARED_TOKENS])
+def test_the_choices_of_one_prompt_kill_three_replicas_at_most(prompt: int, tokens: int) -> None:
+    """Each process that has computed so many tokens of one of them ends (docs/reliability.md I25)."""
+    siblings = Siblings(prompt, *"abcdefgh", count=4)
+    scenario, killed = siblings.first, 0
+
+    def place(request: Any, output: Any, excluded: Any, *, preferred: Any = None, alone: bool, **_: Any) -> FakeReplica:
+        """The replica with the fewest attempts."""
+        free = [entry for entry in scenario.replicas.values() if entry.connected and entry not in excluded]
+        if preferred in free and not alone:
+            assert isinstance(preferred, FakeReplica)
+            return preferred
+        best = min(free, key=lambda entry: len(entry.attempts))
+        if best.isolated or (alone and best.attempts):
+            raise MustWaitError
+        return best
+
+    scenario.place = place  # type: ignore[method-assign, assignment]
+    while len(scenario.results) < 4:
+        siblings.clock.run(0.1)
+        for replica in [entry for entry in scenario.replicas.values() if entry.attempts]:
+            for attempt in list(replica.attempts.values()):
+                attempt.receive(Delta(first_index=attempt._next_index, token_ids=[5] * tokens))
+            siblings.clock.run()  # further choices join the first one
+            killed += 1
+            replica.disconnect()
+    assert killed == 3 and {type(result) for result in scenario.results} == {PoisonousRequestError}
+    assert scenario.nothing_left()

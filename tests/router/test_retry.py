@@ -10,7 +10,6 @@ from headrace_router.core.errors import (
     ApiError,
     NoReplicaError,
     OverloadedError,
-    PoisonousRequestError,
     ReplicaLostError,
 )
 from headrace_router.core.retry import LONGEST_PAUSE, MAX_REFUSALS, RETRY_SECONDS, RetryState
@@ -118,24 +117,13 @@ def test_new_tokens_end_the_count_of_refusals() -> None:
     state.not_placed(True, now=100.0)
 
 
-def test_a_choice_that_was_present_at_two_losses_runs_alone_once() -> None:
-    state = _state(migration_limit=9)
-    for replica in "ab":
-        assert not state.alone
-        state.ended(replica, Outcome.LOST, begun=True)
-    state.ended("c", Outcome.REFUSED, begun=True)
-    assert state.alone
-    state.passed_alone()
-    assert not state.alone
-    with pytest.raises(PoisonousRequestError, match="3 replicas were lost"):
-        state.ended("d", Outcome.LOST, begun=True)
-
-
-def test_a_drained_replica_is_no_failed_one() -> None:
-    state = _state(migration_limit=9)
-    for replica in "abcd":
-        state.ended(replica, Outcome.LOST, begun=True, failed=False)
-    assert not state.alone and state.losses == 0
+def test_a_choice_that_must_run_alone_ends_with_that_reason() -> None:
+    state = _state()
+    state.ended("a", Outcome.LOST, begun=True)
+    state.alone = True
+    state.must_wait(now=0.0)
+    with pytest.raises(ReplicaLostError, match=r"2 replicas were lost .* none was free to run it alone within 5 s"):
+        state.must_wait(now=5.0)
 
 
 def test_a_move_by_the_router_is_no_loss() -> None:

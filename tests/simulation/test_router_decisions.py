@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from statistics import quantiles
 
 import pytest
@@ -74,6 +76,26 @@ def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -
     assert [type(request.error) for request in poisonous] == [PoisonousRequestError] * 2
     assert len(load.company) == 3 and load.company[2] == 0, "the third time it ran alone"
     assert not poisonous[1].placements
+    others = [request for request in load.requests if request not in poisonous]
+    assert {request.outcome for request in others} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_of_one_prompt_that_kill_replicas_kill_three_in_all(seed: int) -> None:
+    """Clients that send it again at once, on connections of their own (docs/reliability.md I25)."""
+
+    def plan(load: SteadyLoad) -> None:
+        load.send(rate=10.0, seconds=20.0)
+        poison = load.request(3.0)
+        for number in range(6):
+            again = replace(poison, number=poison.number + 1000 * number)
+            load.poisonous.add(str(again.number))
+            load.at(3.0 + 0.1 * number, partial(load.router.arrive, again))
+
+    load = simulate(seed, 6, plan)
+    poisonous = [request for request in load.requests if str(request.spec.number) in load.poisonous]
+    assert [type(request.error) for request in poisonous] == [PoisonousRequestError] * 6
+    assert len(load.company) == 3 and load.company[2] == 0
     others = [request for request in load.requests if request not in poisonous]
     assert {request.outcome for request in others} == {"FINISH_LENGTH"}
 

@@ -8,78 +8,24 @@
 A run never acts inside the call that ends an attempt: `Timers.soon` schedules the rest, so that no placement happens
 while a frame is read.
 
-The choices of one prompt are placed together: the first one leads, the others wait until it has computed the prompt,
-and run on its replica, or fetch the prompt's KV blocks from there.
+The choices of one prompt are placed together: the first one leads, the others wait for it (`shared_prompt.py`). The
+replicas that are lost while it runs count for all choices with its fingerprint (`suspect.py`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
-from headrace_proto.replica_pb2 import Source, Submit, TokenLogprobs
+from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.choice_interfaces import ChoiceOutput, RunListener, Timers
+from headrace_router.core.choice_losses import ChoiceLosses
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
+from headrace_router.core.kv_source import KvSource
 from headrace_router.core.placement import MustWaitError, Placement
 from headrace_router.core.replica_state import C, ReplicaState
-from headrace_router.core.retry import SUSPECT_LOSSES, RetryState
-
-TRIAL_TOKENS = 16  # produced alone, until others may run beside a choice that was present at losses
-SHARED_TOKENS = 64  # of a prompt at least, for its choices to wait until the first one has computed it
-
-
-class ChoiceOutput(Protocol):
-    """The answer generated so far; the next attempt continues from its tokens."""
-
-    @property
-    def output_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def done(self) -> bool:
-        """Whether it is complete or failed; after a stop string, before the replica reports the end."""
-
-    @property
-    def failure(self) -> Exception | None: ...
-
-
-class RunListener(Protocol):
-    """Receives a run's events. `ended` comes last, once, and not after `ChoiceRun.cancel`."""
-
-    def placed(self, replica_id: str) -> None:
-        """An attempt starts on this replica."""
-
-    def add_tokens(
-        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
-    ) -> None:
-        """The next tokens, to be added to the output; called while their frame is read."""
-
-    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
-        """An attempt there was refused, lost or moved, and the choice continues. `begun`: tokens were sent."""
-
-    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
-        """The output is complete, by this attempt, or the choice failed."""
-
-
-class Timers(Protocol):
-    """The clock and timers of a run, in seconds on one monotonic clock. A timer is the function that cancels it."""
-
-    def now(self) -> float: ...
-
-    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Calls after the current call has returned."""
-
-    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class KvSource(Generic[C]):
-    """A replica that holds the prompt's KV blocks, or computes them for another one."""
-
-    replica: ReplicaState[C]
-    cached_only: bool  # it sends the blocks that it holds, and computes none
-
-    def message(self) -> Source:
-        return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=self.cached_only)
+from headrace_router.core.retry import RetryState
+from headrace_router.core.shared_prompt import SharedPrompt
 
 
 class ChoiceRun(Generic[C]):
@@ -98,6 +44,7 @@ class ChoiceRun(Generic[C]):
         """leader: the run of the prompt's first choice; None = this one."""
         self.attempt: Attempt | None = None  # the running one
         self.replica: ReplicaState[C] | None = None  # that runs it
+        self.prompt: SharedPrompt[C] = leader.prompt if leader else SharedPrompt(len(request.prompt_token_ids))
         self._request = request
         self._output = output
         self._placement = placement
@@ -112,14 +59,10 @@ class ChoiceRun(Generic[C]):
         self._previous: ReplicaState[C] | None = None  # the stream's last replica, if it may still have its blocks
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
         self._target: object = None  # the replica that a moved stream was assigned to
-        self._leader = leader
-        self._followers: list[ChoiceRun[C]] = []  # that wait for this run's first token
-        self._prompt_computed = False
+        self._leads = leader is None
+        self._losses: ChoiceLosses[C] = ChoiceLosses(placement.quarantine, request)
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
-        # Replicas that failed while it ran there, with their progress at that time.
-        self._lost: list[tuple[ReplicaState[C], tuple[bytes, int]]] = []
-        self._trial_end: int | None = None  # output tokens after which others may run beside this choice
 
     @property
     def ended(self) -> bool:
@@ -134,30 +77,26 @@ class ChoiceRun(Generic[C]):
         self._began = self._timers.now()
         if self._request.deadline_seconds is not None:
             self._cancel_deadline = self._timers.after(self._request.deadline_seconds, self._expire)
-        leader = self._leader
-        if leader is not None and not leader._prompt_computed and self._shares_prompt:
-            leader._followers.append(self)
-        else:
+        if self._leads or self.prompt.computed:
             self._run_step(self._place)
+        else:
+            self.prompt.wait(self._begin_after_leader)
 
     def cancel(self) -> None:
         """The client disconnected: everything at the replicas is freed. No-op when the run has ended."""
         if not self._ended:
             self._close()
-
-    @property
-    def _shares_prompt(self) -> bool:
-        return self._leader is not None and len(self._request.prompt_token_ids) >= SHARED_TOKENS
+            self._release_prompt()
 
     def _place(self) -> None:
-        self._placement.quarantine.check(self._request)
-        self._take_back_losses()
-        retry, begun = self._retry, self._output_tokens > 0
+        self._losses.check()
+        retry, begun, now = self._retry, self._output_tokens > 0, self._timers.now()
+        retry.alone, urgent = self._losses.alone, retry.urgent(now)
         preferred, self._target = self._target, None
-        if preferred is None and self._leader is not None and not retry.excluded:
-            preferred = self._leader.replica
+        if preferred is None and not self._leads and self.prompt.replica not in retry.excluded:
+            preferred = self.prompt.replica
         try:
-            if begun and retry.round_over:
+            if (begun and retry.round_over) or self._losses.must_wait(urgent=urgent):
                 raise MustWaitError
             replica = self._placement.place(
                 self._request,
@@ -165,13 +104,13 @@ class ChoiceRun(Generic[C]):
                 retry.excluded,
                 preferred=preferred,
                 alone=retry.alone,
-                urgent=retry.urgent(self._timers.now()),
+                urgent=urgent,
             )
             if replica is None:
-                self._wait(retry.not_placed(begun, self._timers.now()))
+                self._wait(retry.not_placed(begun, now))
                 return
         except MustWaitError:
-            self._wait(retry.must_wait(self._timers.now()))
+            self._wait(retry.must_wait(now))
             return
         self._listener.placed(replica.replica_id)
         self._submit(replica, self._choose_source(replica))
@@ -196,22 +135,22 @@ class ChoiceRun(Generic[C]):
         if source is not None:
             submit.source.CopyFrom(source.message())
         self.replica, self._source = replica, source
+        if self._leads:
+            self.prompt.replica = replica
         self._producing = False
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
-        if self._retry.alone:
-            replica.isolated_attempt = attempt.id
-            self._trial_end = self._output_tokens + TRIAL_TOKENS
-        if source is not None and not source.cached_only:
-            source.replica.remote_prompts[attempt.id] = len(request.prompt_token_ids) + self._output_tokens
+        self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone)
+        if source is not None:
+            source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens)
 
     def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The replica that has the stream's blocks, or a prefill replica if it is predicted to be faster."""
         holder = self._previous
-        if holder is None and self._shares_prompt and self._leader is not None:
-            holder = self._leader.replica
+        if holder is None and not self._leads and self.prompt.long:
+            holder = self.prompt.replica
         if holder is not None and holder.connected and holder is not target:
             return KvSource(holder, cached_only=True)
-        if self._retry.losses:
+        if self._losses.any:
             return None  # it may be the cause: no further replica is involved
         source = self._placement.prefill_source(target, self._request, self._output_tokens)
         return KvSource(source, cached_only=False) if source is not None else None
@@ -226,8 +165,7 @@ class ChoiceRun(Generic[C]):
         self._listener.add_tokens(attempt, token_ids, logprobs, finish, error)
         if self._output.done and not finish:
             attempt.end(Outcome.FINISHED)  # a stop string: the replica would continue
-        if self._trial_end is not None and self._output_tokens >= self._trial_end:
-            self._end_trial()
+        self._losses.receive(self._output_tokens)
 
     def _start_producing(self, attempt: Attempt) -> None:
         """The attempt's first tokens: its prompt is computed."""
@@ -237,22 +175,12 @@ class ChoiceRun(Generic[C]):
         self.replica.arriving.discard(attempt.id)
         self._remove_remote_prompt(attempt)
         self._release_kept()
-        self._release_followers()
+        self._release_prompt()
 
-    def _end_trial(self) -> None:
-        assert self.replica is not None
-        self._trial_end = None
-        self._retry.passed_alone()
-        self.replica.isolated_attempt = b""
-
-    def _release_followers(self) -> None:
-        self._prompt_computed = True
-        followers, self._followers = self._followers, []
-        for follower in followers:
-            follower._begin_after_leader()
-
-    def _begin_after_leader(self) -> None:
-        if not self._ended:
+    def _begin_after_leader(self, failure: Exception | None) -> None:
+        if failure is not None:
+            self._end(None, failure)
+        elif not self._ended:
             self._cancel_next = self._timers.soon(lambda: self._run_step(self._place))
 
     def _attempt_ended(self, attempt: Attempt) -> None:
@@ -267,6 +195,7 @@ class ChoiceRun(Generic[C]):
         self.attempt = None
         self._release_kept()
         self._remove_remote_prompt(attempt)
+        self._losses.end_attempt(passed=self._output.done)
         self._placement.sweep()
         if attempt.error is not None:
             raise attempt.error
@@ -276,34 +205,17 @@ class ChoiceRun(Generic[C]):
             self._end(attempt, None)
             return
         begun = self._output_tokens > 0
-        self._trial_end = None
         if outcome is Outcome.MOVED:
             self._kept, self._previous, self._target = attempt, replica, attempt.target
             self._retry.moved(replica)
         else:
             self._previous = replica if begun and outcome is Outcome.LOST else None
-            self._count_end(replica, outcome, begun)
+            if outcome is Outcome.LOST and self._replica_failed:
+                self._losses.add(replica)
+                self._losses.check()
+            self._retry.ended(replica, outcome, begun)
         self._listener.left(replica.replica_id, outcome, begun)
         self._place()
-
-    def _count_end(self, replica: ReplicaState[C], outcome: Outcome, begun: bool) -> None:
-        """Raises the error that ends the run."""
-        self._take_back_losses()
-        if outcome is Outcome.LOST and self._replica_failed:
-            self._lost.append((replica, replica.progress))
-        try:
-            self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
-        finally:
-            if outcome is Outcome.LOST and self._retry.losses > SUSPECT_LOSSES:
-                self._placement.quarantine.add(self._request)
-
-    def _take_back_losses(self) -> None:
-        """A process that was paused, overloaded or cut off, and makes steps again, was not killed by this choice."""
-        for loss in list(self._lost):
-            replica, progress = loss
-            if replica.has_stepped_since(progress):
-                self._lost.remove(loss)
-                self._retry.returned()
 
     def _expire(self) -> None:
         self._end(None, DeadlineError("The request's deadline passed before the answer was complete."))
@@ -319,14 +231,15 @@ class ChoiceRun(Generic[C]):
 
     def _end(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if not self._ended:
-            followers = self._followers
-            if failure is not None:
-                self._followers = []
+            if failure is None:
+                self._losses.complete()
             self._close()
             self._listener.ended(attempt, failure)
-            if failure is not None:
-                for follower in followers:
-                    follower._end(None, failure)
+            self._release_prompt(failure)
+
+    def _release_prompt(self, failure: Exception | None = None) -> None:
+        if self._leads:
+            self.prompt.release(failure)
 
     def _close(self) -> None:
         """Releases everything of this run: its attempt, kept blocks and timers."""
@@ -340,13 +253,12 @@ class ChoiceRun(Generic[C]):
             attempt.release()  # if it was moved just before the client disconnected
             self._remove_remote_prompt(attempt)
         self._release_kept()
-        self._release_followers()
+        self._losses.end_attempt()
         self._placement.sweep()
 
     def _remove_remote_prompt(self, attempt: Attempt) -> None:
-        """The prompt is computed, or not needed any more."""
         if self._source is not None:
-            self._source.replica.remote_prompts.pop(attempt.id, None)
+            self._source.remove(attempt.id)
 
     def _release_kept(self) -> None:
         if self._kept is not None:

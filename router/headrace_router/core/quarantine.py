@@ -1,53 +1,71 @@
-"""Requests that are not run for a while, since each replica that ran them was lost (I25): pure, bounded."""
+"""Requests that are tried alone, then refused for a while, since replicas were lost with them (I25): pure, bounded."""
 
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
+from headrace_proto.quantities import counted
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import PoisonousRequestError
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.core.suspect import Suspect
 
-QUARANTINE_SECONDS = 600.0
-MAX_FINGERPRINTS = 1024  # the oldest ones are dropped
+QUARANTINE_SECONDS = 600.0  # since the last loss
+MAX_FINGERPRINTS = 8192  # the oldest ones are dropped
 
 
 class Quarantine:
-    """Fingerprints of requests: of their model, tenant and prompt. Of one router."""
+    """Suspects by the fingerprint of the request: of its model, tenant and prompt. Of one router."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: dict[bytes, float] = {}  # oldest first
+        self._suspects: dict[bytes, Suspect] = {}  # the one with the oldest last loss first
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._suspects)
 
-    def add(self, request: ChoiceRequest) -> None:
-        """Refuses the request, and each later one like it, for QUARANTINE_SECONDS."""
-        key = _fingerprint(request)
-        self._until.pop(key, None)
-        self._until[key] = self._clock() + QUARANTINE_SECONDS
-        while len(self._until) > MAX_FINGERPRINTS:
-            del self._until[next(iter(self._until))]
+    def find(self, fingerprint: bytes) -> Suspect | None:
+        """The suspect, if any of its losses still counts."""
+        self._remove_expired()
+        suspect = self._suspects.get(fingerprint)
+        if suspect is not None:
+            suspect.take_back_losses()
+            if not suspect.losses:
+                del self._suspects[fingerprint]
+                return None
+        return suspect
 
-    def check(self, request: ChoiceRequest) -> None:
+    def add(self, fingerprint: bytes, replica: ReplicaState[Any], choice: object) -> None:
+        """The replica was lost while the choice ran there."""
+        suspect = self.find(fingerprint) or Suspect()
+        suspect.add(replica, choice)
+        suspect.until = self._clock() + QUARANTINE_SECONDS
+        self._suspects.pop(fingerprint, None)
+        self._suspects[fingerprint] = suspect
+        while len(self._suspects) > MAX_FINGERPRINTS:
+            del self._suspects[next(iter(self._suspects))]
+
+    def check(self, fingerprint: bytes) -> None:
         """Raises PoisonousRequestError if the request is refused now."""
-        if not self._until:
-            return
-        key = _fingerprint(request)
-        until = self._until.get(key)
-        if until is None:
-            return
-        left = until - self._clock()
-        if left <= 0:
-            del self._until[key]
-            return
-        raise PoisonousRequestError(
-            f"Replicas were lost while this request ran, so it is refused for {left:.0f} s more; change it, or report "
-            "it to the operator of this server."
-        )
+        suspect = self.find(fingerprint)
+        if suspect is not None and suspect.refused:
+            raise PoisonousRequestError(
+                f"{counted(suspect.losses, 'replica')} were lost while this request ran, so it is refused for "
+                f"{suspect.until - self._clock():.0f} s more; change it, or report it to the operator of this server."
+            )
+
+    def _remove_expired(self) -> None:
+        now = self._clock()
+        while self._suspects:
+            fingerprint, oldest = next(iter(self._suspects.items()))
+            if oldest.until > now:
+                return
+            del self._suspects[fingerprint]
 
 
-def _fingerprint(request: ChoiceRequest) -> bytes:
+def fingerprint(request: ChoiceRequest) -> bytes:
+    """16 bytes, equal for requests with the same model, tenant and prompt."""
     digest = blake2b(digest_size=16)
     for part in (request.model.encode(), request.tenant_salt):
         digest.update(len(part).to_bytes(4, "little") + part)

@@ -3,8 +3,7 @@
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
 after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
                          token it ends after `patience` seconds or MAX_REFUSALS refusals (docs/reliability.md R24)
-present at two losses:   it runs alone once; the next loss ends it (docs/reliability.md I25). Processes that return do
-                         not count
+suspect:                 `alone` is set by the caller (core/suspect.py, docs/reliability.md I25)
 """
 
 from collections.abc import Callable
@@ -17,16 +16,15 @@ from headrace_router.core.errors import (
     ApiError,
     NoReplicaError,
     OverloadedError,
-    PoisonousRequestError,
     ReplicaLostError,
 )
+from headrace_router.core.suspect import SUSPECT_LOSSES
 
 Replica = TypeVar("Replica")
 
 RETRY_SECONDS = 0.1  # mean time between two searches for a ready replica; the first pause after refusals
 LONGEST_PAUSE = 2.0  # seconds; each pause after refusals is twice the one before
 MAX_REFUSALS = 100  # of a stream, without a new token
-SUSPECT_LOSSES = 2  # a choice that was present at so many runs alone
 
 
 @dataclass(slots=True)
@@ -40,19 +38,13 @@ class RetryState(Generic[Replica]):
     jitter: Callable[[], float] = lambda: 0.5  # uniform in [0, 1): spreads the retries of many choices
     excluded: list[Replica] = field(default_factory=list)
     migrations: int = 0
-    losses: int = 0  # of replicas that failed while it ran there
+    alone: bool = False  # its next attempt must run where nothing else runs
     _tries: int = 0
     _refusals: int = 0
     _refused_in_round: int = 0  # since the last pause
     _refused_in_vain: int = 0  # since the last new token
     _pauses: int = 0
     _waiting_since: float | None = None
-    _ran_alone: bool = False
-
-    @property
-    def alone(self) -> bool:
-        """Whether its next attempt must run where nothing else runs."""
-        return self.losses >= SUSPECT_LOSSES and not self._ran_alone
 
     @property
     def round_over(self) -> bool:
@@ -67,27 +59,17 @@ class RetryState(Generic[Replica]):
         """The running attempt has produced tokens."""
         self._end_wait()
 
-    def passed_alone(self) -> None:
-        """It ran alone, and the replica is alive."""
-        self._ran_alone = True
-
-    def ended(self, replica: Replica, outcome: Outcome, begun: bool, *, failed: bool = True) -> None:
-        """An attempt was refused or lost. Raises the ApiError that ends the choice.
-
-        begun: tokens were sent. failed: a lost replica was not lost because it was drained.
-        """
+    def ended(self, replica: Replica, outcome: Outcome, begun: bool) -> None:
+        """An attempt was refused or lost. Raises the ApiError that ends the choice. begun: tokens were sent."""
         self._refusals += outcome is Outcome.REFUSED
-        self.losses += outcome is Outcome.LOST and failed
         if begun and outcome is Outcome.LOST:
             self.migrations += 1
             if self.migrations > self.migration_limit:
                 lost = f"{counted(self.migrations, 'replica')} {'was' if self.migrations == 1 else 'were'} lost"
                 raise ReplicaLostError(f"{lost} while this request ran; send the request again.")
-            self._check_losses()
             self.excluded = [replica]
             self._end_wait()
             return
-        self._check_losses()
         self.excluded.append(replica)
         self._tries += 1
         if begun:
@@ -100,10 +82,6 @@ class RetryState(Generic[Replica]):
                 )
         elif self._tries >= self.max_attempts:
             raise self._none_left()
-
-    def returned(self) -> None:
-        """A replica that was lost while it ran there is back: the same process."""
-        self.losses -= 1
 
     def moved(self, replica: Replica) -> None:
         """The router itself moved the stream: no replica failed."""
@@ -137,18 +115,11 @@ class RetryState(Generic[Replica]):
         self._waiting_since = None
         self._refused_in_round = self._refused_in_vain = self._pauses = 0
 
-    def _check_losses(self) -> None:
-        if self.losses > SUSPECT_LOSSES:
-            raise PoisonousRequestError(
-                f"{counted(self.losses, 'replica')} were lost while this request ran, so it is not run again; change "
-                "it, or report it to the operator of this server."
-            )
-
     def _waited_too_long(self) -> ApiError:
         seconds = f"{self.patience:.0f} s"
         if self.alone:
             return ReplicaLostError(
-                f"{counted(self.losses, 'replica')} were lost while this request ran, and none was free to run it "
+                f"{SUSPECT_LOSSES} replicas were lost while this request ran, and none was free to run it "
                 f"alone within {seconds}; send the request again."
             )
         if not self.migrations:

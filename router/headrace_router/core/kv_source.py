@@ -1,0 +1,27 @@
+"""The replica from which another one fetches a prompt's KV blocks."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from headrace_proto.replica_pb2 import Source
+from headrace_router.core.replica_state import C, ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource(Generic[C]):
+    """A replica that holds the prompt's KV blocks, or computes them for another one."""
+
+    replica: ReplicaState[C]
+    cached_only: bool  # it sends the blocks that it holds, and computes none
+
+    def message(self) -> Source:
+        return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=self.cached_only)
+
+    def expect(self, attempt_id: bytes, tokens: int) -> None:
+        """An attempt starts elsewhere, whose prompt it may have to compute."""
+        if not self.cached_only:
+            self.replica.remote_prompts[attempt_id] = tokens
+
+    def remove(self, attempt_id: bytes) -> None:
+        """The prompt is computed, or not needed any more."""
+        self.replica.remote_prompts.pop(attempt_id, None)

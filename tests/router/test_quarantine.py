@@ -1,0 +1,164 @@
+"""Requests that were present when replicas were lost: trials, refusals and their end (docs/reliability.md I25)."""
+
+import pytest
+
+from headrace_proto.control_pb2 import Member
+from headrace_proto.replica_pb2 import ReplicaFrame, ReplicaIdentity, Sampling
+from headrace_router.core.choice_losses import ChoiceLosses
+from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.errors import PoisonousRequestError
+from headrace_router.core.quarantine import MAX_FINGERPRINTS, QUARANTINE_SECONDS, Quarantine, fingerprint
+from headrace_router.core.replica_state import ReplicaState
+from headrace_router.core.suspect import TRIAL_TOKENS
+
+POISON, INNOCENT = [1, 2, 3], [4, 5, 6]
+
+
+class Losses:
+    """A quarantine, and choices whose replicas are lost."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.quarantine = Quarantine(lambda: self.now)
+
+    def choice(self, prompt: list[int]) -> ChoiceLosses[None]:
+        return ChoiceLosses(self.quarantine, ChoiceRequest("", "m", "r", b"", prompt, Sampling()))
+
+    def choices(self, prompt: list[int], count: int) -> list[ChoiceLosses[None]]:
+        return [self.choice(prompt) for _ in range(count)]
+
+    def replica(self, name: str, boot_id: bytes = b"first") -> ReplicaState[None]:
+        identity = ReplicaIdentity(replica_id=name, boot_id=boot_id)
+        state: ReplicaState[None] = ReplicaState(
+            Member(identity=identity), clock=lambda: self.now, new_id=lambda: b"x", on_send=lambda: None
+        )
+        state.receive(ReplicaFrame(hello=identity))
+        return state
+
+    def lose(self, name: str, *choices: ChoiceLosses[None]) -> ReplicaState[None]:
+        replica = self.replica(name)
+        replica.disconnect()
+        for choice in choices:
+            choice.end_attempt()
+            choice.add(replica)
+        return replica
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return Losses()
+
+
+def test_a_choice_that_was_present_at_two_losses_runs_alone_once(losses: Losses) -> None:
+    choice = losses.choice(POISON)
+    for name in "ab":
+        assert not choice.alone
+        losses.lose(name, choice)
+    assert choice.alone
+    replica = losses.replica("c")
+    choice.start(replica, b"attempt", 5, alone=True)
+    assert replica.isolated_attempt == b"attempt"
+    choice.receive(5 + TRIAL_TOKENS - 1)
+    assert choice.alone
+    choice.receive(5 + TRIAL_TOKENS)
+    assert not choice.alone and not replica.isolated_attempt
+    choice.check()
+    losses.lose("d", choice)
+    with pytest.raises(PoisonousRequestError, match="3 replicas were lost"):
+        choice.check()
+
+
+def test_a_replica_that_is_lost_with_several_choices_counts_once(losses: Losses) -> None:
+    choices = losses.choices(POISON, 4)
+    losses.lose("a", *choices)
+    assert not any(choice.alone for choice in choices)
+    losses.lose("b", *choices)
+    assert all(choice.alone for choice in choices)
+    for choice in choices:
+        choice.check()
+    losses.lose("c", *choices)
+    for choice in [*choices, losses.choice(POISON)]:
+        with pytest.raises(PoisonousRequestError):
+            choice.check()
+
+
+def test_one_trial_at_a_time(losses: Losses) -> None:
+    first, second, neighbour = *losses.choices(POISON, 2), losses.choice(INNOCENT)
+    losses.lose("a", first, second, neighbour)
+    replica = losses.replica("b")
+    assert not second.must_wait(urgent=False)
+    first.start(replica, b"1", 0, alone=False)
+    assert second.must_wait(urgent=False) and not second.must_wait(urgent=True)
+    assert not neighbour.must_wait(urgent=False), "another fingerprint"
+    first.receive(TRIAL_TOKENS)
+    assert not second.must_wait(urgent=False)
+    losses.lose("b", first, second, neighbour)
+    first.start(replica, b"2", 0, alone=True)
+    assert second.must_wait(urgent=True) and not neighbour.must_wait(urgent=True) and neighbour.alone
+    first.end_attempt()  # refused, or its client disconnected
+    assert not second.must_wait(urgent=False) and second.alone
+
+
+def test_a_trial_beside_others_proves_nothing_after_the_second_loss(losses: Losses) -> None:
+    first, second = losses.choices(POISON, 2)
+    losses.lose("a", first)
+    first.start(losses.replica("b"), b"1", 0, alone=False)
+    losses.lose("c", second)
+    first.receive(TRIAL_TOKENS)
+    assert second.alone
+
+
+def test_a_complete_answer_ends_the_suspicion_of_its_choice(losses: Losses) -> None:
+    """Many clients may send the same prompt; replicas may be lost for other reasons."""
+    for name in "abcd":
+        choice = losses.choice(INNOCENT)
+        losses.lose(name, choice)
+        choice.complete()
+    losses.choice(INNOCENT).check()
+    first, second = losses.choices(INNOCENT, 2)
+    for name in "efg":
+        losses.lose(name, first, second)
+    first.complete()
+    with pytest.raises(PoisonousRequestError):
+        second.check()
+
+
+def test_a_process_that_makes_steps_again_was_not_killed(losses: Losses) -> None:
+    choice = losses.choice(POISON)
+    lost = [losses.lose(name, choice) for name in "abc"]
+    with pytest.raises(PoisonousRequestError):
+        choice.check()
+    lost[0].receive(ReplicaFrame(hello=lost[0].identity, step=1))
+    lost[0].receive(ReplicaFrame(step=2))
+    choice.check()
+    assert choice.alone
+
+
+def test_losses_are_forgotten(losses: Losses) -> None:
+    choice = losses.choice(POISON)
+    losses.lose("a", choice)
+    losses.now = QUARANTINE_SECONDS - 1
+    losses.lose("b", choice)
+    losses.now += QUARANTINE_SECONDS - 1
+    assert choice.alone
+    losses.now += 1
+    assert not choice.alone and not losses.quarantine
+
+
+def test_the_quarantine_is_bounded(losses: Losses) -> None:
+    choices = [losses.choice([number]) for number in range(MAX_FINGERPRINTS + 5)]
+    for choice in choices:
+        for name in "abc":
+            losses.lose(name, choice)
+    assert len(losses.quarantine) == MAX_FINGERPRINTS
+    choices[0].check()
+    with pytest.raises(PoisonousRequestError):
+        choices[-1].check()
+
+
+def test_the_fingerprint_depends_on_model_tenant_and_prompt() -> None:
+    requests = [
+        ChoiceRequest("", model, "r", salt, prompt, Sampling())
+        for model, salt, prompt in (("m", b"", [1]), ("m", b"", [1, 1]), ("m", b"s", [1]), ("n", b"", [1]))
+    ]
+    assert len({fingerprint(request) for request in requests}) == len(requests)
