@@ -117,6 +117,20 @@ def test_a_stall_is_counted_by_the_clock_and_not_by_calls() -> None:
     assert attempt.outcome is Outcome.LOST
 
 
+def test_a_stalled_replica_keeps_its_attempts_if_none_of_its_revision_can_take_them() -> None:
+    """The drained build of a changed spec made a step of 2.3 s: all of its streams failed (docs/reliability.md I20)."""
+    cluster = Cluster("x", "y:2", named="y")
+    listing = cluster.links[0].state.listing
+    assert listing is not None
+    listing.state = REPLICA_STATE_DRAINING
+    attempt = cluster.start(0)
+    cluster.run(1.0, r0=IDLE, r1=IDLE)
+    cluster.run(2.3, r1=IDLE)
+    assert attempt.open and cluster.links[0].state.stalled
+    cluster.run(1.0, r0=IDLE, r1=IDLE)
+    assert attempt.open and not cluster.links[0].state.stalled
+
+
 def test_one_rebuilt_replica_does_not_take_all_requests() -> None:
     assert Cluster(*["x"] * 9, "y:2").fleet.card("m") == "card of x"
     assert Cluster(*["x"] * 9, "y:2", named="y").fleet.card("m") == "card of y", "as the spec names it"

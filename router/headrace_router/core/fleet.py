@@ -122,7 +122,7 @@ class Fleet(Generic[C]):
                 peers = [other for other in self._serving(replica.model, replica.revision) if other is not replica]
                 models = [other.load.step_model for other in peers if not other.speed.slow]
                 replica.speed.evaluate(replica.load.step_model, models, replica.kv_tokens, now)
-            if replica.connected and replica.stalled and replica.attempts and self._has_ready_peer(replica):
+            if replica.connected and replica.stalled and replica.attempts and self._has_peer(replica):
                 replica.end_attempts()
         self.sweep()
 
@@ -280,8 +280,9 @@ class Fleet(Generic[C]):
     def _takes_streams(self, replica: ReplicaState[C]) -> bool:
         return not (replica.speed.slow or replica.isolated or replica.reserved or len(replica.arriving) >= ARRIVALS)
 
-    def _has_ready_peer(self, stalled: ReplicaState[C]) -> bool:
-        return any(replica.ready for replica in self._of_model(stalled.model))
+    def _has_peer(self, stalled: ReplicaState[C]) -> bool:
+        """Whether another replica can take its attempts: one of another revision cannot."""
+        return bool(self._serving(stalled.model, stalled.revision))
 
     def _serving(self, model: str, revision: str) -> list[ReplicaState[C]]:
         return [replica for replica in self._of_model(model) if replica.ready and replica.revision == revision]
