@@ -259,6 +259,26 @@ def test_a_suspect_gets_an_idle_replica_and_keeps_it() -> None:
     assert "r1" in {cluster.place() for _ in range(4)}, "the reservation has ended"
 
 
+def test_streams_leave_the_replica_where_a_suspect_waits_to_run_alone() -> None:
+    """A few at a time, to replicas of their revision. It waited for their ends, and failed after a minute."""
+    cluster = Cluster("x", "x", "y")
+    busy = {"running": 9}
+    attempts = [cluster.start(0) for _ in range(ARRIVALS + 3)]
+    for attempt in attempts:
+        attempt._next_index += 1
+    cluster.run(STEP, r0=IDLE, r1=busy, r2=IDLE)
+    assert all(attempt.open for attempt in attempts)
+    with pytest.raises(MustWaitError):
+        cluster.place(5, alone=True)
+    cluster.run(STEP, r0=IDLE, r1=busy, r2=IDLE)
+    moved = [attempt for attempt in attempts if attempt.outcome is Outcome.MOVED]
+    assert moved == attempts[3:] and {attempt.target for attempt in moved} == {cluster.links[1].state}
+    cluster.start(1, output_tokens=5)  # it has no tokens yet: one less of the others may follow
+    cluster.run(STEP, r0=IDLE, r1=busy, r2=IDLE)
+    assert not any(attempt.open for attempt in attempts)
+    assert cluster.place(5, alone=True) == "r0"
+
+
 def test_a_replica_that_runs_a_suspect_refuses_company_even_if_it_is_the_only_one() -> None:
     cluster = Cluster("x")
     cluster.links[0].state.isolated_attempt = cluster.start(0).id

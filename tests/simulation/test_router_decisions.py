@@ -12,6 +12,7 @@ import structlog
 
 from headrace_router.core.errors import OverloadedError, PoisonousRequestError
 from headrace_worker.core.request import Finish, Output, Request
+from support.simulation.sim_request import SimRequest
 from support.simulation.steady_load import ANSWER_TOKENS, CAPACITY, SteadyLoad
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
@@ -98,6 +99,31 @@ def test_requests_of_one_prompt_that_kill_replicas_kill_three_in_all(seed: int) 
     assert len(load.company) == 3 and load.company[2] == 0
     others = [request for request in load.requests if request not in poisonous]
     assert {request.outcome for request in others} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stream_that_was_present_at_two_losses_runs_alone_although_the_others_are_long(seed: int) -> None:
+    """Two of four replicas are lost, one after the other; all streams are longer than their patience."""
+    trials = [0]
+
+    def look(load: SteadyLoad) -> None:
+        trials[0] += sum(link.state.isolated for link in load.router.links)
+        if load.world.now < 20.0:
+            load.at(0.1, lambda: look(load))
+
+    def present(load: SteadyLoad) -> list[SimRequest]:
+        return [request for request in load.requests if request.placements[0][1] == "r3"]
+
+    def plan(load: SteadyLoad) -> None:
+        load.router.patience = 10.0
+        load.schedule_requests([load.request(0.5 + 0.1 * number, tokens=240) for number in range(12)])
+        load.at(3.0, lambda: load.kill(load.replica("r3"), None))
+        load.at(6.0, lambda: load.kill(load.replica(present(load)[0].replica_name), None))
+        load.at(6.0, lambda: look(load))
+
+    load = simulate(seed, 4, plan, scale=2)
+    assert {request.outcome for request in load.requests} == {"FINISH_LENGTH"}
+    assert len(present(load)[0].placements) >= 3 and trials[0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

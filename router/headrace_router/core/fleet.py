@@ -124,6 +124,8 @@ class Fleet(Generic[C]):
                 replica.speed.evaluate(replica.load.step_model, models, replica.kv_tokens, now)
             if replica.connected and replica.stalled and replica.attempts and self._has_peer(replica):
                 replica.end_attempts()
+            elif replica.reserved and not replica.isolated:
+                self._move_away(replica)
         self.sweep()
 
     def sweep(self) -> None:
@@ -279,6 +281,17 @@ class Fleet(Generic[C]):
 
     def _takes_streams(self, replica: ReplicaState[C]) -> bool:
         return not (replica.speed.slow or replica.isolated or replica.reserved or len(replica.arriving) >= ARRIVALS)
+
+    def _move_away(self, reserved: ReplicaState[C]) -> None:
+        """Moves streams to the peers, as many as these continue at a time: a choice waits to run there alone."""
+        for replica in self._serving(reserved.model, reserved.revision):
+            if replica is reserved or not self._takes_streams(replica):
+                continue
+            for _ in range(ARRIVALS - len(replica.arriving)):
+                attempt = reserved.newest_started()
+                if attempt is None:
+                    return
+                attempt.move(replica)
 
     def _has_peer(self, stalled: ReplicaState[C]) -> bool:
         """Whether another replica can take its attempts: one of another revision cannot."""
