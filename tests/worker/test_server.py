@@ -295,10 +295,13 @@ def test_a_failed_loop_ends_its_requests_and_reports_its_failure(make_served: Ma
 
     served.bench.runner.on_launch = fail
     served.bench.engine._failed_steps = 100
-    merged = asyncio.run(run_stream(served, [submit(b"q" * 16, [5, 6])], all_finished(1)))
+    # Until the stream ends: one that stayed open would show routers a process that lives on.
+    merged = asyncio.run(run_stream(served, [submit(b"q" * 16, [5, 6])], lambda merged: False))
     assert merged[b"q" * 16].finish == pb.FINISH_CANCELLED
     assert served.loop.ended.wait(5)
     assert served.loop.failure is not None
+    with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
+        asyncio.run(run_stream(served, [], lambda merged: False))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ class StepReport:
     draining: bool
     outbound: Outbound | None = None  # messages to other replicas
     accepted: int = 0  # calls of `submit` that the load includes, refused ones counted
+    last: bool = False  # the loop ends
 
 
 class EngineLoop:
@@ -134,7 +135,7 @@ class EngineLoop:
                 self._held.discard(output.attempt_id)
         self._report(outputs)
 
-    def _report(self, outputs: list[Output]) -> None:
+    def _report(self, outputs: list[Output], *, last: bool = False) -> None:
         self._step += 1
         engine = self._engine
         outbound = engine.exchange.take_outbound()
@@ -147,10 +148,11 @@ class EngineLoop:
                 self._draining,
                 outbound or None,
                 self._accepted,
+                last,
             )
         )
 
     def _end_all(self, finish: Finish, error: str) -> None:
         outputs = [Output(attempt_id, 0, [], finish=finish, error=error) for attempt_id in self._held]
         self._held.clear()
-        self._report(outputs)
+        self._report(outputs, last=True)

@@ -21,6 +21,7 @@ class Outbox:
         self._load = pb.Load()
         self._submits = 0
         self._ready = asyncio.Event()
+        self._last = False  # whether the next frame is the last one
         self._closed = False
 
     def put(self, outputs: list[Output]) -> None:
@@ -45,12 +46,19 @@ class Outbox:
         self._closed = True
         self._ready.set()
 
+    def finish(self) -> None:
+        """The step loop has ended: `take` returns None after the next frame."""
+        self._last = True
+        self._ready.set()
+
     async def take(self) -> pb.ReplicaFrame | None:
         """The next frame: everything since the last one. Waits for a heartbeat; None once closed."""
         await self._ready.wait()
         if self._closed:
             return None
-        self._ready.clear()
+        self._closed = self._last
+        if not self._closed:
+            self._ready.clear()
         frame, self._frame = self._frame, pb.ReplicaFrame()
         self._pending.clear()
         frame.step = self._step

@@ -87,6 +87,8 @@ class Servicer(ReplicaServicer):
         load = to_load(report.load, report.step, report.draining)
         for stream in self._streams:
             stream.outbox.set_heartbeat(report.step, load, stream.accepted(report.accepted))
+            if report.last:  # a stream that stayed open would show a process that lives on
+                stream.outbox.finish()
         self._cache.publish(report.cache_changes)
         if report.outbound is not None:
             self._send_out(report.outbound)
@@ -148,6 +150,9 @@ class Servicer(ReplicaServicer):
                 f"this replica uses contract version {CONTRACT_VERSION}, the router {first.hello.contract_version}; "
                 "they may differ by one: update the older one",
             )
+            return
+        if self._loop.ended.is_set() or (self._last is not None and self._last.last):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the step loop of this replica has ended")
             return
         stream = _RouterStream(caller_name(context))
         self._streams.add(stream)
