@@ -477,7 +477,7 @@ class Siblings:
         self.first.replicas["a"].submits.clear()
         self.runs: list[ChoiceRun[None]] = []
         for output in (self.first.output, *(ChoiceOutput(None) for _ in range(count - 1))):
-            retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=2, patience=5.0)
+            retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=3, patience=5.0)
             leader = self.runs[0] if self.runs else None
             self.runs.append(ChoiceRun(request, output, self.first, retry, self.clock, self.first, leader))
         for run in self.runs:

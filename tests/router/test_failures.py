@@ -187,10 +187,10 @@ def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventuall
 
 
 def test_the_migrations_of_a_stream_are_limited(harness: Any, make_replica: Any) -> None:
-    harness.start([make_replica(replica_id=name, die_after=2) for name in "abcd"], migration_limit=1)
+    harness.start([make_replica(replica_id=name, die_after=2) for name in "abcd"], migration_limit=2)
     answer = _post(harness)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
-    assert "2 replicas were lost" in answer.json()["error"]["message"]
+    assert "3 replicas were lost" in answer.json()["error"]["message"]
 
 
 def test_no_ready_replica_in_time_ends_in_an_error_event(harness: Any, make_replica: Any) -> None:

@@ -212,8 +212,10 @@ class ChoiceRun(Generic[C]):
             self._previous = replica if begun and outcome is Outcome.LOST else None
             if outcome is Outcome.LOST and self._replica_failed:
                 self._losses.add(replica)
+            if not begun:
                 self._losses.check()
-            self._retry.ended(replica, outcome, begun)
+            self._retry.ended(replica, outcome, begun)  # a stream's own limit comes before that of its fingerprint
+            self._losses.check()
         self._listener.left(replica.replica_id, outcome, begun)
         self._place()
 
