@@ -113,6 +113,9 @@ class _Link:
     def close(self) -> None:
         return
 
+    def check_stall(self) -> None:
+        return
+
 
 async def _controller(membership: Membership) -> tuple[Any, str]:
     await membership.publish([MEMBER], [control_pb2.ModelEntry(name="m", created=5)])

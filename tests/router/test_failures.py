@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_router.config import StaticMember
+from support.router.harness import Harness
+
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -247,8 +250,43 @@ def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     assert len(other.submits) == 1
 
 
+def test_a_link_whose_replica_is_silent_for_long_is_opened_again(
+    harness: Any, make_replica: Any, eventually: Any
+) -> None:
+    replica = make_replica()
+    harness.start([replica], stall_seconds=1.0)
+    assert replica.streams == 1
+    replica.frozen = True
+    eventually(lambda: replica.streams > 1)
+    replica.frozen = False
+    eventually(lambda: _post(harness).status_code == 200)
+
+
+def test_a_router_that_was_paused_keeps_the_streams_of_its_replicas(
+    harness: Any, make_replica: Any, eventually: Any, expected_reply: str
+) -> None:
+    """For longer than `stall_seconds`: the frames of that time are not read yet. It dropped all healthy replicas."""
+    replicas = Harness()  # their event loop is not paused
+    replica = make_replica(token_seconds=0.05)
+    replicas.call(replica.start())
+    try:
+        members = (StaticMember(address=replica.address, replica_id=replica.replica_id),)
+        harness.start([], members=members, stall_seconds=2.0)
+        eventually(lambda: harness.router.services.ready)
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(_post(harness)))
+        thread.start()
+        eventually(lambda: bool(replica.submits))
+        harness.loop.call_soon_threadsafe(time.sleep, 3.0)
+        thread.join(20)
+        assert answers[0].json()["choices"][0]["message"]["content"] == expected_reply
+        assert (replica.streams, len(replica.submits)) == (1, 1)
+    finally:
+        replicas.call(replica.kill())
+        replicas.close()
+
+
 def _add_member(harness: Any, replicas: list[Any]) -> None:
-    from headrace_router.config import StaticMember
     from headrace_router.replicas.membership import static_list
 
     members = tuple(StaticMember(address=r.address, replica_id=r.replica_id) for r in replicas)

@@ -46,6 +46,7 @@ class Link:
         self.state.describe(ModelFacts(identity=identity), f"card of {identity.revision}")
         self.state.receive(ReplicaFrame(hello=identity))
         self.step = 0
+        self.silence: list[float] = []  # seconds without a step, at each check
 
     def report(self, **load: Any) -> None:
         self.step += 1
@@ -53,6 +54,9 @@ class Link:
 
     def close(self) -> None:
         self.state.disconnect()
+
+    def check_stall(self) -> None:
+        self.silence.append(self.state.seconds_since_step)
 
 
 class Cluster:
@@ -115,6 +119,17 @@ def test_a_stall_is_counted_by_the_clock_and_not_by_calls() -> None:
     assert attempt.open
     cluster.run(3.0, r1=IDLE)
     assert attempt.outcome is Outcome.LOST
+
+
+def test_links_are_checked_without_the_time_of_a_pause() -> None:
+    """A router that was paused for half a minute dropped the streams of all replicas."""
+    cluster = Cluster("x", "x")
+    cluster.run(1.0, r0=IDLE, r1=IDLE)
+    cluster.now += 40.0
+    cluster.fleet.maintain()
+    cluster.run(1.0, r0=IDLE)
+    silences = [max(link.silence) for link in cluster.links]
+    assert silences[0] <= STEP + 1e-6 and silences[1] == pytest.approx(1.0)
 
 
 def test_a_stalled_replica_keeps_its_attempts_if_none_of_its_revision_can_take_them() -> None:

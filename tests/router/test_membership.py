@@ -53,6 +53,9 @@ class _Link:
     def close(self) -> None:
         return
 
+    def check_stall(self) -> None:
+        return
+
 
 class _Bench:
     """A fleet whose replicas are heard as the test has it."""

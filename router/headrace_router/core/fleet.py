@@ -40,6 +40,9 @@ class Link(Protocol[C]):
     def close(self) -> None:
         """Starts to close the stream, which ends every attempt on it; returns at once."""
 
+    def check_stall(self) -> None:
+        """Ends the stream, and opens another one, if the replica has made no step for too long; returns at once."""
+
 
 class Fleet(Generic[C]):
     """Keeps one link per member, and places choices on the members' replicas."""
@@ -117,6 +120,8 @@ class Fleet(Generic[C]):
         if pause > PAUSE_SECONDS:  # all seem stalled until their frames are read
             for replica in self.replicas:
                 replica.extend_heartbeat(pause)
+        for link in list(self._links.values()):
+            link.check_stall()
         for replica in self.replicas:
             if replica.speed.complete and replica.facts is not None:
                 peers = [other for other in self._serving(replica.model, replica.revision) if other is not replica]

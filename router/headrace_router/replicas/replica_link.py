@@ -59,6 +59,7 @@ class ReplicaLink:
     def __init__(self, links: ReplicaLinks, member: Member) -> None:
         self._links = links
         self._wake = asyncio.Event()
+        self._stream: asyncio.Timeout | None = None  # of the open stream; without a time until `check_stall` ends it
         self.state: ReplicaState[ModelCard] = ReplicaState(
             member,
             clock=time.monotonic,
@@ -70,6 +71,15 @@ class ReplicaLink:
     def close(self) -> None:
         """Ends the stream, which ends every attempt on it."""
         self.task.cancel()
+
+    def check_stall(self) -> None:
+        """Ends the stream, to open another one, if the replica has made no step for `stall_seconds`."""
+        stream, replica = self._stream, self.state
+        if stream is None or not replica.connected:
+            return
+        if replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
+            self._stream = None
+            stream.reschedule(0.0)
 
     async def _run(self) -> None:
         replica, backoff = self.state, FIRST_BACKOFF
@@ -108,8 +118,12 @@ class ReplicaLink:
             hello = RouterHello(router_id=self._links.router_id, contract_version=CONTRACT_VERSION)
             await call.write(RouterFrame(hello=hello))
             try:
-                await run_duplex(self._read(call), self._write(call))
+                async with asyncio.timeout(None) as self._stream:
+                    await run_duplex(self._read(call), self._write(call))
+            except TimeoutError:
+                raise ConnectionError("no step of the replica was received for too long") from None
             finally:
+                self._stream = None
                 call.cancel()
 
     async def _describe(self, stub: Any) -> None:
@@ -129,16 +143,14 @@ class ReplicaLink:
 
     async def _read(self, call: Any) -> None:
         replica = self.state
-        while True:
-            async with asyncio.timeout(replica.stall_limit(self._links.stall_seconds)):
-                frame: ReplicaFrame | Any = await call.read()
-            if frame is grpc.aio.EOF:
-                return
-            stepped = replica.receive(frame)
-            if not stepped and replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
-                raise ConnectionError("the replica sends frames, but its step loop does not advance")
+        # Later reads have no timeout: after a pause of this process it would expire before the frames are read.
+        async with asyncio.timeout(self._links.stall_seconds):
+            frame: ReplicaFrame | Any = await call.read()
+        while frame is not grpc.aio.EOF:
+            replica.receive(frame)
             if frame.HasField("hello"):
                 log.info("replica connected", replica=replica.replica_id, address=replica.address)
+            frame = await call.read()
 
     async def _write(self, call: Any) -> None:
         while True:

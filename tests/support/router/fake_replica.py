@@ -88,6 +88,7 @@ class FakeReplica(ReplicaServicer):
     submits: list[Submit] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
     descriptions: int = 0
+    streams: int = 0  # that routers opened
     sent_tokenizers: int = 0
     _outbox: list[Delta] = field(default_factory=list)
     _tasks: dict[bytes, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -138,6 +139,7 @@ class FakeReplica(ReplicaServicer):
                 yield DescribeChunk(tokenizer_json=raw[start : start + (1 << 20)])
 
     async def Serve(self, requests: Any, context: Any) -> AsyncIterator[ReplicaFrame]:
+        self.streams += 1
         reader = asyncio.create_task(self._read(requests))
         try:
             yield ReplicaFrame(hello=self.facts().identity, step=self._step, load=self.load)

@@ -37,7 +37,7 @@ class SimLink:
             self.stream.disconnect()
 
     def check_stall(self) -> None:
-        """A stream without steps for longer is closed, as the production link's read times out."""
+        """A stream without steps for longer is closed."""
         state = self.state
         if self.stream is not None and state.connected and state.seconds_since_step > state.stall_limit(LINK_SECONDS):
             self.stream.disconnect()

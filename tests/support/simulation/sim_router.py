@@ -85,8 +85,6 @@ class SimRouter:
 
     def maintain(self) -> None:
         """As production's server does several times a second."""
-        for link in list(self.links):
-            link.check_stall()
         held = {id(attempt) for state in self.fleet.replicas if state.stalled for attempt in state.attempts.values()}
         self.fleet.maintain()
         left = {id(attempt) for state in self.fleet.replicas for attempt in state.attempts.values()}
