@@ -47,6 +47,7 @@ from headrace_router.server import RouterServer
 from headrace_router.text.text_encoder import CONTROL_SPANS
 from support import identities
 from support.certificates import Authority
+from support.router import key_updates
 from support.router.fake_replica import FakeReplica
 from support.router.tokenizer import make_tokenizer
 
@@ -260,6 +261,37 @@ def tls_handshakes(router: Router) -> None:
             one.recv(1)
 
 
+def unfinished_heads(router: Router) -> None:
+    """header_bytes: 64 clients that send short headers at once, without a request's end."""
+    _burst(router, [b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 5200] * 64)
+
+
+def tls_key_updates(router: Router) -> None:
+    """header_seconds: 64 clients that change their TLS key 1,200 times at once."""
+    with contextlib.ExitStack() as opened:
+        connections = [key_updates.connect(router.http) for _ in range(64)]
+        for sock, _ in connections:
+            opened.enter_context(sock)
+        parts = [key_updates.records(secret, 1200) for _, secret in connections]
+        _send_at_once([sock for sock, _ in connections], parts)
+
+
+def _burst(router: Router, parts: list[bytes]) -> None:
+    """Sends each on a connection of its own, all at once."""
+    with contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", router.http), 5)) for _ in parts]
+        _send_at_once(clients, parts)
+
+
+def _send_at_once(clients: list[socket.socket], parts: list[bytes]) -> None:
+    time.sleep(0.5)
+    for client, part in zip(clients, parts, strict=True):
+        client.setblocking(False)
+        with contextlib.suppress(OSError):
+            client.send(part)
+    time.sleep(2)
+
+
 def token_ids(router: Router) -> None:
     """body_values: a prompt of as many token ids."""
     _post(router, "completions", _completion(prompt=[5] * (LIMITS.body_values - 100), max_tokens=1))
@@ -417,6 +449,8 @@ CASES: dict[str, Callable[[Router], None]] = {
         pipelined_requests,
         many_connections,
         tls_handshakes,
+        unfinished_heads,
+        tls_key_updates,
         token_ids,
         long_numbers,
         small_objects,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -44,12 +45,17 @@ def files(authority: Authority) -> dict[str, Path]:
 @pytest.fixture
 def port(files: dict[str, Path]) -> Iterator[int]:
     """Of an admin API with TLS."""
+    with _admin_api(TlsFiles(TlsConfig(**files))) as port:
+        yield port
 
+
+@contextlib.contextmanager
+def _admin_api(tls: TlsFiles | None) -> Iterator[int]:
     async def nothing() -> None:
         pass
 
     bound = listen("127.0.0.1", 0)
-    server = admin_server(admin_app(KEY, lambda: {"replicas": []}, nothing, []), TlsFiles(TlsConfig(**files)))
+    server = admin_server(admin_app(KEY, lambda: {"replicas": []}, nothing, []), tls)
     running = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     running.start()
     deadline = time.monotonic() + 10
@@ -59,6 +65,15 @@ def port(files: dict[str, Path]) -> Iterator[int]:
     yield bound.getsockname()[1]
     server.should_exit = True
     running.join(5)
+
+
+def test_the_admin_api_bounds_headers_as_a_router_does() -> None:
+    head = b"GET /status HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %s\r\n" % KEY.encode()
+    with _admin_api(None) as port:
+        for headers, status in ((b"", b" 200 "), (b"a:b\r\n" * 10_000, b" 431 ")):
+            with socket.create_connection(("127.0.0.1", port), 5) as connection:
+                connection.sendall(head + headers + b"connection: close\r\n\r\n")
+                assert status in connection.makefile("rb").readline()
 
 
 def _save(port: int, cert: Path) -> None:

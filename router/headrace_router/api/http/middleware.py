@@ -65,7 +65,8 @@ class RequestMiddleware:
         try:
             self._check_host(headers.get(b"host"))
             tenant = state["tenant"] = self._tenant(scope, headers)
-            over_share = tenant is not None and not self._auth.open and not state["assign_connection"](tenant.name)
+            if tenant is not None:
+                over_share = not state["assign_connection"](None if self._auth.open else tenant.name)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             if not started:

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace_router.api.http.connection_counter import ConnectionCounter
+from headrace_router.api.http.read_pacer import PacedConnection, ReadPacer
 from headrace_router.api.http.write_watch import WriteWatch
 from headrace_router.core.errors import ApiError, InvalidRequestError, OverloadedError
 from headrace_router.core.limits import Limits
@@ -35,7 +37,9 @@ class BoundedProtocol(HttpToolsProtocol):
     limits = Limits()
     counter = ConnectionCounter(limits.connections, limits.connections_per_address)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport, release: Callable[[], None]) -> None:  # type: ignore[override]
+        """release: ends the pacing of what the client sends."""
+        self._release = release
         self._in_head = True  # from the end of one message to the end of the next one's headers
         self._parsed_bytes = 0  # of this line and headers, or of these trailers
         self._undelivered_bytes = (
@@ -167,9 +171,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def _address(self) -> str:
         return self.client[0] if self.client else ""
 
-    def _assign(self, tenant: str) -> bool:
-        """The key of a request is known; False = its tenant has more than its share of the connections."""
-        if self._closing:
+    def _assign(self, tenant: str | None) -> bool:
+        """The client may call: with the key of a tenant; None = the server has no keys.
+
+        False = the tenant has more than its share of the connections.
+        """
+        self._release()
+        if self._closing or tenant is None:
             return True
         previous, self._tenant = self._tenant, tenant
         return self.counter.assign(tenant, previous)
@@ -238,6 +246,25 @@ class _ResponseTransport:
 
     def close(self) -> None:
         self._protocol.close_after_response()
+
+
+class PlainProtocol(asyncio.Protocol):
+    """A connection without TLS at its beginning; what clients without a key send is paced."""
+
+    def __init__(self, protocol: BoundedProtocol, pacer: ReadPacer) -> None:
+        self._protocol = protocol
+        self._pacer = pacer
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        paced = PacedConnection(transport, self._protocol, self._pacer)
+        transport.set_protocol(paced)
+        self._protocol.connection_made(transport, paced.release)
+
+
+def plain_protocol(serving: type[BoundedProtocol]) -> Callable[..., PlainProtocol]:
+    """What makes uvicorn's protocols, in front of those that serve connections."""
+    pacer = ReadPacer()
+    return lambda **options: PlainProtocol(serving(**options), pacer)
 
 
 def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace_router.api.http.protocol import bounded_protocol
+from headrace_router.api.http.protocol import bounded_protocol, plain_protocol
 from headrace_router.api.http.tls_protocol import TlsContext, tls_protocol
 from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
@@ -26,9 +26,9 @@ class HttpServer:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
         protocol = bounded_protocol(config.limits)
-        served: Callable[..., asyncio.Protocol] = protocol
+        served: Callable[..., asyncio.Protocol] = plain_protocol(protocol)
         if tls is not None:
-            served = tls_protocol(protocol, tls, protocol.counter, config.limits.header_seconds)
+            served = tls_protocol(protocol, tls, config.limits.header_seconds)
         options = uvicorn.Config(
             app,
             http=served,  # type: ignore[arg-type]  # it is only called

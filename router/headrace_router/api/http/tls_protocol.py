@@ -10,8 +10,8 @@ from typing import Any
 import structlog
 
 from headrace_router.api.http.connection_counter import ConnectionCounter
-from headrace_router.api.http.handshake_pacer import HandshakePacer, PacedHandshake
-from headrace_router.api.http.protocol import LINGER_SECONDS
+from headrace_router.api.http.protocol import LINGER_SECONDS, BoundedProtocol
+from headrace_router.api.http.read_pacer import PacedConnection, ReadPacer
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
 WRITE_BYTES = 64 << 10  # that wait to be encrypted, for a client that does not read
@@ -32,7 +32,7 @@ class Handshakes:
         self.counter = counter
         self._tls = tls
         self._seconds = seconds
-        self._pacer = HandshakePacer()
+        self._pacer = ReadPacer()
         self._failures = 0  # since the last one in the log
         self._logged_at = -LOG_SECONDS
 
@@ -43,8 +43,10 @@ class Handshakes:
             log.info("TLS handshakes failed", count=self._failures, client=address, reason=str(error)[:200])
             self._failures, self._logged_at = 0, time.monotonic()
 
-    async def complete(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> asyncio.Transport:
-        """The encrypted transport. Raises OSError, after it closed `transport`."""
+    async def complete(
+        self, transport: asyncio.Transport, protocol: asyncio.Protocol
+    ) -> tuple[asyncio.Transport, PacedConnection]:
+        """The encrypted transport, and what paces its bytes. Raises OSError, after it closed `transport`."""
         loop = asyncio.get_running_loop()
         handshake = loop.create_task(
             loop.start_tls(
@@ -59,11 +61,11 @@ class Handshakes:
         await asyncio.sleep(0)  # `start_tls` has set its protocol then, and has not read yet
         tls = transport.get_protocol()
         assert isinstance(tls, asyncio.BufferedProtocol)
-        transport.set_protocol(PacedHandshake(transport, tls, self._pacer))
+        paced = PacedConnection(transport, tls, self._pacer)
+        transport.set_protocol(paced)
         secure = await handshake
-        transport.set_protocol(tls)
         assert secure is not None, "the server's side has a transport"
-        return secure
+        return secure, paced
 
 
 class TlsProtocol(asyncio.Protocol):
@@ -74,7 +76,7 @@ class TlsProtocol(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, handshakes: Handshakes, protocol: asyncio.Protocol, connections: set[Any]) -> None:
+    def __init__(self, handshakes: Handshakes, protocol: BoundedProtocol, connections: set[Any]) -> None:
         """connections: those that the server ends when it stops."""
         self._handshakes = handshakes
         self._protocol = protocol
@@ -100,29 +102,27 @@ class TlsProtocol(asyncio.Protocol):
         self.transport.abort()
 
     async def _complete_handshake(self) -> None:
-        secure: asyncio.Transport | None = None
         try:
-            secure = await self._handshakes.complete(self.transport, self)
+            secure, paced = await self._handshakes.complete(self.transport, self)
         except OSError as error:
             self._handshakes.failed(self._address, error)
+            return
         finally:
             self._connections.discard(self)
             self._handshakes.counter.remove(self._address)
-        if secure is None:
-            return
         secure.set_write_buffer_limits(WRITE_BYTES)
         secure.set_read_buffer_limits(READ_BYTES)  # type: ignore[attr-defined]
         secure.set_protocol(self._protocol)
-        self._protocol.connection_made(secure)  # counts it again
+        self._protocol.connection_made(secure, paced.release)  # counts it again
         if self._early:
             self._protocol.data_received(self._early)
 
 
 def tls_protocol(
-    serving: Callable[..., asyncio.Protocol], tls: TlsContext, counter: ConnectionCounter, handshake_seconds: float
+    serving: type[BoundedProtocol], tls: TlsContext, handshake_seconds: float
 ) -> Callable[..., TlsProtocol]:
-    """What makes uvicorn's protocols, in front of those that serve connections. counter: of the latter."""
-    handshakes = Handshakes(tls, counter, handshake_seconds)
+    """What makes uvicorn's protocols, in front of those that serve connections."""
+    handshakes = Handshakes(tls, serving.counter, handshake_seconds)
 
     def make(**options: Any) -> TlsProtocol:
         return TlsProtocol(handshakes, serving(**options), options["server_state"].connections)

@@ -1,0 +1,297 @@
+"""Reads are done in slices, in the order in which clients sent their part, and each gets all of its bytes."""
+
+import asyncio
+import functools
+import http.client
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import httpx
+import pytest
+
+from headrace_router.api.http.read_pacer import SLICE_SECONDS, PacedConnection, ReadPacer
+from support.certificates import Authority
+
+P = ParamSpec("P")
+
+
+def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Runs an async test."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def main() -> None:
+            await test(*args, **kwargs)
+
+        asyncio.run(main())
+
+    return run
+
+
+class Transport:
+    """Records whether it is read, by which protocol, and how it ended."""
+
+    def __init__(self) -> None:
+        self.reading = True
+        self.closed = self.aborted = False
+        self.protocol: Any = None
+
+    def set_protocol(self, protocol: Any) -> None:
+        self.protocol = protocol
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+class Tls(asyncio.BufferedProtocol):
+    """Takes 7 bytes at a time."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.lost: list[Exception | None] = []
+        self._buffer = bytearray(7)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        assert not self.lost
+        self.received += self._buffer[:nbytes]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.append(exc)
+
+
+def _receive(connection: PacedConnection, data: bytes) -> None:
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+
+
+async def _turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@on_a_loop
+async def test_a_turn_has_one_slice_of_steps() -> None:
+    pacer, turn = ReadPacer(), 0
+    done: list[tuple[int, int]] = []  # (turn, step)
+
+    def step(number: int) -> None:
+        time.sleep(0.6 * SLICE_SECONDS)
+        done.append((turn, number))
+
+    for number in range(20):
+        pacer.submit(lambda number=number: step(number))  # type: ignore[misc]
+    while len(done) < 20:
+        await asyncio.sleep(0)
+        turn += 1
+    assert [number for _, number in done] == list(range(20))
+    turns = [turn for turn, _ in done]
+    assert max(turns.count(turn) for turn in turns) <= 2
+
+
+@on_a_loop
+async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
+    loop, reports, done = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: reports.append(context["exception"]))
+    pacer = ReadPacer()
+
+    def fails() -> None:
+        raise ValueError
+
+    for step in (fails, lambda: done.append(1), fails, lambda: done.append(2)):
+        pacer.submit(step)
+    await _turns(6)
+    assert done == [1, 2] and len(reports) == 2
+
+
+@on_a_loop
+async def test_bytes_of_two_connections_arrive_whole_and_a_connection_waits_for_its_own() -> None:
+    pacer = ReadPacer()
+    transports: list[Any] = [Transport(), Transport()]
+    protocols = [Tls(), Tls()]
+    connections = [PacedConnection(t, p, pacer) for t, p in zip(transports, protocols, strict=True)]
+    sent = [bytes(range(100)), b"another connection"]
+    for connection, data in zip(connections, sent, strict=True):
+        _receive(connection, data)  # into one buffer
+    assert not any(transport.reading for transport in transports)
+    await _turns()
+    assert [protocol.received for protocol in protocols] == sent
+    assert all(transport.reading for transport in transports)
+
+
+@pytest.mark.parametrize("reason", [None, ConnectionResetError()])
+@on_a_loop
+async def test_a_connection_that_is_lost_receives_nothing_more(reason: Exception | None) -> None:
+    pacer, tls, transport = ReadPacer(), Tls(), Transport()
+    connection = PacedConnection(transport, tls, pacer)  # type: ignore[arg-type]
+    _receive(connection, b"hello")
+    connection.connection_lost(reason)
+    await _turns()
+    assert tls.received == b"" and tls.lost == [reason]
+
+
+class Plain(asyncio.Protocol):
+    """Records what it receives, and pauses the transport after `most` bytes."""
+
+    def __init__(self, transport: Transport, most: int = 1000) -> None:
+        self.received = b""
+        self.ended = False
+        self._transport = transport
+        self._most = most
+
+    def data_received(self, data: bytes) -> None:
+        if data == b"fails":
+            raise ValueError
+        assert not self.ended
+        self.received += data
+        if len(self.received) >= self._most:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self.ended = True
+
+
+def _plain(most: int = 1000) -> tuple[PacedConnection, Any, Plain]:
+    transport: Any = Transport()
+    protocol = Plain(transport, most)
+    return PacedConnection(transport, protocol, ReadPacer()), transport, protocol
+
+
+@on_a_loop
+async def test_a_protocol_that_paused_its_connection_stays_paused() -> None:
+    connection, transport, protocol = _plain(most=8)
+    _receive(connection, b"1234")
+    await _turns()
+    assert transport.reading
+    _receive(connection, b"5678")
+    await _turns()
+    assert protocol.received == b"12345678" and not transport.reading
+
+
+@on_a_loop
+async def test_the_end_comes_after_the_bytes() -> None:
+    connection, transport, protocol = _plain()
+    _receive(connection, b"last")
+    assert connection.eof_received()
+    assert not transport.closed
+    await _turns()
+    assert protocol.received == b"last" and protocol.ended and transport.closed
+
+
+@on_a_loop
+async def test_after_release_the_protocol_reads_itself_once_it_has_what_came_before() -> None:
+    connection, transport, protocol = _plain()
+    _receive(connection, b"before")
+    connection.release()
+    assert transport.protocol is None
+    await _turns()
+    assert protocol.received == b"before" and transport.protocol is protocol and transport.reading
+
+
+@on_a_loop
+async def test_without_bytes_that_wait_a_release_has_effect_at_once() -> None:
+    connection, transport, protocol = _plain()
+    connection.release()
+    assert transport.protocol is protocol
+
+
+@on_a_loop
+async def test_a_lost_connection_gets_no_protocol() -> None:
+    connection, transport, _ = _plain()
+    connection.connection_lost(None)
+    connection.release()
+    await _turns()
+    assert transport.protocol is None
+
+
+@on_a_loop
+async def test_a_connection_whose_protocol_fails_is_aborted() -> None:
+    reports: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context["exception"]))
+    connection, transport, _ = _plain()
+    _receive(connection, b"fails")
+    await _turns()
+    assert transport.aborted and len(reports) == 1
+
+
+class Steps(list[int]):
+    """Counts the steps of all pacers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        submit = ReadPacer.submit
+
+        def count(pacer: ReadPacer, step: Callable[[], None]) -> None:
+            self.append(1)
+            submit(pacer, step)
+
+        monkeypatch.setattr(ReadPacer, "submit", count)
+
+    def during(self, call: Callable[[], Any]) -> int:
+        self.clear()
+        call()
+        return len(self)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["http", "https"])
+def test_a_connection_is_paced_until_its_client_has_shown_a_key(
+    encrypted: bool, harness: Any, make_replica: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    tls = {"tls": {"cert": cert, "key": key}} if encrypted else {}
+    router = harness.start([make_replica()], auth={"keys": ["first-key"]}, **tls)
+    steps = Steps(monkeypatch)
+    connection: http.client.HTTPConnection = http.client.HTTPConnection("127.0.0.1", router.http_port, 10)
+    if encrypted:
+        context = ssl.create_default_context(cafile=str(authority.file))
+        connection = http.client.HTTPSConnection("127.0.0.1", router.http_port, timeout=10, context=context)
+
+    def get(path: str, headers: dict[str, str]) -> int:
+        connection.request("GET", path, headers=headers)
+        with connection.getresponse() as response:
+            response.read()
+            return response.status
+
+    keyed = {"authorization": "Bearer first-key"}
+    for _ in range(2):
+        assert steps.during(lambda: get("/v1/models", {})) and steps.during(lambda: get("/health", {}))
+    assert steps.during(lambda: get("/v1/models", keyed))
+    for _ in range(2):
+        assert not steps.during(lambda: get("/v1/models", keyed))
+    assert get("/v1/models", {}) == 401 and get("/v1/models", keyed) == 200
+    connection.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["http", "https"])
+def test_a_body_that_follows_the_first_head_arrives_whole(
+    encrypted: bool, harness: Any, make_replica: Any, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    tls = {"tls": {"cert": cert, "key": key}} if encrypted else {}
+    router = harness.start([make_replica(max_model_len=200_000)], auth={"keys": ["first-key"]}, **tls)
+    scheme = "https" if encrypted else "http"
+    headers = {"authorization": "Bearer first-key"}
+    numbers = list(range(3, 200)) * 400
+    for _ in range(3):  # on connections of their own
+        body = {"model": "tiny", "prompt": numbers, "max_tokens": 1}
+        context = ssl.create_default_context(cafile=str(authority.file))
+        url = f"{scheme}://127.0.0.1:{router.http_port}/v1/completions"
+        answer = httpx.post(url, json=body, headers=headers, verify=context, trust_env=False, timeout=20)
+        assert answer.json()["usage"]["prompt_tokens"] == len(numbers), answer.text
+    (submit, *_) = harness.replicas[0].submits
+    assert list(submit.prompt_token_ids) == numbers
