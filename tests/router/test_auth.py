@@ -21,6 +21,7 @@ from headrace_router.access.auth import (
     check_exposure,
     check_metrics_exposure,
 )
+from headrace_router.access.watched_files import WatchedFiles
 from support.router.fake_replica import FakeReplica
 from support.router.harness import Harness
 
@@ -305,7 +306,50 @@ def test_a_changed_file_of_keys_is_used_without_a_restart(
     assert [status("the-old-key"), status("the-new-key")] == [200, 401]
     path.write_text("new:the-new-key\n")
     eventually(lambda: [status("the-old-key"), status("the-new-key")] == [401, 200])
-    for broken in ("short\n", "# no key is left\n"):
-        path.write_text(broken)
-        time.sleep(0.1)
-        assert [status("the-old-key"), status("the-new-key")] == [401, 200], "never open, and never closed for all"
+    path.write_text("short\n")
+    time.sleep(0.1)
+    assert [status("the-old-key"), status("the-new-key")] == [401, 200], "what cannot be used changes nothing"
+    path.unlink()
+    time.sleep(0.1)
+    assert [status("the-old-key"), status("the-new-key")] == [401, 200], "nor does a file that is missing"
+    path.touch(mode=0o600)
+    path.write_text("# all are revoked\n")
+    eventually(lambda: status("the-new-key") == 401)
+    with harness.client() as client:
+        assert client.get("/v1/models").status_code == 401, "never open"
+    path.write_text("new:the-new-key\n")
+    eventually(lambda: status("the-new-key") == 200)
+
+
+def _authenticator(path: Path, **auth: Any) -> tuple[WatchedFiles[Keys], Authenticator]:
+    watched = AuthConfig.model_validate({"keys_file": path, **auth}).watched()
+    return watched, Authenticator(watched.current, bytes(32))
+
+
+def test_a_tenant_without_a_name_keeps_its_own_when_another_key_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text(f"{KEY}\n{OTHER}\n")
+    watched, authenticator = _authenticator(path)
+    first, second = (authenticator.tenant(f"Bearer {key}".encode()) for key in (KEY, OTHER))
+    assert first is not None and second is not None and first.name != second.name
+    assert second.name == f"key-{second.salt.hex()[:8]}"
+    path.write_text(f"{OTHER}\n")
+    assert watched.refresh()
+    authenticator.use(watched.current)
+    assert authenticator.tenant(f"Bearer {KEY}".encode()) is None
+    assert authenticator.tenant(f"Bearer {OTHER}".encode()) == second
+
+
+def test_when_the_last_metrics_key_is_revoked_api_keys_do_not_read_metrics(tmp_path: Path) -> None:
+    keys, metrics = tmp_path / "keys", tmp_path / "metrics-keys"
+    for path, key in ((keys, KEY), (metrics, METRICS_KEY)):
+        path.touch(mode=0o600)
+        path.write_text(f"{key}\n")
+    watched, authenticator = _authenticator(keys, metrics_key_file=metrics)
+    metrics.write_text("")
+    assert watched.refresh()
+    authenticator.use(watched.current)
+    for key in (KEY, METRICS_KEY):
+        assert not authenticator.may_read_metrics(f"Bearer {key}".encode())
+    assert authenticator.tenant(f"Bearer {KEY}".encode()) is not None

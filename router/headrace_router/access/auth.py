@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from headrace_proto.errors import HeadraceError
@@ -14,7 +15,11 @@ from headrace_proto.private_file import read_private
 from headrace_router.access.watched_files import WatchedFiles
 
 SALT_BYTES = 16
+NAME_DIGITS = 8  # of its salt, in the name of a tenant without one
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
+
+
+log = structlog.get_logger("headrace.keys")
 
 
 class KeysFileError(HeadraceError):
@@ -26,7 +31,7 @@ class ExposureError(HeadraceError):
 
 
 class ApiKey(BaseModel):
-    """One key and its tenant's name in logs. A bare string is a key that is named after its position."""
+    """One key and its tenant's name in logs. A bare string is a key that is named after its salt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -81,20 +86,32 @@ class AuthConfig(BaseModel):
         return self.metrics_key is not None or self.metrics_key_file is not None
 
     def watched(self) -> "WatchedFiles[Keys]":
-        """The keys of both kinds, read again when a file changes. Raises KeysFileError, PrivateFileError."""
-        paths = (self.keys_file, self.metrics_key_file)
-        return WatchedFiles("files of keys", paths, lambda: Keys(self.load(), self.load_metrics()))
+        """The keys of both kinds, read again when a file changes. Raises KeysFileError, PrivateFileError.
 
-    def load(self) -> tuple[ApiKey, ...]:
+        A file must have a key at first; it may lose its last one later, which is revoked like any other.
+        """
+        loaded = False
+
+        def load() -> Keys:
+            nonlocal loaded
+            keys = Keys(self.load(may_be_empty=loaded), self.load_metrics(may_be_empty=loaded))
+            loaded = True
+            return keys
+
+        return WatchedFiles("files of keys", (self.keys_file, self.metrics_key_file), load)
+
+    def load(self, *, may_be_empty: bool = False) -> tuple[ApiKey, ...]:
         """All API keys, including the file's. Raises KeysFileError, PrivateFileError."""
-        return self.keys if self.keys_file is None else self.keys + _read_keys(self.keys_file, "API keys")
+        if self.keys_file is None:
+            return self.keys
+        return self.keys + _read_keys(self.keys_file, "API keys", may_be_empty=may_be_empty)
 
-    def load_metrics(self) -> tuple[ApiKey, ...]:
+    def load_metrics(self, *, may_be_empty: bool = False) -> tuple[ApiKey, ...]:
         """All metrics keys, including the file's. Raises KeysFileError, PrivateFileError."""
         keys: tuple[ApiKey, ...] = () if self.metrics_key is None else (self.metrics_key,)
         if self.metrics_key_file is not None:
-            keys += _read_keys(self.metrics_key_file, "metrics keys")
-        if {entry.key for entry in keys} & {entry.key for entry in self.load()}:
+            keys += _read_keys(self.metrics_key_file, "metrics keys", may_be_empty=may_be_empty)
+        if {entry.key for entry in keys} & {entry.key for entry in self.load(may_be_empty=may_be_empty)}:
             raise KeysFileError("a metrics key is also an API key: create one that is valid for /metrics only")
         return keys
 
@@ -121,27 +138,28 @@ OPEN_TENANT = Tenant("default", b"")
 class Authenticator:
     """Maps a bearer token to its tenant. Every key is compared, in constant time, whichever matches.
 
-    A metrics key belongs to no tenant: it reads /metrics. Without a metrics key, API keys read /metrics.
+    A metrics key belongs to no tenant: it reads /metrics. Without a metrics key, API keys read /metrics. Whether keys
+    are needed is decided once: nothing is open when the last one is revoked.
     """
 
     def __init__(self, keys: Keys, tenant_key: bytes) -> None:
         """tenant_key: at most 64 bytes, from which the tenants' salts are derived; the same for all routers."""
         self._tenant_key = tenant_key
+        self.open = not keys.api  # whether calls need no key
+        self._metrics_have_keys = bool(keys.metrics)
         self.use(keys)
 
     def use(self, keys: Keys) -> None:
         """From the next request on."""
         self._metrics = [_digest(entry.key.get_secret_value().encode()) for entry in keys.metrics]
         self._tenants: list[tuple[bytes, Tenant]] = []
-        for position, entry in enumerate(keys.api, 1):
+        for entry in keys.api:
             raw = entry.key.get_secret_value().encode()
             salt = hashlib.blake2b(raw, key=self._tenant_key, digest_size=SALT_BYTES, person=b"tenant")
-            self._tenants.append((_digest(raw), Tenant(entry.name or f"key-{position}", salt.digest())))
-
-    @property
-    def open(self) -> bool:
-        """Whether calls need no key."""
-        return not self._tenants
+            name = entry.name or f"key-{salt.hexdigest()[:NAME_DIGITS]}"  # the same whatever keys are added or removed
+            self._tenants.append((_digest(raw), Tenant(name, salt.digest())))
+        if not self.open and not self._tenants:
+            log.warning("no API key is left: every call that needs one is refused")
 
     def tenant(self, authorization: bytes | None) -> Tenant | None:
         """The caller's tenant from an Authorization header's value; None = refuse."""
@@ -156,7 +174,7 @@ class Authenticator:
 
     def may_read_metrics(self, authorization: bytes | None) -> bool:
         """Whether an Authorization header's value allows to read /metrics."""
-        if not self._metrics:
+        if not self._metrics_have_keys:
             return self.tenant(authorization) is not None
         digest = _digest(_bearer(authorization))
         matches = [hmac.compare_digest(expected, digest) for expected in self._metrics]
@@ -218,7 +236,7 @@ def _digest(raw: bytes) -> bytes:
     return hashlib.sha256(raw).digest()
 
 
-def _read_keys(path: Path, what: str) -> tuple[ApiKey, ...]:
+def _read_keys(path: Path, what: str, *, may_be_empty: bool) -> tuple[ApiKey, ...]:
     try:
         lines = read_private(path, f"the file of {what}").decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -237,6 +255,6 @@ def _read_keys(path: Path, what: str) -> tuple[ApiKey, ...]:
                 f"line {number} of the file of {what} {path} is no key: write KEY or NAME:KEY, with 8 to 512 printable "
                 "characters"
             ) from error
-    if not keys:
+    if not (keys or may_be_empty):
         raise KeysFileError(f"the file of {what} {path} holds no key: add one a line")
     return tuple(keys)
