@@ -23,7 +23,8 @@ from headrace_proto.private_file import PrivateFileError
 from headrace_router.access import watched_files
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFileError, TlsFiles, check_tls_files, load_tls_files
-from support.certificates import Authority, common_name, passphrase_key
+from headrace_router.access.watched_files import WatchedFiles
+from support.certificates import Authority, common_name, malformed_authority, passphrase_key
 
 CHAT = ChatMessages(messages=[ChatMessage(role="user", content="hi")])
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -261,6 +262,10 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[s
     locked.touch(mode=0o600)
     locked.write_bytes(passphrase_key())
     assert "has a passphrase" in refusal(key=locked)
+    trusted = tmp_path / "trusted"
+    trusted.touch(mode=0o600)
+    trusted.write_bytes(files["cert"].read_bytes().replace(b" CERTIFICATE", b" TRUSTED CERTIFICATE"))  # -trustout
+    assert f"{trusted} cannot be used" in refusal(cert=trusted, key=files["key"])
     assert "swapped" in refusal(cert=files["key"], key=files["cert"])
     files["cert"].chmod(0o644)
     TlsFiles(TlsConfig.model_validate(files))  # a certificate is public
@@ -272,6 +277,24 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[s
     for wrong in ({"cert": files["cert"]}, {"key": files["key"]}, {"client_ca": authority.file}):
         with pytest.raises(ValidationError, match="--tls-cert and --tls-key"):
             TlsConfig.model_validate(wrong)
+
+
+def test_an_authority_that_cannot_be_parsed_is_accepted_as_openssl_does(files: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "malformed"
+    path.touch(mode=0o600)
+    path.write_bytes(malformed_authority())
+    config = TlsConfig.model_validate(files | {"client_ca": path})
+    check_tls_files(config, load_tls_files(config))
+
+
+def test_a_failure_while_files_are_read_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("1")
+    watched = WatchedFiles("files", (path,), lambda: int(path.read_text()))
+    path.write_text("nothing")
+    assert not watched.refresh() and watched.current == 1
+    path.write_text("22")
+    assert watched.refresh() and watched.current == 22
 
 
 def test_files_with_which_no_client_could_connect_are_refused(authority: Authority, files: dict[str, Path]) -> None:

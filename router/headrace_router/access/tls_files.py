@@ -79,14 +79,9 @@ def load_tls_files(config: TlsConfig) -> LoadedTlsFiles:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     served = grpc.ssl_server_certificate_configuration([(key, cert)], authorities or None)
-    certificates = x509.load_pem_x509_certificates(cert)
-    return LoadedTlsFiles(
-        context,
-        monitoring,
-        served,
-        certificates[0],
-        x509.load_pem_x509_certificates(authorities) if authorities else [],
-    )
+    certificates = _parse(cert, f"the TLS certificate {config.cert}")
+    parsed = _parse(authorities, f"the authorities of TLS clients {config.client_ca}") if authorities else []
+    return LoadedTlsFiles(context, monitoring, served, certificates[0], parsed)
 
 
 def check_tls_files(config: TlsConfig, loaded: LoadedTlsFiles) -> None:
@@ -135,6 +130,19 @@ def _may_sign(certificate: x509.Certificate) -> bool:
         return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return certificate.version is x509.Version.v1
+    except ValueError:  # OpenSSL, which verifies clients, reads some extensions that this parser refuses
+        return True
+
+
+def _parse(content: bytes, what: str) -> list[x509.Certificate]:
+    """At least one. This parser is stricter than OpenSSL, which has accepted the content."""
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise TlsFileError(
+            f"{what} cannot be used: every certificate in it must be in PEM that begins with BEGIN CERTIFICATE "
+            "(openssl x509 -in FILE)"
+        ) from error
 
 
 def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:

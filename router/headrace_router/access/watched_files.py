@@ -57,6 +57,11 @@ class WatchedFiles(Generic[T]):
                 log.warning(f"the {self._name} changed and are not used: {error}; the earlier ones stay in use")
             self._refused = version
             return False
+        except Exception:  # a bug of ours must not end the watch
+            if version != self._refused:
+                log.exception(f"the {self._name} changed and cannot be read; the earlier ones stay in use")
+            self._refused = version
+            return False
         self._seen, self.current = version, loaded
         log.info(f"the {self._name} changed and are in use")
         return True
