@@ -40,6 +40,7 @@ from headrace_proto.inference_pb2 import (
 )
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_router.access.tls_config import TlsConfig
+from headrace_router.api.http.protocol import HEADER_BYTES
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
@@ -220,7 +221,7 @@ def many_trailers(router: Router) -> None:
 
 def short_headers(router: Router) -> None:
     """header_bytes: as many headers as fit, twenty times."""
-    count = (LIMITS.header_bytes - 100) // 7
+    count = (LIMITS.header_bytes - 100) // (2 + HEADER_BYTES)
     for _ in range(20):
         _send(router, b"GET /health HTTP/1.1\r\nconnection: close\r\n" + b"a:b\r\n" * count + b"\r\n")
 

@@ -226,6 +226,7 @@ def _exchange(shared: Any, request: bytes) -> bytes:
         (b"nonsense\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nbig: " + b"a" * 100_000 + b"\r\n\r\n", b"431"),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nendless: " + b"a" * 200_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 1000 + b"\r\n", b"431"),
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", b"431"),
         (b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n", b"400"),
     ],

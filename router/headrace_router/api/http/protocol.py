@@ -16,6 +16,7 @@ from headrace_router.core.errors import ApiError, InvalidRequestError, Overloade
 from headrace_router.core.limits import Limits
 
 READ_BYTES = 16 << 10  # parsed per turn of the event loop
+HEADER_BYTES = 64  # that a header counts beside its text: short ones take more memory than bytes
 PIPELINED_REQUESTS = 8  # that wait on one connection
 LINGER_SECONDS = 1.0  # for a client to stop sending and to read the reason
 REFUSED_CONNECTIONS = 256  # above the limit that get a reason at a time; more are closed without
@@ -95,7 +96,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
+        self._count(len(name) + len(value) + HEADER_BYTES)
         if self._in_head:  # else it is a trailer
             super().on_header(name, value)
 
