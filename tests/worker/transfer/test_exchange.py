@@ -41,3 +41,27 @@ def test_an_extreme_prediction_makes_no_fetch_endless(make_bench: Callable[..., 
     bench.clock.now += exchange.fetcher.limits.silence + 0.1
     exchange.tick()
     assert len(exchange.fetcher) == 0 and len(bench.scheduler.waiting) == 1
+
+
+def test_sources_are_few_and_forgotten(make_bench: Callable[..., Any]) -> None:
+    """A request names its source: whoever may submit can name any number of them."""
+    bench = make_bench()
+    exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
+
+    def begin(source: str) -> bool:
+        return bool(exchange.begin(bench.request(list(range(1, 40)), source=source), seconds_per_token=1.0))
+
+    names = [f"there-{number}" for number in range(limits.sources + 1)]
+    assert [begin(name) for name in names] == [True] * limits.sources + [False]
+    assert begin(names[0])
+    exchange.source_lost(names[1])
+    assert not begin(names[1]) and not begin("another"), "it is avoided for a while"
+    bench.clock.now += limits.avoid
+    assert begin("another") and not begin(names[1])
+    bench.clock.now += limits.silence + limits.avoid
+    exchange.tick()
+    assert not begin("one more"), "a connection that is not lost counts without a fetch, too"
+    for name in [*names[2:], names[0], "another"]:
+        exchange.source_lost(name)
+    bench.clock.now += limits.avoid
+    assert begin("one more") and len(exchange.fetcher._peers) == 1

@@ -99,6 +99,22 @@ def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureF
     assert "kv_source_failed" in "".join(capfd.readouterr())
 
 
+def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> None:
+    async def run() -> None:
+        pair_registry = FakePairRegistry()
+        client = TransferClient(pair_registry, identities.replica())  # type: ignore[arg-type]
+        for _ in range(3):
+            client.send("127.0.0.1:9", Cancel(1))
+        assert len(client._streams) == 1
+        await until(lambda: pair_registry.events == ["lost"])
+        assert not client._streams
+        client.send("127.0.0.1:9", Cancel(1))
+        client.disconnect("127.0.0.1:9")
+        assert not client._streams
+
+    asyncio.run(run())
+
+
 def test_a_target_that_reads_nothing_is_disconnected() -> None:
     async def run() -> None:
         service = TransferService(FakePairRegistry(), max_model_len=8, vocab_size=8)  # type: ignore[arg-type]

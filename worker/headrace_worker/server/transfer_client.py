@@ -1,6 +1,7 @@
 """As the target: one stream to each source, opened with the first message to it, removed when it breaks."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -31,42 +32,48 @@ HELLO_SECONDS = 3.0
 _OPTIONS = (*LARGE_MESSAGES, *CLIENT)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    queue: "asyncio.Queue[ToSource]"
+    task: asyncio.Task[None]
+
+
 class TransferClient:
     """The streams to sources. For the server's event loop."""
 
     def __init__(self, pair_registry: PairRegistry, identity: Identity) -> None:
         self._pair_registry = pair_registry
         self._identity = identity
-        self._outgoing: dict[str, asyncio.Queue[ToSource]] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._streams: dict[str, _Stream] = {}  # by address
 
     def send(self, source: str, message: ToSource) -> None:
         """Sends to a source, by its address; the first message opens the stream."""
-        if source not in self._tasks:
-            self._outgoing[source] = asyncio.Queue()
-            self._tasks[source] = asyncio.create_task(self._run(source))
-        self._outgoing[source].put_nowait(message)
+        stream = self._streams.get(source)
+        if stream is None:
+            queue: asyncio.Queue[ToSource] = asyncio.Queue()
+            stream = self._streams[source] = _Stream(queue, asyncio.create_task(self._run(source, queue)))
+        stream.queue.put_nowait(message)
 
     def disconnect(self, source: str) -> None:
         """Ends the stream to a source, if there is one."""
-        task = self._tasks.pop(source, None)
-        if task is not None:
-            task.cancel()
+        stream = self._streams.pop(source, None)
+        if stream is not None:
+            stream.task.cancel()
 
     async def close(self) -> None:
         """Ends all streams."""
-        tasks = list(self._tasks.values())
+        tasks = [stream.task for stream in self._streams.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, source: str) -> None:
+    async def _run(self, source: str, queue: "asyncio.Queue[ToSource]") -> None:
         opened: RendezvousHost | None = None
         try:
             opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
             async with self._identity.channel(source, Component.REPLICA, _OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
-                await self._run_stream(source, stub.Transfer(), opened)
+                await self._run_stream(source, stub.Transfer(), queue, opened)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
@@ -77,12 +84,15 @@ class TransferClient:
             log.exception("kv_source_failed", source=source)
             reason = "internal error"
         finally:
-            if self._tasks.get(source) is asyncio.current_task():
-                del self._tasks[source]
+            stream = self._streams.get(source)
+            if stream is not None and stream.queue is queue:
+                del self._streams[source]  # with the messages that were not sent
         log.warning("kv_source_lost", source=source, reason=reason)
         self._pair_registry.commands.exchange(lambda exchange: exchange.source_lost(source))
 
-    async def _run_stream(self, source: str, call: Any, opened: RendezvousHost) -> None:
+    async def _run_stream(
+        self, source: str, call: Any, queue: "asyncio.Queue[ToSource]", opened: RendezvousHost
+    ) -> None:
         pair_registry = self._pair_registry
         hello = pb.TargetHello(
             contract_version=CONTRACT_VERSION,
@@ -102,7 +112,7 @@ class TransferClient:
         order = pair_registry.as_target(opened, shards)
         pair_registry.commands.exchange(lambda exchange: exchange.open_source(source, order))
         try:
-            await run_duplex(self._read(source, call), self._write(self._outgoing[source], call))
+            await run_duplex(self._read(source, call), self._write(queue, call))
         finally:
             call.cancel()
 

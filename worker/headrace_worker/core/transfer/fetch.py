@@ -20,6 +20,7 @@ class FetchLimits:
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
+    sources: int = 64  # that are connected, or avoided, at a time; of further ones nothing is fetched
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
     def timeout(self, local_seconds: float, until_deadline: float | None) -> float:

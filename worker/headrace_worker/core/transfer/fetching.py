@@ -35,7 +35,7 @@ from headrace_worker.core.transfer.shards import wanted_blocks
 @dataclass(slots=True)
 class _Peer:
     pair: int | None = None  # once an OpenPair was ordered
-    avoid_until: float = 0.0
+    avoid_until: float = 0.0  # once it was lost; it is forgotten then
     renewed: float = 0.0
 
 
@@ -78,17 +78,18 @@ class Fetcher:
         `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue.
         """
         kv, limits = self._kv, self.limits
-        known = self._peers.setdefault(peer, _Peer())
         blocks = (len(request.tokens) - 1) // kv.block_size  # the last token is always computed here
         kv.extend_chain(request.chain, request.tokens, blocks)
         hit = kv.lookup(request.chain, len(request.tokens) - 1)
         have = hit.tokens // kv.block_size
-        if blocks - have < limits.min_blocks or now < known.avoid_until:
+        if blocks - have < limits.min_blocks:
             return False
         local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
         timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
             return False  # the request expires in the queue
+        if not self._use_peer(peer, now):
+            return False
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
         self._fetches[self._number] = Fetch(
@@ -223,6 +224,22 @@ class Fetcher:
         ]
 
     # -- internal ---------------------------------------------------------------------------------------------
+
+    def _use_peer(self, peer: str, now: float) -> bool:
+        """Whether the next message may connect to this source. Forgets lost ones when there is another one."""
+        known = self._peers.get(peer)
+        if known is None:
+            used = {fetch.peer for fetch in self._fetches.values()}
+            for name, each in list(self._peers.items()):
+                if name not in used and each.pair is None and 0 < each.avoid_until <= now:
+                    del self._peers[name]
+            if len(self._peers) >= self.limits.sources:
+                return False
+            known = self._peers[peer] = _Peer()
+        if now < known.avoid_until:
+            return False
+        known.avoid_until = 0.0
+        return True
 
     def _reserve(self, fetch: Fetch, blocks: int) -> None:
         if fetch.reserved is not None:
