@@ -8,8 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.component import Component
+from headrace_proto.replica_pb2_grpc import ReplicaServicer, ReplicaStub, add_ReplicaServicer_to_server
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import Cancel, FetchRequest, Refused, ToSource
 from headrace_worker.core.transfer.shards import KvShards, RankShard
@@ -19,6 +22,11 @@ from headrace_worker.server.transfer_service import MAX_UNSENT, TransferService
 from support import identities
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
+HELLO = pb.TargetHello(
+    contract_version=CONTRACT_VERSION,
+    shards=SHARDS,
+    rendezvous=pb.PairRendezvous(host="127.0.0.1", port=9, token=b"t" * 32),
+)
 UNENCODABLE = FetchRequest(1, b"", "", [1, 2, 3, 4], 0, timeout=1e12)  # more milliseconds than fit into the frame
 
 
@@ -35,6 +43,17 @@ class Source(ReplicaServicer):
                 yield pb.SourceFrame(hello=pb.SourceHello(shards=SHARDS))
 
 
+class _Serving(ReplicaServicer):
+    """The source's side of transfers alone."""
+
+    def __init__(self, service: TransferService) -> None:
+        self._service = service
+
+    async def Transfer(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.SourceFrame]:
+        async for frame in self._service.serve(request_iterator, context):
+            yield frame
+
+
 class FakePairRegistry:
     """A replica whose step loop records the calls."""
 
@@ -45,6 +64,8 @@ class FakePairRegistry:
         exchange = SimpleNamespace(
             open_source=lambda source, order: self.events.append("opened"),
             source_lost=lambda source: self.events.append("lost"),
+            open_target=lambda target, order: self.events.append("target opened"),
+            target_lost=lambda target: self.events.append("target lost"),
         )
         self.commands = SimpleNamespace(exchange=lambda action: action(exchange))
 
@@ -55,6 +76,9 @@ class FakePairRegistry:
         return ""
 
     def as_target(self, opened: Any, shards: KvShards) -> None:
+        return None
+
+    def as_source(self, rendezvous: Rendezvous, shards: KvShards) -> None:
         return None
 
 
@@ -115,14 +139,39 @@ def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> Non
     asyncio.run(run())
 
 
-def test_a_target_that_reads_nothing_is_disconnected() -> None:
+@pytest.mark.parametrize("explicit", [False, True], ids=["too many messages", "disconnected"])
+def test_a_target_that_reads_nothing_is_disconnected(explicit: bool) -> None:
+    """The source's writer waits for the target, and takes no end marker from a queue."""
+
     async def run() -> None:
-        service = TransferService(FakePairRegistry(), max_model_len=8, vocab_size=8)  # type: ignore[arg-type]
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        service._outgoing["there"] = queue
-        for _ in range(2 * MAX_UNSENT):
-            service.send("there", Refused(1, "the source is full"))
-        unsent = [queue.get_nowait() for _ in range(queue.qsize())]
-        assert len(unsent) == MAX_UNSENT + 1 and unsent[-1] is None
+        pair_registry = FakePairRegistry()
+        service = TransferService(pair_registry, max_model_len=8, vocab_size=8)  # type: ignore[arg-type]
+        server = grpc.aio.server()
+        add_ReplicaServicer_to_server(_Serving(service), server)
+        port = server.add_secure_port("127.0.0.1:0", identities.replica().server_credentials())
+        await server.start()
+        async with identities.replica().channel(f"127.0.0.1:{port}", Component.REPLICA, NO_PROXY) as channel:
+            stub: Any = ReplicaStub(channel)
+            call = stub.Transfer()
+            await call.write(pb.TargetFrame(hello=HELLO))
+            assert (await call.read()).HasField("hello")
+            (name,) = service._streams
+            queue = service._streams[name].queue
+            for _ in range(MAX_UNSENT // 2):  # the connection's window takes some of them
+                service.send(name, Refused(1, "x" * 4096))
+                await asyncio.sleep(0)
+            assert queue.qsize(), "the writer waits for the target"
+            if explicit:
+                service.disconnect(name)
+            else:
+                for _ in range(MAX_UNSENT):
+                    service.send(name, Refused(1, "the source is full"))
+            assert not service._streams
+            await until(lambda: pair_registry.events == ["target opened", "target lost"])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.ABORTED, "one that reads again connects again"
+        await server.stop(0)
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -10,6 +11,7 @@ import structlog
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.callers import caller_name
+from headrace_proto.served_call import ServedCall
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_convert import (
@@ -25,6 +27,12 @@ MAX_UNSENT = 4096  # messages that wait for a target
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    queue: "asyncio.Queue[FromSource | None]"  # None: the target has closed its side
+    call: ServedCall
+
+
 class TransferService:
     """The streams from targets. For the server's event loop. A target that connects again counts as another one."""
 
@@ -33,19 +41,23 @@ class TransferService:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._numbers = itertools.count(1)
-        self._outgoing: dict[str, asyncio.Queue[FromSource | None]] = {}
+        self._streams: dict[str, _Stream] = {}  # by target
 
     def send(self, target: str, message: FromSource) -> None:
         """Sends to a target; dropped when its stream has ended. One that reads no answers is disconnected."""
-        queue = self._outgoing.get(target)
-        if queue is not None and queue.qsize() <= MAX_UNSENT:
-            queue.put_nowait(message if queue.qsize() < MAX_UNSENT else None)
+        stream = self._streams.get(target)
+        if stream is None:
+            return
+        if stream.queue.qsize() < MAX_UNSENT:
+            stream.queue.put_nowait(message)
+        else:
+            self.disconnect(target)
 
     def disconnect(self, target: str) -> None:
-        """Ends a target's stream, if there is one."""
-        queue = self._outgoing.get(target)
-        if queue is not None:
-            queue.put_nowait(None)
+        """Ends a target's stream, if there is one; what was not sent is dropped."""
+        stream = self._streams.pop(target, None)
+        if stream is not None:
+            stream.call.end("the source has ended this stream: the target reads no answers, or a transfer failed")
 
     async def serve(
         self, frames: AsyncIterator[pb.TargetFrame], context: "grpc.aio.ServicerContext[object, object]"
@@ -68,7 +80,8 @@ class TransferService:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
             return
         name = f"{caller_name(context)}#{next(self._numbers)}"
-        queue = self._outgoing[name] = asyncio.Queue()
+        queue: asyncio.Queue[FromSource | None] = asyncio.Queue()
+        self._streams[name] = _Stream(queue, ServedCall(context))
         order = pair_registry.as_source(rendezvous, shards)
         pair_registry.commands.exchange(lambda exchange: exchange.open_target(name, order))
         reader = asyncio.create_task(self._read(name, frames))
@@ -81,7 +94,7 @@ class TransferService:
                 yield source_frame(message)
         finally:
             reader.cancel()
-            del self._outgoing[name]
+            self._streams.pop(name, None)
             pair_registry.commands.exchange(lambda exchange: exchange.target_lost(name))
 
     async def _read(self, name: str, frames: AsyncIterator[pb.TargetFrame]) -> None:
