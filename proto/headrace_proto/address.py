@@ -10,7 +10,8 @@ def host_port(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of 'host:port' or 'http://host:port'. Raises ValueError."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()):
+    plain = address.isprintable() and " " not in address  # it may be shown in a terminal
+    if not colon or not host or not plain or not (port.isascii() and port.isdigit()):
         raise ValueError(f"'{address}' is not HOST:PORT")
     return host.strip("[]"), int(port)
 

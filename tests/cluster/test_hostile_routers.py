@@ -180,6 +180,11 @@ def test_a_router_counts_once_and_registers_little(controller: _Controller) -> N
     long = pb.WatchRequest(router=pb.RouterInfo(id=HOSTILE, http="x" * (FIELD_CHARS + 1))).SerializeToString()
     code, _ = controller.run(controller.call(Component.ROUTER, "Watch", long))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
+    for name in ("http", "grpc", "metrics"):
+        info = pb.RouterInfo(id=HOSTILE, **{name: "\x1b]0;title\x07127.0.0.1:1"})
+        sent = pb.WatchRequest(router=info).SerializeToString()
+        code, details = controller.run(controller.call(Component.ROUTER, "Watch", sent))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "HOST:PORT" in details
     many = pb.RouterReport(router_id=HOSTILE, replicas=[pb.HeardReplica(replica_id="x" * 40)] * 100_000)
     code, _ = controller.run(controller.call(Component.ROUTER, "Report", many.SerializeToString()))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -9,7 +9,7 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.local.authority import CertificateRequestError, ClusterAuthority
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
-from headrace_proto.address import host_port
+from headrace_proto.address import host_port, split_address
 from headrace_proto.callers import CallerInterceptor, caller_certificate, caller_name
 from headrace_proto.channel_options import SERVER, Options
 from headrace_proto.component import Component
@@ -33,8 +33,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """Streams the list; the client is a registered router until the stream ends."""
         router = request.router
         await _check_name(router.id, context)
-        if max(map(len, (router.node, router.http, router.grpc, router.metrics))) > FIELD_CHARS:
+        addresses = [address for address in (router.http, router.grpc, router.metrics) if address]
+        if max(map(len, (router.node, *addresses))) > FIELD_CHARS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an address has {FIELD_CHARS} characters at most")
+        try:
+            for address in addresses:  # `headrace status` prints them
+                split_address(address)
+        except ValueError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an address of a router must be HOST:PORT")
         routers = self._membership.routers
         routers[router.id] = router
         try:

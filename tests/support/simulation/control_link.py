@@ -54,7 +54,7 @@ class ControlLink:
             return
         self._controller = controller
         lists = Fifo(self._world, router, lambda item: self._received(controller, item))
-        info = control.RouterInfo(id=router.name, metrics=router.name)
+        info = control.RouterInfo(id=router.name, metrics=f"{router.name}:1")
         self._watch = controller.watch(info, lists)
 
     def _received(self, controller: "SimController", item: object) -> None:
