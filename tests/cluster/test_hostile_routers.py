@@ -181,7 +181,8 @@ def test_a_router_counts_once_and_registers_little(controller: _Controller) -> N
     code, _ = controller.run(controller.call(Component.ROUTER, "Watch", long))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     for name in ("http", "grpc", "metrics"):
-        info = pb.RouterInfo(id=HOSTILE, **{name: "\x1b]0;title\x07127.0.0.1:1"})
+        info = pb.RouterInfo(id=HOSTILE)
+        setattr(info, name, "\x1b]0;title\x07127.0.0.1:1")
         sent = pb.WatchRequest(router=info).SerializeToString()
         code, details = controller.run(controller.call(Component.ROUTER, "Watch", sent))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "HOST:PORT" in details

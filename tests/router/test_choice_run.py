@@ -21,6 +21,7 @@ from headrace_proto.replica_pb2 import (
     Submit,
     TokenLogprobs,
 )
+from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
@@ -37,7 +38,6 @@ from headrace_router.core.quarantine import Quarantine, fingerprint
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
 from headrace_router.core.shared_prompt import SHARED_TOKENS
-from headrace_router.core.suspect import TRIAL_TOKENS
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]
@@ -419,6 +419,26 @@ def test_a_choice_that_passed_alone_gets_company() -> None:
     assert scenario["c"].isolated
     attempt.receive(Delta(first_index=TRIAL_TOKENS - 1, token_ids=[5]))
     assert not scenario["c"].isolated
+
+
+def test_a_replica_knows_that_an_attempt_runs_alone() -> None:
+    """Other routers place their requests there, too."""
+    scenario = Scenario("a", "b", "c")
+    for name in "ab":
+        assert not scenario[name].submits[-1].alone
+        scenario[name].connected = False
+        scenario[name].end_attempts()
+        scenario.clock.run()
+    (refused,) = scenario["c"].submits
+    assert refused.alone
+    scenario["c"].begun[-1].receive(Delta(finish=FINISH_REFUSED, error="others run on this replica"))
+    scenario.clock.run()
+    assert len(scenario["c"].submits) == 1 and not scenario.results, "it waits"
+    scenario.clock.run(1.0)
+    assert scenario["c"].submits[-1].alone
+    scenario["c"].answer(0, 4, FINISH_LENGTH)
+    scenario.clock.run()
+    assert scenario.results == [None]
 
 
 def test_a_drain_is_no_loss() -> None:

@@ -4,12 +4,12 @@ import pytest
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import ReplicaFrame, ReplicaIdentity, Sampling
+from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.choice_losses import ChoiceLosses
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import PoisonousRequestError
 from headrace_router.core.quarantine import MAX_FINGERPRINTS, QUARANTINE_SECONDS, Quarantine, fingerprint
 from headrace_router.core.replica_state import ReplicaState
-from headrace_router.core.suspect import TRIAL_TOKENS
 
 POISON, INNOCENT = [1, 2, 3], [4, 5, 6]
 

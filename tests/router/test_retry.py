@@ -126,6 +126,21 @@ def test_a_choice_that_must_run_alone_ends_with_that_reason() -> None:
         state.must_wait(now=5.0)
 
 
+def test_a_choice_that_must_run_alone_and_is_refused_waits() -> None:
+    """The replica was idle when it was chosen: another router was first."""
+    state = _state()
+    for replica in "ab":
+        state.ended(replica, Outcome.LOST, begun=False)
+    state.alone = True
+    for now in (0.0, 4.9):
+        state.ended("c", Outcome.REFUSED, begun=False)
+        assert state.round_over and state.excluded == ["a", "b"]
+        state.must_wait(now)
+        assert not state.round_over
+    with pytest.raises(ReplicaLostError, match="alone within 5 s"):
+        state.must_wait(5.0)
+
+
 def test_a_move_by_the_router_is_no_loss() -> None:
     state = _state(migration_limit=1)
     for replica in "abc":

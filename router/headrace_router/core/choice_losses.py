@@ -3,10 +3,11 @@
 from functools import cached_property
 from typing import Generic
 
+from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.quarantine import Quarantine, fingerprint
 from headrace_router.core.replica_state import C, ReplicaState
-from headrace_router.core.suspect import TRIAL_TOKENS, Suspect
+from headrace_router.core.suspect import Suspect
 
 
 class ChoiceLosses(Generic[C]):

@@ -96,7 +96,7 @@ class ChoiceRun(Generic[C]):
         if preferred is None and not self._leads and self.prompt.replica not in retry.excluded:
             preferred = self.prompt.replica
         try:
-            if (begun and retry.round_over) or self._losses.must_wait(urgent=urgent):
+            if ((begun or retry.alone) and retry.round_over) or self._losses.must_wait(urgent=urgent):
                 raise MustWaitError
             replica = self._placement.place(
                 self._request,
@@ -131,6 +131,7 @@ class ChoiceRun(Generic[C]):
             sampling=request.sampling,
             priority=request.priority,
             deadline_ms=self._remaining_ms(),
+            alone=self._retry.alone,
         )
         if source is not None:
             submit.source.CopyFrom(source.message())

@@ -70,6 +70,9 @@ class RetryState(Generic[Replica]):
             self.excluded = [replica]
             self._end_wait()
             return
+        if self.alone and outcome is Outcome.REFUSED:  # another router was first: it waits until a replica is idle
+            self._refused_in_round = self.max_attempts
+            return
         self.excluded.append(replica)
         self._tries += 1
         if begun:

@@ -15,7 +15,6 @@ from typing import Any
 from headrace_router.core.replica_state import ReplicaState
 
 SUSPECT_LOSSES = 2  # a request that was present at so many runs alone
-TRIAL_TOKENS = 16
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
 from headrace_worker.core.transfer.orders import Order
+from headrace_worker.core.trial import Trial
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +67,7 @@ class Engine:
         self._depth = depth
         self._launched: deque[_Launched] = deque()
         self._requests: dict[bytes, Request] = {}
+        self._trial = Trial()
         self._failed_steps = 0
         self._last_collect = clock()
         self._predicted = 0.0
@@ -75,12 +77,16 @@ class Engine:
         return bool(self._launched) or self.scheduler.has_work or self.exchange.pending
 
     def submit(self, request: Request) -> Output | None:
-        """Accepts a request; returns its refusal when the queue is full or the id is in use."""
-        full = not self.scheduler.has_place(request.tenant_salt, self.exchange.fetcher.waiting_of)
-        if full or request.attempt_id in self._requests:
-            reason = "the replica's queue is full" if full else "this attempt id is in use"
+        """Accepts a request; returns its refusal when the queue is full, the id is in use, or one must run alone."""
+        reason = self._trial.refusal(request, self._requests)
+        if not self.scheduler.has_place(request.tenant_salt, self.exchange.fetcher.waiting_of):
+            reason = "the replica's queue is full"
+        elif request.attempt_id in self._requests:
+            reason = "this attempt id is in use"
+        if reason:
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
         self._requests[request.attempt_id] = request
+        self._trial.accepted(request)
         if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
             self.scheduler.add(request)
         return None

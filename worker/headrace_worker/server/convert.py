@@ -79,6 +79,7 @@ def to_request(
         adapter=submit.adapter,
         source=submit.source.address,
         cached_only=submit.source.cached_only,
+        alone=submit.alone,
     )
 
 
