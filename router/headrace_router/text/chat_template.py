@@ -9,15 +9,14 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from headrace_router.core.errors import InvalidRequestError
+from headrace_router.text.template_budget import TemplateSizeError, render_budget
+from headrace_router.text.template_sandbox import SizedSandbox
 from headrace_router.text.traced_text import traced_json
 
-_LARGEST_PRODUCT = 1 << 20  # characters or entries
-_LARGEST_NUMBER_BITS = 1 << 12
+_FAILURES = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError)
 
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
@@ -50,14 +49,21 @@ class ChatTemplate:
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=(now or datetime.now()).strftime,
-                **self._special_tokens,
-            )
+            with render_budget():
+                return self._template.render(
+                    messages=[dict(message) for message in messages],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=True,
+                    strftime_now=(now or datetime.now()).strftime,
+                    **self._special_tokens,
+                )
+        except TemplateSizeError as error:
+            raise ChatTemplateError(
+                "The chat template does something that the sandbox forbids: of these messages it makes too much text. "
+                "Send fewer or shorter ones.",
+                param="messages",
+            ) from error
         except jinja2.exceptions.SecurityError as error:
             raise ChatTemplateError(
                 "The chat template does something that the sandbox forbids.", param="messages"
@@ -67,7 +73,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"The model's chat template rejects these messages: {reason}", param="messages"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        except _FAILURES as error:
             raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from error
 
 
@@ -103,30 +109,14 @@ class _TemplateDict:
         return dict(*args, **kwargs)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with products and powers of bounded size; jinja2 computes constant ones when it compiles."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
-            sizes = [abs(side) if isinstance(side, (int, float)) else len(side) for side in (left, right)]
-            too_large = sizes[0] * sizes[1] > _LARGEST_PRODUCT
-        else:
-            bits = [int(abs(side)).bit_length() for side in (left, right)]
-            too_large = (bits[0] * right if operator == "**" else sum(bits)) > _LARGEST_NUMBER_BITS
-        if too_large:
-            raise jinja2.exceptions.SecurityError("a product is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["namespace"] = _TemplateNamespace
-    environment.globals["dict"] = _TemplateDict()
-    return environment
+def _environment() -> SizedSandbox:
+    return SizedSandbox(
+        filters={"tojson": _tojson},
+        names={"raise_exception": _raise_exception, "namespace": _TemplateNamespace, "dict": _TemplateDict()},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, loopcontrols],
+    )
 
 
 def _tojson(

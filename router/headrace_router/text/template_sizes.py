@@ -1,0 +1,136 @@
+"""The largest size of what each filter, string method and operator that enlarges its input makes of its arguments.
+
+Each function takes the arguments of what it is named after, and returns or checks a number of characters.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import date
+from typing import Any
+
+from headrace_router.text.template_budget import ENTRY, LARGEST_TEXT, TemplateSizeError, allow, text_size
+
+_LARGEST_NUMBER_BITS = 1 << 12
+_LARGEST_PRECISION = 300
+_LARGEST_DIGITS = 8
+# Key, width and precision of a printf-style conversion.
+_CONVERSION = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\d+|\*)?(?:\.(\d+|\*))?")
+_NESTED_KEY = re.compile(r"%\([^()]*\(")
+
+
+def as_text(value: Any) -> Any:
+    """The value, written as text if it is none. Raises TemplateSizeError."""
+    allow(text_size(value))
+    return value if isinstance(value, (str, bytes)) else str(value)
+
+
+def product(operator: str, left: Any, right: Any) -> int:
+    """Of `*` and `**`."""
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        bits = [int(abs(side)).bit_length() for side in (left, right)]
+        if (bits[0] * right if operator == "**" else sum(bits)) > _LARGEST_NUMBER_BITS:
+            raise TemplateSizeError("a number is too large")
+        return 0
+    sizes = [abs(side) if isinstance(side, (int, float)) else _size(side) for side in (left, right)]
+    return int(sizes[0] * sizes[1])
+
+
+def total(left: Any, right: Any) -> int:
+    """Of `+`."""
+    return 0 if isinstance(left, (int, float)) else _size(left) + _size(right)
+
+
+def printf(text: Any, *args: Any, **kwargs: Any) -> int:
+    """Of `%` and the filter `format`: each conversion may write the largest value, in the largest width."""
+    plain = str(text, "latin-1") if isinstance(text, bytes) else str(text)
+    if _NESTED_KEY.search(plain):
+        raise TemplateSizeError("the key of a conversion has parentheses")
+    widths = [number for conversion in _CONVERSION.findall(plain) for number in conversion if number]
+    stars = [abs(value) for value in args if isinstance(value, int)] if "*" in widths else []
+    if any(len(number) > _LARGEST_DIGITS for number in widths):
+        raise TemplateSizeError("a width is too large")
+    width = sum(int(number) for number in widths if number != "*") + widths.count("*") * max(stars, default=0)
+    values = [*args, *(entry for value in args if isinstance(value, Mapping) for entry in value.values())]
+    largest = max(map(text_size, [*values, *kwargs.values()]), default=0)
+    return len(plain) + width + plain.count("%") * largest
+
+
+def padded(text: Any, width: int = 80, fill: Any = " ") -> int:
+    """Of `center`, `ljust`, `rjust` and `zfill`."""
+    return max(text_size(text), width)
+
+
+def expandtabs(text: Any, tabsize: int = 8) -> int:
+    return len(text) * max(1, tabsize) if tabsize > 8 else 8 * len(text)
+
+
+def replace(text: Any, old: Any, new: Any, count: int | None = None) -> int:
+    found: int = as_text(text).count(as_text(old))
+    times = found if count is None or count < 0 else min(found, count)
+    return text_size(text) + times * text_size(new)
+
+
+def join(separator: Any, parts: list[Any]) -> int:
+    size = len(parts) * text_size(separator)
+    for part in parts:
+        size = allow(size + text_size(part))
+    return size
+
+
+def translate(text: Any, table: Any) -> int:
+    if isinstance(table, bytes):
+        return len(text)
+    return len(text) * max(map(text_size, dict(table).values()), default=1)
+
+
+def to_bytes(number: int, length: int = 1, byteorder: str = "big", *, signed: bool = False) -> int:
+    return length
+
+
+def strftime(day: date, written: str) -> int:
+    """The C library writes at most so much."""
+    return 256 * len(written)
+
+
+def indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
+    lines = len(as_text(text).splitlines())
+    return text_size(text) + (lines + 1) * (len(width) if isinstance(width, str) else width)
+
+
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> int:
+    return text_size(value, len(indent) if isinstance(indent, str) else indent or 0)
+
+
+def rounded(value: Any, precision: int = 0, method: str = "common") -> int:
+    return 0 if abs(precision) <= _LARGEST_PRECISION else LARGEST_TEXT + 1
+
+
+def summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
+    """Numbers only: sums of lists copy each list many times."""
+    return 0 if isinstance(start, (int, float)) else LARGEST_TEXT + 1
+
+
+def listed(values: Any) -> int:
+    return ENTRY // 4 * len(values) if hasattr(values, "__len__") else 0
+
+
+def written(value: Any, *args: Any, **kwargs: Any) -> int:
+    """Of a filter whose result is about as long as its first argument, written as text."""
+    return text_size(value)
+
+
+METHODS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
+    "expandtabs": expandtabs, "replace": replace, "join": join, "translate": translate, "to_bytes": to_bytes,
+    "strftime": strftime,
+}  # fmt: skip
+FILTERS: dict[str, Callable[..., int]] = {
+    "center": padded, "replace": replace, "format": printf, "indent": indent, "tojson": tojson, "round": rounded,
+    "sum": summed, "list": listed,
+    **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "striptags", "trim", "truncate"), written),
+    **dict.fromkeys(("capitalize", "lower", "title", "upper", "urlencode", "wordcount"), written),
+}  # fmt: skip
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes)) else ENTRY // 4 * len(value)
