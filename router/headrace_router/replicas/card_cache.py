@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from weakref import WeakValueDictionary
 
 from blake3 import blake3
 
@@ -18,7 +19,7 @@ class CardCache:
         self.newest_digest = b""
         self._tokenizers: dict[bytes, LoadedTokenizer] = {}
         self._cards: dict[bytes, ModelCard] = {}
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def card(self, facts: ModelFacts, tokenizer_json: bytes) -> ModelCard:
         """The card for these facts. `tokenizer_json` is empty when the router stated its digest in the request.
@@ -26,19 +27,25 @@ class CardCache:
         Raises ModelFactsError when tokenizer and digest do not match.
         """
         key = hashlib.blake2b(_shared_part(facts), digest_size=16).digest()
-        async with self._lock:
+        async with self._locks.setdefault(key, asyncio.Lock()):  # a template that compiles slowly delays its model only
             if key not in self._cards:
-                loaded = self._tokenizers.get(facts.tokenizer_digest)
-                if loaded is None:
-                    if not tokenizer_json:
-                        self.newest_digest = b""
-                        raise ModelFactsError("the replica sent no tokenizer")
-                    loaded = await asyncio.to_thread(_load, tokenizer_json, facts.tokenizer_digest)
-                    self._keep(facts.tokenizer_digest, loaded)
+                loaded = await self._loaded(facts.tokenizer_digest, tokenizer_json)
+                card = await asyncio.to_thread(ModelCard, facts, loaded)
                 if len(self._cards) >= MAX_TOKENIZERS:
                     self._cards.pop(next(iter(self._cards)))
-                self._cards[key] = await asyncio.to_thread(ModelCard, facts, loaded)
+                self._cards[key] = card
             return self._cards[key]
+
+    async def _loaded(self, digest: bytes, tokenizer_json: bytes) -> LoadedTokenizer:
+        async with self._locks.setdefault(b"tokenizer" + digest, asyncio.Lock()):
+            loaded = self._tokenizers.get(digest)
+            if loaded is None:
+                if not tokenizer_json:
+                    self.newest_digest = b""
+                    raise ModelFactsError("the replica sent no tokenizer")
+                loaded = await asyncio.to_thread(_load, tokenizer_json, digest)
+                self._keep(digest, loaded)
+            return loaded
 
     def _keep(self, digest: bytes, loaded: LoadedTokenizer) -> None:
         if len(self._tokenizers) >= MAX_TOKENIZERS:
