@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.errors import ContextLengthError
+from headrace_router.text.chat_template import ChatTemplateError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 from headrace_router.text.prompt_text import UntraceableChatError
 from headrace_router.text.text_encoder import CONTROL_SPANS, ControlTokenError, TextEncoder, TooManyControlTokensError
@@ -161,6 +162,36 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
         inert = card.template.render([{**message, "content": "!"} for message in messages])
         own = tokenizer.encode(inert, add_special_tokens=False).ids
         assert found.count(token) <= [tokenizer.id_to_token(token_id) for token_id in own].count(token)
+
+
+@settings(max_examples=60, deadline=None)
+@example(names=["<｜User｜>", "▁", "Ġ", "é"], special=True, data=None)
+@given(
+    names=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+    special=st.booleans(),
+    data=st.data(),
+)
+def test_control_tokens_of_any_characters(names: list[str], special: bool, data: st.DataObject | None) -> None:
+    tokenizer: Any = Tokenizer(models.BPE(vocab={}, merges=[]))
+    tokenizer.model = models.BPE(
+        vocab={char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=special) for name in names])
+    pieces = [*names, *(name[:1] for name in names), *(name[1:] for name in names), "a", " "]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)) if data else pieces[:1] * 2)
+    control = {tokenizer.token_to_id(name) for name in names if special or not name.isspace()}
+    card = _card(tokenizer, "{{ messages[0].content }}{# " + " ".join(names).replace("#}", "") + " #}")
+    kept = control if special else {i for i in control if tokenizer.id_to_token(i) in card.template.source}
+    for encode in (card.encoder.encode_prompt, lambda text: card.encode_chat([{"role": "user", "content": text}])):
+        try:
+            ids = encode(text)
+        except (ControlTokenError, UntraceableChatError, ChatTemplateError):
+            continue
+        assert kept.isdisjoint(ids)
+        if kept == control:
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text or any(name.isspace() for name in names)
 
 
 @pytest.mark.parametrize("normalizer", sorted(NORMALIZERS))
