@@ -254,12 +254,13 @@ def test_a_link_whose_replica_is_silent_for_long_is_opened_again(
     harness: Any, make_replica: Any, eventually: Any
 ) -> None:
     replica = make_replica()
-    harness.start([replica], stall_seconds=1.0)
+    harness.start([replica], stall_seconds=2.0)
     assert replica.streams == 1
     replica.frozen = True
     eventually(lambda: replica.streams > 1)
     replica.frozen = False
     eventually(lambda: _post(harness).status_code == 200)
+    assert replica.streams == 2, "its first step was read"
 
 
 def test_a_router_that_was_paused_keeps_the_streams_of_its_replicas(

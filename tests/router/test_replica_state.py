@@ -62,6 +62,31 @@ def test_a_process_that_hangs_is_not_ready_when_it_connects_again() -> None:
     assert replica.ready and not replica.has_stepped_since(lost)
 
 
+def test_a_stream_that_was_opened_again_has_its_own_time_until_it_is_silent() -> None:
+    """A replica that had been silent for long was disconnected at its first frame, again and again."""
+    now = 0.0
+    member = Member(address="a", state=REPLICA_STATE_READY)
+    replica: ReplicaState[None] = ReplicaState(member, clock=lambda: now, new_id=lambda: b"x", on_send=lambda: None)
+    hello = ReplicaFrame(hello=ReplicaIdentity(replica_id="r", boot_id=b"first"), step=7)
+    assert not replica.silent(30.0), "nothing is connected"
+    replica.receive(hello)
+    now = 29.0
+    assert not replica.silent(30.0)
+    now = 31.0
+    assert replica.silent(30.0)
+    replica.disconnect()
+    assert not replica.silent(30.0)
+    replica.receive(hello)
+    assert replica.stalled and not replica.silent(30.0)
+    now += 31.0
+    assert replica.silent(30.0)
+    replica.extend_heartbeat(30.0)
+    assert not replica.silent(30.0)
+    replica.receive(ReplicaFrame(step=8))
+    now += 29.0
+    assert not replica.silent(30.0)
+
+
 def test_a_submit_counts_until_the_replica_reports_it() -> None:
     """However many steps pass: it may wait in a connection."""
     replica = connected()

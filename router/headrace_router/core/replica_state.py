@@ -65,6 +65,7 @@ class ReplicaState(Generic[C]):
         self._step = -1  # the newest
         self._moves = 0  # of the step counter, seen on one stream
         self._heartbeat = 0.0
+        self._opened = 0.0  # when the stream was opened
         self._reserved_until = 0.0
         self._unreported: dict[bytes, tuple[int, int]] = {}  # tokens to compute there, newest step when it was queued
 
@@ -120,6 +121,11 @@ class ReplicaState(Generic[C]):
     def stalled(self) -> bool:
         """Whether the step loop has not moved for longer than a long step would explain."""
         return self.seconds_since_step > self.stall_limit(STALL_SECONDS)
+
+    def silent(self, seconds: float) -> bool:
+        """Whether the open stream has brought no step for that long: it is closed then, and opened again."""
+        last = max(self._heartbeat, self._opened)
+        return self.connected and self._clock() - last > self.stall_limit(seconds)
 
     def stall_limit(self, seconds: float) -> float:
         """Seconds without a step until it counts as stalled, at least `seconds`."""
@@ -234,7 +240,7 @@ class ReplicaState(Generic[C]):
                 self._heartbeat = self._clock()
             self._boot_id, self.identity, self._step = frame.hello.boot_id, frame.hello, frame.step
             self.speed.restart()
-            self.connected = True
+            self.connected, self._opened = True, self._clock()
         if frame.HasField("load"):
             self.load = frame.load
         if frame.HasField("submits"):
@@ -257,7 +263,8 @@ class ReplicaState(Generic[C]):
 
     def extend_heartbeat(self, seconds: float) -> None:
         """This process was paused: the replica's frames of that time are not read yet."""
-        self._heartbeat = min(self._clock(), self._heartbeat + seconds)
+        now = self._clock()
+        self._heartbeat, self._opened = min(now, self._heartbeat + seconds), min(now, self._opened + seconds)
 
     def disconnect(self) -> None:
         """The stream has ended, and with it every attempt on it."""

@@ -74,12 +74,9 @@ class ReplicaLink:
 
     def check_stall(self) -> None:
         """Ends the stream, to open another one, if the replica has made no step for `stall_seconds`."""
-        stream, replica = self._stream, self.state
-        if stream is None or not replica.connected:
-            return
-        if replica.seconds_since_step > replica.stall_limit(self._links.stall_seconds):
+        if self._stream is not None and self.state.silent(self._links.stall_seconds):
+            self._stream.reschedule(0.0)
             self._stream = None
-            stream.reschedule(0.0)
 
     async def _run(self) -> None:
         replica, backoff = self.state, FIRST_BACKOFF

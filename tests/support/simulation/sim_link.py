@@ -38,8 +38,7 @@ class SimLink:
 
     def check_stall(self) -> None:
         """A stream without steps for longer is closed."""
-        state = self.state
-        if self.stream is not None and state.connected and state.seconds_since_step > state.stall_limit(LINK_SECONDS):
+        if self.stream is not None and self.state.silent(LINK_SECONDS):
             self.stream.disconnect()
 
     def received(self, frame: pb.ReplicaFrame) -> None:
