@@ -134,11 +134,9 @@ class Supervisor:
         while True:
             self._wake.clear()  # before the pass: a change during it starts the next pass without a wait
             await self.retries.run("a pass over all replicas", self._pass)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._wake.wait()
-            except TimeoutError:
-                continue
 
     async def _pass(self) -> None:
         """Executes what is due, once."""
@@ -220,9 +218,7 @@ class Supervisor:
     async def _watch_build(self, name: ReplicaName, build: Build) -> None:
         """Watches a build that is up until it ends by itself."""
         assert build.started is not None
-        on_health = self._health_receiver(name, build)
-        address = build.started.address
-        health = partial(self._watch, address, self._spec.health, on_health)
+        health = partial(self._watch, build.started.address, self._spec.health, self._health_receiver(name, build))
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
         # The authority may have changed while the build started, or be another one.
         self._spawn(name, self._install_credentials(name))

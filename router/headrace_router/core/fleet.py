@@ -1,8 +1,6 @@
 """The set of replicas: which can take work, and what models they serve. Pure."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, Protocol
 
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterReport
@@ -15,20 +13,10 @@ from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_
 from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
+from headrace_router.core.served_models import ServedModel, ServedModels
 
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
 ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (docs/reliability.md I24)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model as /v1/models lists it; length and defaults are unknown until a replica was connected."""
-
-    name: str
-    aliases: tuple[str, ...]
-    created: int
-    max_model_len: int | None = None
-    defaults: Mapping[str, float] | None = None  # of options that requests may omit, by name
 
 
 class Link(Protocol[C]):
@@ -70,12 +58,10 @@ class Fleet(Generic[C]):
         self._rebalancer = Rebalancer(jitter)
         self.quarantine = Quarantine(clock)
         self._clock = clock
-        self._started = started
         self._maintained: float | None = None
         self._ready: set[int] = set()  # links that were ready at the last `rebalance`
-        self._named_revisions: dict[str, str] = {}  # by model, where the spec names one
         self._links: dict[tuple[str, str, int], Link[C]] = {}
-        self._known: dict[str, ServedModel] = {}  # as the controller lists them
+        self._models = ServedModels(started)
         self._version: tuple[bytes, int] = (b"", 0)
 
     @property
@@ -97,11 +83,7 @@ class Fleet(Generic[C]):
             link.state.listing = listed.pop(key, None)
         for key, member in listed.items():
             self._links[key] = self._open_link(member)
-        self._named_revisions = {entry.name: entry.revision for entry in members.models if entry.revision}
-        self._known = {
-            entry.name: ServedModel(entry.name, tuple(entry.aliases), entry.created or self._started)
-            for entry in members.models
-        }
+        self._models.update(members.models)
         self.sweep()
 
     def report(self, router_id: str) -> RouterReport:
@@ -159,15 +141,7 @@ class Fleet(Generic[C]):
 
     def models(self) -> list[ServedModel]:
         """All models, listed by the controller or found on a replica."""
-        found = dict(self._known)
-        for replica in self.replicas:
-            facts = replica.facts
-            if facts is None:
-                continue
-            known = found.get(replica.model) or ServedModel(replica.model, (), self._started)
-            length = min(known.max_model_len or facts.max_model_len, facts.max_model_len)
-            found[known.name] = ServedModel(known.name, known.aliases, known.created, length, replica.defaults)
-        return sorted(found.values(), key=lambda model: model.name)
+        return self._models.found(self.replicas)
 
     def model(self, name: str) -> ServedModel:
         """The model with this name or alias. Raises ModelNotFoundError."""
@@ -183,22 +157,11 @@ class Fleet(Generic[C]):
         """The card of the revision that new requests use. Raises ModelNotFoundError or NoReplicaError."""
         model = self.model(name)
         ready = [replica for replica in self._of_model(model.name) if replica.ready and replica.card is not None]
-        revision = self._revision(model.name, ready)
+        revision = self._models.revision(model.name, ready)
         card = next((replica.card for replica in ready if replica.revision == revision), None)
         if card is None:
             raise NoReplicaError(f"No replica of '{model.name}' is ready; try again in a moment.")
         return card
-
-    def _revision(self, model: str, ready: list[ReplicaState[C]]) -> str:
-        """The one that the spec names; if it names none, or none of it is ready, that of the most ready replicas."""
-        counts = Counter(replica.revision for replica in ready)
-        named = self._named_revisions.get(model, "")
-        if named in counts or not counts:
-            return named
-        newest = {revision: 0 for revision in counts}
-        for replica in ready:
-            newest[replica.revision] = max(newest[replica.revision], replica.identity.generation)
-        return max(counts, key=lambda revision: (counts[revision], newest[revision]))
 
     def place(
         self,
@@ -307,7 +270,7 @@ class Fleet(Generic[C]):
 
     def _is_replaced(self, request: ChoiceRequest) -> bool:
         """Whether the spec names another revision than the request's, and no replica has the latter and will stay."""
-        named = self._named_revisions.get(request.model)
+        named = self._models.named_revision(request.model)
         if not named or named == request.revision:
             return False
         replicas = list(self._of_model(request.model))

@@ -10,7 +10,6 @@ cached. Blocks that a rank may still write are quarantined until the order that 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.request import Fetched, Request
@@ -30,13 +29,7 @@ from headrace_worker.core.transfer.messages import (
 )
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, TransferReport
 from headrace_worker.core.transfer.shards import wanted_blocks
-
-
-@dataclass(slots=True)
-class _Peer:
-    pair: int | None = None  # once an OpenPair was ordered
-    avoid_until: float = 0.0  # once it was lost; it is forgotten then
-    renewed: float = 0.0
+from headrace_worker.core.transfer.source_peers import SourcePeers
 
 
 class Fetcher:
@@ -52,7 +45,7 @@ class Fetcher:
         self._ranks = ranks
         self.waiting_of: Counter[bytes] = Counter()  # fetches by tenant: their requests are queued later
         self._fetches: dict[int, Fetch] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers = SourcePeers(self.limits)
         self._ready: list[Request] = []
         self._quarantined: dict[int, list[int]] = {}  # by fetch
         self._number = 0
@@ -88,7 +81,7 @@ class Fetcher:
         timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
             return False  # the request expires in the queue
-        if not self._use_peer(peer, now):
+        if not self._peers.use(peer, self._used_peers, now):
             return False
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
@@ -131,18 +124,15 @@ class Fetcher:
 
     def open_pair(self, peer: str, order: OpenPair) -> None:
         """The source is connected: the ranks of both replicas are to connect."""
-        self._peers.setdefault(peer, _Peer()).pair = order.pair
+        self._peers.open(peer, order.pair)
         self.orders.append(order)
 
     def peer_lost(self, peer: str, now: float) -> None:
         """The source cannot be reached (any more)."""
-        known = self._peers.setdefault(peer, _Peer())
-        known.avoid_until = now + self.limits.avoid
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
             self._fail(fetch, notify=False)
-        if known.pair is not None:
-            self.orders.append(ClosePair(known.pair))
-            known.pair = None
+        if (pair := self._peers.lose(peer, now)) is not None:
+            self.orders.append(ClosePair(pair))
 
     def receive(self, peer: str, message: FromSource, now: float) -> None:
         """Handles a message of a source, about one fetch of this target."""
@@ -179,10 +169,8 @@ class Fetcher:
     def handle_report(self, report: TransferReport, now: float) -> None:
         """Handles a report of a transfer worker of this replica."""
         if isinstance(report, PairFailed):
-            for peer, known in self._peers.items():
-                if known.pair == report.pair:
-                    self.close_peers.append(peer)
-                    self.peer_lost(peer, now)
+            if (peer := self._peers.of_pair(report.pair)) is not None:
+                self._reject_peer(peer, now)
             return
         self.counters.num_bytes += report.num_bytes
         fetch = self._fetches.get(report.fetch)
@@ -201,11 +189,7 @@ class Fetcher:
         for fetch in list(self._fetches.values()):
             if now >= fetch.deadline or now - fetch.last_received > limits.silence:
                 self._fail(fetch, notify=True)
-        for peer in {fetch.peer for fetch in self._fetches.values()}:
-            known = self._peers[peer]
-            if now - known.renewed >= limits.renew:
-                known.renewed = now
-                self.messages.append((peer, Renew()))
+        self.messages += [(peer, Renew()) for peer in self._peers.renewals(self._used_peers, now)]
         ready, self._ready = self._ready, []
         return ready
 
@@ -225,21 +209,9 @@ class Fetcher:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _use_peer(self, peer: str, now: float) -> bool:
-        """Whether the next message may connect to this source. Forgets lost ones when there is another one."""
-        known = self._peers.get(peer)
-        if known is None:
-            used = {fetch.peer for fetch in self._fetches.values()}
-            for name, each in list(self._peers.items()):
-                if name not in used and each.pair is None and 0 < each.avoid_until <= now:
-                    del self._peers[name]
-            if len(self._peers) >= self.limits.sources:
-                return False
-            known = self._peers[peer] = _Peer()
-        if now < known.avoid_until:
-            return False
-        known.avoid_until = 0.0
-        return True
+    @property
+    def _used_peers(self) -> set[str]:
+        return {fetch.peer for fetch in self._fetches.values()}
 
     def _reserve(self, fetch: Fetch, blocks: int) -> None:
         if fetch.reserved is not None:
@@ -256,7 +228,7 @@ class Fetcher:
 
     def _handle_offer(self, peer: str, fetch: Fetch | None, offer: Offer, now: float) -> None:
         """Each offered chunk is received, even one whose fetch has ended: both ends count chunks."""
-        pair = self._peers[peer].pair if peer in self._peers else None
+        pair = self._peers.pair(peer)
         if pair is None:
             return
         if len(offer.counts) != len(self._kv.windows) or sum(offer.counts) > self._kv.pool.total:
@@ -304,7 +276,7 @@ class Fetcher:
             self._kv.pool.release(row[:kept])
             unsafe += row[kept:]
         self._kv.release(fetch.held)
-        pair = self._peers[fetch.peer].pair
+        pair = self._peers.pair(fetch.peer)
         if unsafe and fetch.chunks and pair is not None:
             self._kv.pool.quarantine(unsafe)
             self._quarantined[fetch.number] = unsafe
@@ -313,6 +285,6 @@ class Fetcher:
             self._kv.pool.release(unsafe)
 
     def _reject_peer(self, peer: str, now: float) -> None:
-        """The source violated the protocol: disconnect it and end its fetches."""
+        """The source violated the protocol, or its ranks cannot be reached: disconnect it and end its fetches."""
         self.close_peers.append(peer)
         self.peer_lost(peer, now)
