@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 from support.integration.stream_reader import StreamReader
+from support.integration.throttle import Throttle
 
 LENGTH = 350
 
@@ -19,11 +20,17 @@ def test_streams_move_to_a_new_replica_with_free_blocks(process_cluster: Any) ->
     options: list[dict[str, Any]] = [{"temperature": index % 2, "seed": index} for index in range(6)]
     pairs = list(zip(prompts, options, strict=True))
     expected = [StreamReader(cluster, prompt, LENGTH, option).end() for prompt, option in pairs]
-    streams = [StreamReader(cluster, prompt, LENGTH, option) for prompt, option in pairs]
-    for stream in streams[:3]:
-        stream.reach(30)
     cluster.launch("b", **small)
-    cluster.publish_and_wait()
+    # On a fast machine the blocks of a stream that waits would be overwritten before it moves.
+    throttle = Throttle(cluster.groups["a"].pids[0], share=0.1)
+    try:
+        streams = [StreamReader(cluster, prompt, LENGTH, option) for prompt, option in pairs]
+        for stream in streams[:3]:
+            stream.reach(30)
+        cluster.publish_and_wait()
+        cluster.eventually(lambda: cluster.count("headrace_rebalancings_total") > 0)
+    finally:
+        throttle.close()
     assert [stream.end() for stream in streams] == expected
     assert cluster.count("headrace_rebalancings_total") > 0 and cluster.count("headrace_migrations_total") == 0
     assert cluster.count("headrace_kv_fetched_bytes_total", "b") > 0
