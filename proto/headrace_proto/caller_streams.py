@@ -1,32 +1,31 @@
 """Bounds the streams that one caller has open on an internal server (docs/reliability.md R18)."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from headrace_proto.served_call import ServedCall
-
-# Of one method. A caller needs one; a connection that was lost may have another until that is detected.
-STREAMS_PER_CALLER = 4
+# Of one method. A caller needs one; a connection that was lost may have others until that is detected. A further stream
+# is refused and replaces none: what gRPC holds for a stream that is not read, it holds until its connection ends.
+STREAMS_PER_CALLER = 8
 
 
 class CallerStreams:
-    """The open streams of each caller and method: the newest replaces the oldest. Of one server."""
+    """The open streams of each caller and method. Of one server."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, str], list[ServedCall]] = {}  # oldest first
+        self._open: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def count(self, method: str, caller: str, context: Any) -> Iterator[None]:
-        """While the caller's stream is open."""
-        streams = self._open.setdefault((method, caller), [])
-        streams.append(call := ServedCall(context))
-        if len(streams) > STREAMS_PER_CALLER:
-            streams.pop(0).end("a newer stream of this caller has replaced this one")
+    def count(self, method: str, caller: str) -> Iterator[bool]:
+        """While the caller's stream is open, if it may be."""
+        key = method, caller
+        if self._open[key] >= STREAMS_PER_CALLER:
+            yield False
+            return
+        self._open[key] += 1
         try:
-            yield
+            yield True
         finally:
-            if call in streams:
-                streams.remove(call)
-                if not streams:
-                    del self._open[method, caller]
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]

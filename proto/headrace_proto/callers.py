@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from headrace_proto.caller_streams import CallerStreams
+from headrace_proto.caller_streams import STREAMS_PER_CALLER, CallerStreams
 from headrace_proto.component import Component
 
 CALLERS = {
@@ -81,7 +81,12 @@ def _guarded(handler: Any, method: str, streams: CallerStreams) -> Any:
 
         async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
             call = stream(await checked(request, context), context)
-            with streams.count(method, caller_name(context), context):
+            with streams.count(method, caller_name(context)) as admitted:
+                if not admitted:
+                    await context.abort(
+                        grpc.StatusCode.RESOURCE_EXHAUSTED,
+                        f"this caller has {STREAMS_PER_CALLER} streams of this method; one of them must end first",
+                    )
                 async with aclosing(call) as messages:
                     async for message in messages:
                         yield message

@@ -9,10 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto.channel_options import CLIENT, KEEPALIVE_REPLY_SECONDS, KEEPALIVE_SECONDS, SERVER
+from headrace_proto.channel_options import PAUSE_SECONDS, PING_SECONDS, SERVER, WATCH_REPLY_SECONDS, WATCHER
 from support.integration.one_way_cut import OneWayCut
 
-PATIENCE_SECONDS = 2.0 * (KEEPALIVE_SECONDS + KEEPALIVE_REPLY_SECONDS)  # gRPC's own limit of a ping is a minute
+CLIENT_SECONDS = 2.0 * (PING_SECONDS + WATCH_REPLY_SECONDS)
+SERVER_SECONDS = 1.25 * (PING_SECONDS + PAUSE_SECONDS)  # gRPC's own limit of a ping is a minute
 
 
 @pytest.mark.ci
@@ -39,7 +40,7 @@ def test_a_silent_peer_is_detected_by_both_ends() -> None:
         await server.start()
         cut = OneWayCut(f"127.0.0.1:{port}")
         try:
-            async with grpc.aio.insecure_channel(cut.address, options=CLIENT) as channel:
+            async with grpc.aio.insecure_channel(cut.address, options=WATCHER) as channel:
                 watch: Any = channel.unary_stream("/test/Watch")
                 stream = watch(b"")
                 assert await stream.read() == b"message"
@@ -47,12 +48,12 @@ def test_a_silent_peer_is_detected_by_both_ends() -> None:
                 cut.cut("to the router")
                 began = time.monotonic()
                 with pytest.raises(grpc.aio.AioRpcError):
-                    async with asyncio.timeout(PATIENCE_SECONDS):
+                    async with asyncio.timeout(CLIENT_SECONDS):
                         while True:
                             await stream.read()
                 ended["client"] = time.monotonic()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PATIENCE_SECONDS):
+                    async with asyncio.timeout(SERVER_SECONDS):
                         await server_ended.wait()
         finally:
             cut.close()
@@ -62,3 +63,4 @@ def test_a_silent_peer_is_detected_by_both_ends() -> None:
     ended = asyncio.run(scenario())
     print({end: f"{seconds:.1f} s" for end, seconds in ended.items()})
     assert ended.keys() == {"client", "server"}, "the other end would wait for ever"
+    assert ended["server"] > PAUSE_SECONDS, "a router that is paused keeps its streams"

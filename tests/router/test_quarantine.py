@@ -39,6 +39,7 @@ class Losses:
         replica = self.replica(name)
         replica.disconnect()
         for choice in choices:
+            choice.start(replica, name.encode(), 0, alone=choice.alone)
             choice.end_attempt()
             choice.add(replica)
         return replica
@@ -80,6 +81,27 @@ def test_a_replica_that_is_lost_with_several_choices_counts_once(losses: Losses)
     for choice in [*choices, losses.choice(POISON)]:
         with pytest.raises(PoisonousRequestError):
             choice.check()
+
+
+def test_processes_that_are_lost_at_once_lead_to_a_trial_not_to_a_refusal(losses: Losses) -> None:
+    """A node with several replicas is lost, or the network of this router breaks: the prompt is not the cause."""
+    choices = losses.choices(INNOCENT, 4)
+    replicas = [losses.replica(name) for name in "abcd"]
+    for choice, replica in zip(choices, replicas, strict=True):
+        choice.start(replica, b"attempt", 0, alone=False)
+    for choice, replica in zip(choices, replicas, strict=True):
+        replica.disconnect()
+        choice.end_attempt()
+        choice.add(replica)
+    for choice in choices:
+        choice.check()
+        assert choice.alone
+    choices[0].start(losses.replica("e"), b"trial", 0, alone=True)
+    choices[0].receive(TRIAL_TOKENS)
+    assert not any(choice.alone for choice in choices)
+    losses.lose("f", choices[1])
+    with pytest.raises(PoisonousRequestError):
+        choices[1].check()
 
 
 def test_one_trial_at_a_time(losses: Losses) -> None:

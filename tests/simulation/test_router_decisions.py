@@ -101,6 +101,35 @@ def test_requests_of_one_prompt_that_kill_replicas_kill_three_in_all(seed: int) 
     assert {request.outcome for request in others} == {"FINISH_LENGTH"}
 
 
+def _break_connections(load: SteadyLoad) -> None:
+    for stream in list(load.router.streams):
+        stream.disconnect()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("lost", ["connections", "a node"])
+def test_many_streams_of_one_prompt_survive_a_fault_that_is_not_theirs(seed: int, lost: str) -> None:
+    """All connections of the router break, or a node with three of four replicas is lost: the prompt is accepted."""
+    prompt: list[int] = []
+
+    def plan(load: SteadyLoad) -> None:
+        prompt.extend(load.request(0.5).prompt)
+        same = [replace(load.request(0.5 + 0.01 * number, tokens=200), prompt=prompt) for number in range(12)]
+        load.schedule_requests([*same, *(replace(load.request(at), prompt=prompt) for at in (40.0, 60.0, 120.0))])
+        if lost == "connections":
+            load.at(3.0, partial(_break_connections, load))
+        else:
+            for name in ("r0", "r1", "r2"):
+                load.at(3.0, partial(load.kill, load.replica(name), 5.0))
+
+    load = simulate(seed, 4, plan)
+    *streams, first, second, third = load.requests
+    assert {request.outcome for request in (first, second, third)} == {"FINISH_LENGTH"}
+    assert not any(isinstance(request.error, PoisonousRequestError) for request in streams)
+    if lost == "connections":
+        assert {request.outcome for request in streams} == {"FINISH_LENGTH"}
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_stream_that_was_present_at_two_losses_runs_alone_although_the_others_are_long(seed: int) -> None:
     """Two of four replicas are lost, one after the other; all streams are longer than their patience."""

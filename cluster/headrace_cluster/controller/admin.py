@@ -22,7 +22,7 @@ from headrace_router.api.http.protocol import bounded_protocol, plain_protocol
 from headrace_router.api.http.tls_protocol import tls_protocol
 from headrace_router.core.limits import Limits
 
-ADMIN_LIMITS = Limits(connections=256, connections_per_address=128)  # of a few clients of one operator
+ADMIN_LIMITS = Limits(connections=128, connections_per_address=128)  # of a few clients of one operator
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 

@@ -8,7 +8,7 @@ from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.roles import no_such_replica
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler
-from headrace_cluster.core.record import Record, State, another_answers
+from headrace_cluster.core.record import Record, State, another_answers, unconnected_peer
 from headrace_cluster.errors import DrainError
 from headrace_cluster.program import program_name
 
@@ -42,8 +42,9 @@ class Drains:
             losing = record.role.decodes and record.state in (State.READY, State.UNHEALTHY)
             if losing and not force and not another_answers(self._reconciler.records, record):
                 raise DrainError(
-                    f"without {replica_id} no ready replica of {record.model.name}, with every router connected to it, "
-                    "could decode; bring up another one first, or pass --force"
+                    unconnected_peer(self._reconciler.records, record)
+                    or f"without {replica_id} no ready replica of {record.model.name} could decode; bring up another "
+                    "one first, or pass --force"
                 )
             if record.running:
                 self._deadlines[record.name] = self._clock() + seconds

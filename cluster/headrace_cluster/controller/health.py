@@ -10,7 +10,7 @@ from headrace_cluster.core.record import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
-from headrace_proto.channel_options import CLIENT
+from headrace_proto.channel_options import WATCHER
 from headrace_proto.component import Component
 from headrace_proto.identity import Identity
 
@@ -35,7 +35,7 @@ async def watch_health(
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
     while True:
         # A channel of its own for each try: the identity's certificate may have been replaced.
-        async with identity.channel(address, Component.REPLICA, CLIENT) as channel:
+        async with identity.channel(address, Component.REPLICA, WATCHER) as channel:
             stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
                 async for message in stub.WatchHealth(request):

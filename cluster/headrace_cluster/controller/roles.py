@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace_cluster.core.driver import ReplicaDriver
 from headrace_cluster.core.reconciler import Reconciler
-from headrace_cluster.core.record import Record, State, another_answers
+from headrace_cluster.core.record import Record, State, another_answers, unconnected_peer
 from headrace_cluster.errors import RoleError
 from headrace_proto.role import Role, UnknownRoleError, parse_role
 
@@ -60,7 +60,8 @@ class Roles:
             raise RoleError(f"{replica_id} is being rolled: its role can be changed when that is done")
         if not role.decodes and not another_answers(records, record):
             raise RoleError(
-                f"{replica_id} is the only ready replica of {record.model.name} that can decode: as {role} it would "
+                unconnected_peer(records, record)
+                or f"{replica_id} is the only ready replica of {record.model.name} that can decode: as {role} it would "
                 "leave no replica to serve requests; give another one the role decode or both first"
             )
         return record, role

@@ -161,6 +161,7 @@ class Reconciler:
             self.unable.pop(record.replica_id, None)
         if state is State.DRAINING and self.records.get(record.replica_id) is record and record.running:
             record.rolling = not record.held  # a late call of an earlier controller: it takes no requests any more
+            record.enter(State.READY, now)  # its requests in flight may finish
         elif record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
 

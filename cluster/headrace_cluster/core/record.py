@@ -95,8 +95,12 @@ class Record:
     @property
     def answers(self) -> bool:
         """Whether every router places requests there now and will continue to."""
-        leaves = self.held or self.rolling
-        return self.state is State.READY and self.connected is not None and not leaves and self.role.decodes
+        return self.stays and self.connected is not None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is ready to decode and is not to end; routers may not be connected to it yet."""
+        return self.state is State.READY and self.role.decodes and not (self.held or self.rolling)
 
     def fail(self, cause: str, now: float) -> None:
         """Its build has ended, or did not become ready; the next one follows at once, later after pauses."""
@@ -125,6 +129,15 @@ class Record:
 
 def another_answers(records: Mapping[str, Record], record: Record) -> bool:
     """Whether requests for the model can go to another replica."""
-    return any(
-        other.answers and other.model.name == record.model.name for other in records.values() if other is not record
-    )
+    return any(other.answers for other in _peers(records, record))
+
+
+def unconnected_peer(records: Mapping[str, Record], record: Record) -> str:
+    """A sentence if another replica can take the requests as soon as routers are connected to it; else empty."""
+    peer = next((other for other in _peers(records, record) if other.stays and not other.answers), None)
+    return "" if peer is None else f"not every router is connected to {peer.replica_id} yet; try again in a few seconds"
+
+
+def _peers(records: Mapping[str, Record], record: Record) -> list[Record]:
+    """Other replicas of its model."""
+    return [other for other in records.values() if other is not record and other.model.name == record.model.name]

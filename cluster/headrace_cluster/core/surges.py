@@ -10,7 +10,7 @@ from headrace_cluster.core.record import Action, Launch, Record, State, Stop
 from headrace_cluster.spec.process_specs import HealthSpec
 
 STABLE_CONNECTION_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
-CONNECT_SECONDS = 15.0  # for every router to connect to a build that is ready
+CONNECT_SECONDS = 60.0  # for every router to connect to a build that is ready; a lost one counts for 40 s
 
 
 class Surges:

@@ -19,6 +19,7 @@ class ChoiceLosses(Generic[C]):
         self._choice = object()  # what the quarantine keeps of this choice: not its prompt
         self._trial: Suspect | None = None  # whose trial the running attempt is
         self._trial_end: int | None = None  # output tokens after which others may run
+        self._ran_alone = False  # the last attempt, at its start
         self._isolated: tuple[ReplicaState[C], bytes] | None = None  # where the running attempt is alone, and its id
 
     @property
@@ -43,10 +44,11 @@ class ChoiceLosses(Generic[C]):
 
     def add(self, replica: ReplicaState[C]) -> None:
         """The replica failed while the choice ran there."""
-        self._quarantine.add(self._fingerprint, replica, self._choice)
+        self._quarantine.add(self._fingerprint, replica, self._choice, alone=self._ran_alone)
 
     def start(self, replica: ReplicaState[C], attempt_id: bytes, output_tokens: int, *, alone: bool) -> None:
         """An attempt starts: the trial, if one is needed and none runs."""
+        self._ran_alone = alone
         suspect = self._find()
         if suspect is not None and suspect.start_trial(self._choice):
             self._trial = suspect

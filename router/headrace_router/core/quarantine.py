@@ -36,10 +36,10 @@ class Quarantine:
                 return None
         return suspect
 
-    def add(self, fingerprint: bytes, replica: ReplicaState[Any], choice: object) -> None:
+    def add(self, fingerprint: bytes, replica: ReplicaState[Any], choice: object, *, alone: bool) -> None:
         """The replica was lost while the choice ran there."""
         suspect = self.find(fingerprint) or Suspect()
-        suspect.add(replica, choice)
+        suspect.add(replica, choice, alone=alone)
         suspect.until = self._clock() + QUARANTINE_SECONDS
         self._suspects.pop(fingerprint, None)
         self._suspects[fingerprint] = suspect

@@ -122,7 +122,7 @@ class RetryState(Generic[Replica]):
         seconds = f"{self.patience:.0f} s"
         if self.alone:
             return ReplicaLostError(
-                f"{SUSPECT_LOSSES} replicas were lost while this request ran, and none was free to run it "
+                f"{SUSPECT_LOSSES} replicas were lost while requests with this prompt ran, and none was free to run it "
                 f"alone within {seconds}; send the request again."
             )
         if not self.migrations:

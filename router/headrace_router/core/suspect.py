@@ -3,10 +3,11 @@
 lost processes   its choices
 1                run one at a time, until one of them has passed a trial: TRIAL_TOKENS new tokens
 2                do so where nothing else runs
-3                are refused
+3                are refused, if one of them was lost while a choice ran there alone
 
-A process that was lost while several of the choices ran there counts once; it does not count when it makes steps again,
-or when all choices that ran there are complete.
+Several processes may be lost at once for another reason: that leads to a trial, not to a refusal. A process that was
+lost while several of the choices ran there counts once; it does not count when it makes steps again, or when all
+choices that ran there are complete.
 """
 
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Loss:
     replica: ReplicaState[Any]
     progress: tuple[bytes, int]  # at that time
     present: set[object] = field(default_factory=set)  # choices that ran there and are not complete
+    alone: bool = False  # a choice ran there alone, or after a trial that it passed alone
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Suspect:
 
     @property
     def refused(self) -> bool:
-        return self.losses > SUSPECT_LOSSES
+        return self.losses > SUSPECT_LOSSES and any(loss.alone for loss in self._losses.values())
 
     @property
     def alone(self) -> bool:
@@ -52,14 +54,16 @@ class Suspect:
         """Whether the trial of another choice decides. urgent: one beside others is not waited for any longer."""
         return self.trial is not None and (self.alone or not urgent)
 
-    def add(self, replica: ReplicaState[Any], choice: object) -> None:
+    def add(self, replica: ReplicaState[Any], choice: object, *, alone: bool) -> None:
         """The process was lost while the choice ran there."""
+        alone = alone or (self._passed and self.losses >= SUSPECT_LOSSES)  # the trial proved too little
         loss = self._losses.get(key := (*replica.build, replica.progress[0]))
         if loss is None:
             loss = self._losses[key] = Loss(replica, replica.progress)
             self._passed = False
         loss.progress = replica.progress
         loss.present.add(choice)
+        loss.alone = loss.alone or alone
 
     def start_trial(self, choice: object) -> bool:
         """Whether this attempt of the choice is the trial."""

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace_proto.channel_options import CLIENT
+from headrace_proto.channel_options import WATCHER
 from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
@@ -47,7 +47,7 @@ async def watch_controller(
     warned = listed = False
     while True:
         try:
-            async with certificate.identity.channel(address, Component.CONTROLLER, CLIENT) as channel:
+            async with certificate.identity.channel(address, Component.CONTROLLER, WATCHER) as channel:
                 stub: Any = ControlStub(channel)
                 report = asyncio.create_task(_report(stub, info.id, certificate, fleet))
                 try:

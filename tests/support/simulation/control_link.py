@@ -5,6 +5,7 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from headrace_proto import control_pb2 as control
+from headrace_proto.channel_options import WATCH_REPLY_SECONDS
 from headrace_router.replicas.membership import FIRST_BACKOFF, LAST_BACKOFF, REPORT_SECONDS
 from support.simulation.network import Keepalive
 from support.simulation.world import Fifo
@@ -25,7 +26,7 @@ class ControlLink:
         self.connected_since = inf  # without a cut of the direction of reports
         self._backoff = FIRST_BACKOFF
         self._cluster = router.managed
-        self._keepalive = Keepalive(self._cluster.network, self._world, "controller", router.name)
+        self._keepalive = Keepalive(self._cluster.network, self._world, "controller", router.name, WATCH_REPLY_SECONDS)
         self._connect()
         self._report()
 

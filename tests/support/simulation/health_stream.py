@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import WATCH_REPLY_SECONDS
 from support.simulation.network import Keepalive
 from support.simulation.sim_replica import SimReplica
 from support.simulation.world import Fifo
@@ -32,7 +33,7 @@ class HealthStream:
         self._fifo = Fifo(self._world, controller, self._received)
         self._open = True
         network = controller.cluster.network
-        self._keepalive = Keepalive(network, self._world, replica.address, controller.name)
+        self._keepalive = Keepalive(network, self._world, replica.address, controller.name, WATCH_REPLY_SECONDS)
         replica.health_streams.append(self)
         self._send()
 

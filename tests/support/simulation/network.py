@@ -1,6 +1,6 @@
 """Which processes reach each other: each direction between two of them can be cut on its own."""
 
-from headrace_proto.channel_options import KEEPALIVE_REPLY_SECONDS, KEEPALIVE_SECONDS
+from headrace_proto.channel_options import PING_SECONDS
 from support.simulation.world import World
 
 
@@ -29,12 +29,13 @@ class Network:
 
 
 class Keepalive:
-    """Of the server of one connection: whether the other end has not answered for too long."""
+    """Of one end of a connection: whether the other end has not answered for too long."""
 
-    def __init__(self, network: Network, world: World, server: str, client: str) -> None:
+    def __init__(self, network: Network, world: World, server: str, client: str, reply_seconds: int) -> None:
         self._network = network
         self._world = world
         self._ends = server, client
+        self._seconds = PING_SECONDS + reply_seconds
         self._cut_since: float | None = None
 
     def expired(self) -> bool:
@@ -43,4 +44,4 @@ class Keepalive:
             self._cut_since = None
             return False
         self._cut_since = self._world.now if self._cut_since is None else self._cut_since
-        return self._world.now - self._cut_since > KEEPALIVE_SECONDS + KEEPALIVE_REPLY_SECONDS
+        return self._world.now - self._cut_since > self._seconds

@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.channel_options import PAUSE_SECONDS
 from headrace_worker.core.request import Output
 from headrace_worker.server.convert import fill_delta, merge_output
 from support.simulation.network import Keepalive
@@ -34,7 +35,7 @@ class RouterStream:
         self._pending: dict[bytes, pb.Delta] = {}
         self._flushing = False
         self._network = replica.cluster.network
-        self._keepalive = Keepalive(self._network, world, replica.address, link.router.name)
+        self._keepalive = Keepalive(self._network, world, replica.address, link.router.name, PAUSE_SECONDS)
         replica.connected(self)
         self._down.put(pb.ReplicaFrame(hello=replica.identity, step=replica.steps, load=replica.load()))
 
