@@ -75,7 +75,7 @@ def _pair(name: ReplicaName, pid: int, **changed: Any) -> Reports:
 
 
 def _chosen(reports: Reports) -> list[AdoptedBuild]:
-    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, 2)
+    return choose_builds(reports, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS)
 
 
 def test_the_newest_complete_build_is_adopted() -> None:
@@ -116,12 +116,25 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
     """The network between controller and ranks may be down, or Ray's GCS; one silent rank of many has failed."""
     names = [ReplicaName(f"m-{number}", 1) for number in range(4)]
     reports: Reports = {(name, 0): _report() for name in names}
-    assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS, 2)) == 3
+    assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS)) == 3
     with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
-        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS, 2)
-    many: Reports = {(ReplicaName(f"m-{number}", 1), 0): _report() if number > 4 else None for number in range(11)}
-    with pytest.raises(AdoptionError, match=r"5 of 11 ranks do not reply; nothing is ended"):
-        choose_builds(many, {}, OURS, 2)
+        choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS)
+
+
+def test_a_minority_that_does_not_reply_is_ended_a_few_at_a_time() -> None:
+    """At once they may be cut off; for ever they may not keep a controller from starting."""
+    names = [ReplicaName(f"m-{number}", 1) for number in range(11)]
+    reports: Reports = {(name, 0): _report() if number > 4 else None for number, name in enumerate(names)}
+    expected = {name.replica_id: FINGERPRINT for name in names}
+    plan = plan_adoption(reports, set(names), expected, OURS, 2)
+    assert plan.state.builds == [] and plan.ended_groups == names[:2] and "5 replicas do not reply" in plan.waits
+    assert plan.ended_ranks == [(name, 0) for name in names[:2]]
+    left = {rank: report for rank, report in reports.items() if rank not in plan.ended_ranks}
+    plan = plan_adoption(left, set(names[2:]), expected, OURS, 2)
+    assert plan.ended_groups == names[2:4] and plan.waits
+    left = {rank: report for rank, report in left.items() if rank not in plan.ended_ranks}
+    plan = plan_adoption(left, set(names[4:]), expected, OURS, 2)
+    assert len(plan.state.builds) == 6 and plan.ended_groups == [names[4]] and not plan.waits
 
 
 def test_what_is_not_adopted_is_ended_by_name() -> None:
@@ -146,7 +159,7 @@ def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_
     """Found by the simulation: routers were not connected to the next build when the old one was ended by name."""
     older, newer = ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)
     reports: Reports = {(name, 0): _report() for name in (ReplicaName("smollm2-0", 1), older, newer)}
-    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS, 2)
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
     assert [build.name for build in builds] == [older, newer], "of three serving builds, two"
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     restore_records(reconciler, None, AdoptedState(builds, {"smollm2-0": 4}), 100.0)
@@ -170,7 +183,7 @@ def test_a_build_that_drains_beside_its_next_one_drains_on(drains: set[int]) -> 
     """Its streams would be cut if it ended; its next build serves, or drains for an operator."""
     names = [ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)]
     reports: Reports = {(name, 0): _report(draining=name.generation in drains) for name in names}
-    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS, 2)
+    builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     snapshot = ControllerSnapshot(
         created=5, replicas={"smollm2-0": _snapshot(generation=4, drain_seconds=7.0, leaving_seconds=12.5)}

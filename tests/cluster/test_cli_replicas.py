@@ -51,7 +51,7 @@ def _status(
 ) -> tuple[int, dict[str, Any]]:
     load = {"running": running, "waiting": 0, "kv_usage": 0.0}
     entry = {"id": "m-1", "state": state, "generation": generation, "load": load, "note": note, "connected": connected}
-    return 200, {"replicas": [{"id": "m-0", "state": "ready"}, entry], "routers": []}
+    return 200, {"replicas": [{"id": "m-0", "state": "ready", "connected": True}, entry], "routers": []}
 
 
 def _rejection(sentence: str) -> tuple[int, dict[str, Any]]:
@@ -107,9 +107,20 @@ def test_an_operation_that_may_be_forgotten(scripted: Callable[[Responses], Scri
     assert done.returncode == 0 and "this command has to be repeated" in done.stderr
 
 
+def test_a_drain_waits_while_routers_connect(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    """As after the loss of a controller: the operator would pass --force."""
+    begun = (200, {"id": "m-1", "generation": 1, "seconds": 1})
+    states = [_status("ready", connected=False), _status("ready"), _status("drained")]
+    admin = scripted({"/drain": [_rejection("not every router is connected"), begun], "/status": states})
+    done = _run(admin, "drain", "m-1")
+    assert done.returncode == 0 and [path for path, _ in admin.requests].count("/drain") == 2
+    refused = scripted({"/drain": [_rejection("that cannot be")], "/status": [_status("ready")]})
+    assert _run(refused, "drain", "m-1").stderr == "headrace: that cannot be\n"
+
+
 @pytest.mark.parametrize("command", [("role", "m-1", "both"), ("drain", "m-1"), ("undrain", "m-1")])
 def test_a_rejection_is_printed(scripted: Callable[[Responses], ScriptedAdmin], command: tuple[str, ...]) -> None:
-    admin = scripted({f"/{command[0]}": [_rejection("that cannot be")]})
+    admin = scripted({f"/{command[0]}": [_rejection("that cannot be")], "/status": [_status("ready")]})
     done = _run(admin, *command)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "headrace: that cannot be\n")
 

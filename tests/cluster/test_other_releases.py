@@ -64,7 +64,7 @@ def test_ranks_of_another_release_are_adopted(new: dict[str, Any]) -> None:
     """They serve on until their turn to be built again."""
     encoded = msgspec.msgpack.encode(REPORT | new | {"started": STARTED | new})
     report = msgspec.msgpack.decode(encoded, type=RankReport)
-    (build,) = choose_builds({(ReplicaName("m-0", 1), 0): report}, {"m-0": b"of this release"}, [b"ours"], 2)
+    (build,) = choose_builds({(ReplicaName("m-0", 1), 0): report}, {"m-0": b"of this release"}, [b"ours"])
     assert not build.same and not build.draining and build.started.address == STARTED["address"]
 
 

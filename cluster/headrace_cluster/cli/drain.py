@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace_cluster.cli.admin_client import AdminClient
@@ -13,6 +13,7 @@ from headrace_cluster.program import program_name
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 60.0  # after the time for requests: to move the remaining ones and to end the processes
+CONNECT_SECONDS = 10.0  # for routers to connect to replicas that are ready
 START_SECONDS = 1800.0  # to load a model again
 
 Entry = dict[str, Any]
@@ -36,7 +37,7 @@ def undrain_replica(choice: ServerChoice, replica: str, *, as_json: bool = False
 def await_drained(client: AdminClient, replica: str, seconds: float | None, *, force: bool = False) -> Entry:
     """Starts a drain; returns the replica's status entry when it is done. Raises ServerError."""
     body = {"replica": replica, "seconds": seconds, "force": force}
-    begun = client.call("POST", "/drain", {name: value for name, value in body.items() if value is not None})
+    begun = _begin_drain(client, {name: value for name, value in body.items() if value is not None})
     _warn_unrecorded(begun)
 
     def done(entry: Entry) -> bool:
@@ -61,6 +62,23 @@ def await_ready(client: AdminClient, replica: str) -> Entry:
         return bool(again and entry["state"] == "ready" and entry["connected"])
 
     return watch_replica(client, replica, done, progress, START_SECONDS)
+
+
+def is_connecting(entries: Sequence[Entry]) -> bool:
+    """Whether routers still connect to ready replicas, as after the loss of a controller: it may refuse a call then."""
+    return any(entry["state"] == "ready" and not entry["connected"] for entry in entries)
+
+
+def _begin_drain(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /drain; repeated while routers connect."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return client.call("POST", "/drain", body)
+        except ServerError:
+            if not is_connecting(client.await_status()["replicas"]) or time.monotonic() >= deadline:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def watch_replica(

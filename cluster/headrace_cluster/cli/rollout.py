@@ -1,14 +1,17 @@
 """`headrace rollout`: the replicas of each model are built again, one after the other, while requests are answered."""
 
+import time
 from typing import Any
 
 from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.drain import (
+    CONNECT_SECONDS,
     POLL_SECONDS,
     START_SECONDS,
     STOP_SECONDS,
     Entry,
     in_flight,
+    is_connecting,
     progress,
     watch_replica,
 )
@@ -103,11 +106,15 @@ def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
 def _begin(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
     """Requests the rollout of a replica; one that is down is waited for while it is built again."""
     replica = body["replica"]
+    deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return _post_rollout(client, body)
         except ServerError:
             entries = client.await_status()["replicas"]
+            if is_connecting(entries) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                continue
             state = next((entry["state"] for entry in entries if entry["id"] == replica), "")
             if state not in REBUILT_STATES:
                 raise

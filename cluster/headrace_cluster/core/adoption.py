@@ -28,6 +28,7 @@ class AdoptionPlan:
     state: AdoptedState
     ended_ranks: list[tuple[ReplicaName, int]]
     ended_groups: list[ReplicaName]
+    waits: str = ""  # why this is not all: the caller does this, then fails, and the next try goes on
 
 
 def plan_adoption(
@@ -39,11 +40,21 @@ def plan_adoption(
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
 
-    Raises AdoptionError.
+    most_silent: builds that a try ends because a rank did not reply. Of more than that it ends so many and adopts
+    nothing yet: the next try finds whether the others still do not reply. Raises AdoptionError.
     """
     # Ray ends ranks without a placement group.
     placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
-    builds = choose_builds(placed, expected, authorities, most_silent)
+    builds = choose_builds(placed, expected, authorities)
+    silent = sorted({name for (name, _), report in reports.items() if report is None})
+    if len(silent) > most_silent:
+        ended = silent[:most_silent]
+        return AdoptionPlan(
+            AdoptedState(),
+            [rank for rank in reports if rank[0] in ended],
+            [name for name in ended if name in groups],
+            f"{counted(len(silent), 'replica')} do not reply: {most_silent} are ended, then the others are asked again",
+        )
     kept = {build.name for build in builds}
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
@@ -54,15 +65,15 @@ def plan_adoption(
 
 
 def choose_builds(
-    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes], most_silent: int
+    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
 ) -> list[AdoptedBuild]:
     """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
     reports: of every rank that has not ended, by build and rank; None for one that did not reply. expected: the
-    fingerprint of each replica of the spec. authorities: the fingerprints that this controller has. most_silent: builds
-    that may be ended because a rank did not reply. Raises AdoptionError when what serves would be ended by mistake.
+    fingerprint of each replica of the spec. authorities: the fingerprints that this controller has. Raises
+    AdoptionError when what serves would be ended by mistake.
     """
-    _check_silence(reports, most_silent)
+    _check_silence(reports)
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
         ranks = {rank: report for (build, rank), report in reports.items() if build == name}
@@ -100,11 +111,10 @@ def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
     return [*older, newest]
 
 
-def _check_silence(reports: Reports, most_silent: int) -> None:
+def _check_silence(reports: Reports) -> None:
     """One rank that does not reply has failed. When many do not, this controller may be cut off."""
     silent = [rank for rank, report in reports.items() if report is None]
-    half = len(silent) > 1 and 2 * len(silent) >= len(reports)
-    if half or len({name for name, _ in silent}) > most_silent:
+    if len(silent) > 1 and 2 * len(silent) >= len(reports):
         raise AdoptionError(
             f"{len(silent)} of {counted(len(reports), 'rank')} do not reply; nothing is ended, and they are asked again"
         )

@@ -134,8 +134,11 @@ def another_answers(records: Mapping[str, Record], record: Record) -> bool:
 
 def unconnected_peer(records: Mapping[str, Record], record: Record) -> str:
     """A sentence if another replica can take the requests as soon as routers are connected to it; else empty."""
-    peer = next((other for other in _peers(records, record) if other.stays and not other.answers), None)
-    return "" if peer is None else f"not every router is connected to {peer.replica_id} yet; try again in a few seconds"
+    peers = _peers(records, record)
+    peer = next((other for other in peers if other.stays), None)
+    if peer is None or any(other.answers for other in peers):
+        return ""
+    return f"not every router is connected to {peer.replica_id} yet; try again in a few seconds"
 
 
 def _peers(records: Mapping[str, Record], record: Record) -> list[Record]:

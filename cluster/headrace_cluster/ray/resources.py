@@ -26,7 +26,7 @@ async def adopt(
 ) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, authorities, most_silent: see `choose_builds`. Raises AdoptionError.
+    expected, authorities, most_silent: see `plan_adoption`. Raises AdoptionError.
     """
     actors = ray_names.rank_actors(cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
@@ -45,6 +45,8 @@ async def adopt(
         ray_names.kill_actor(name.rank(rank), cluster)
     for name in plan.ended_groups:
         ray_names.remove_group(name.group(cluster))
+    if plan.waits:
+        raise AdoptionError(plan.waits)
     return plan.state, [_group(cluster, build, actors, reports) for build in plan.state.builds]
 
 

@@ -22,7 +22,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import waiting_sentence
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
-from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.errors import AdoptionError, PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
@@ -110,6 +110,8 @@ class SimDriver:
             await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023
         for name in plan.ended_groups:
             await self.call_gcs(lambda: self._ray.remove_group(name))  # noqa: B023
+        if plan.waits:
+            raise AdoptionError(plan.waits)
         for build in plan.state.builds:
             self._groups[build.name] = [ranks[build.name, facts.rank] for facts in build.ranks]
         return plan.state

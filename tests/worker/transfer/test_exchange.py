@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import Done, FetchRequest
-from headrace_worker.core.transfer.orders import Drop, OpenPair, Receive
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Receive
 from headrace_worker.server.transfer_convert import target_frame
 
 
@@ -65,3 +65,20 @@ def test_sources_are_few_and_forgotten(make_bench: Callable[..., Any]) -> None:
         exchange.source_lost(name)
     bench.clock.now += limits.avoid
     assert begin("one more") and len(exchange.fetcher._peers) == 1
+
+
+def test_a_source_that_is_not_used_loses_its_place(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench()
+    fetcher = bench.engine.exchange.fetcher
+    names = [f"there-{number}" for number in range(fetcher.limits.sources)]
+    for number, name in enumerate(names):
+        assert fetcher._peers.use(name, set(), number * 0.001)
+        fetcher._peers.open(name, number)
+    another = bench.request(list(range(1, 40)), source="another")
+    bench.clock.now = fetcher.limits.idle / 2
+    assert not bench.engine.exchange.begin(another, seconds_per_token=1.0) and not fetcher.close_peers
+    bench.clock.now = 2 * fetcher.limits.idle
+    assert not bench.engine.exchange.begin(another, seconds_per_token=1.0)
+    assert fetcher.close_peers == [names[0]] and ClosePair(0) in fetcher.orders
+    bench.clock.now += 2 * fetcher.limits.avoid
+    assert bench.engine.exchange.begin(another, seconds_per_token=1.0)

@@ -21,6 +21,7 @@ class FetchLimits:
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
     sources: int = 64  # that are connected, or avoided, at a time; of further ones nothing is fetched
+    idle: float = 10.0  # without a fetch until a source may lose its place to another one
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
     def timeout(self, local_seconds: float, until_deadline: float | None) -> float:

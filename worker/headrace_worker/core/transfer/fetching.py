@@ -82,6 +82,8 @@ class Fetcher:
         if timeout <= 0:
             return False  # the request expires in the queue
         if not self._peers.use(peer, self._used_peers, now):
+            if (unused := self._peers.replaceable(peer, self._used_peers, now)) is not None:
+                self._reject_peer(unused, now)  # this request computes its prompt here; a later one finds a place
             return False
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
@@ -285,6 +287,6 @@ class Fetcher:
             self._kv.pool.release(unsafe)
 
     def _reject_peer(self, peer: str, now: float) -> None:
-        """The source violated the protocol, or its ranks cannot be reached: disconnect it and end its fetches."""
+        """The source violated the protocol, cannot be reached or is not used: disconnect it and end its fetches."""
         self.close_peers.append(peer)
         self.peer_lost(peer, now)

@@ -11,6 +11,7 @@ class _Peer:
     pair: int | None = None  # once an OpenPair was ordered
     avoid_until: float = 0.0  # once it was lost; it is forgotten then
     renewed: float = 0.0
+    used: float = 0.0  # for the last fetch
 
 
 class SourcePeers:
@@ -52,8 +53,19 @@ class SourcePeers:
             known = self._peers[peer] = _Peer()
         if now < known.avoid_until:
             return False
-        known.avoid_until = 0.0
+        known.avoid_until, known.used = 0.0, now
         return True
+
+    def replaceable(self, peer: str, used: Collection[str], now: float) -> str | None:
+        """If there are too many for one more: the connected one without a fetch for longest, to be closed."""
+        if peer in self._peers or len(self._peers) < self._limits.sources:
+            return None
+        unused = {
+            name: known.used
+            for name, known in self._peers.items()
+            if known.pair is not None and name not in used and now - known.used >= self._limits.idle
+        }
+        return min(unused, key=lambda name: unused[name], default=None)
 
     def open(self, peer: str, pair: int) -> None:
         """The source is connected."""
