@@ -28,6 +28,7 @@ from headrace_cluster.launch.serve import Serve
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.router_credentials import issue_credentials, issuer
 from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.local.state import ServeState
 from headrace_cluster.ray.controller_actor import ControllerActor
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -99,7 +100,9 @@ def test_a_generated_secret_is_kept_in_a_private_file(tmp_path: Path) -> None:
     assert secrets.reread() and secrets.current == (NEW,)
 
 
-def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_of_a_router_are_made_from_the_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, secret_file = tmp_path / "credentials", tmp_path / "secret"
     secret_file.write_bytes(OLD)
     write_credentials(path, secret_file)
@@ -110,8 +113,18 @@ def test_credentials_of_a_router_are_made_from_the_secret(tmp_path: Path, capsys
     assert made.name.startswith("router-")
     with pytest.raises(SpecError, match="cannot be written"):
         write_credentials(tmp_path / "no folder" / "credentials", secret_file)
-    with pytest.raises(SpecError, match="--secret-file FILE"):
-        write_credentials(path, None)
+    with pytest.raises(SpecError, match="two routers do not share"):
+        write_credentials(path, secret_file)
+    servers: list[Any] = []
+    monkeypatch.setattr("headrace_cluster.cli.router.state.running", lambda: servers)
+    with pytest.raises(SpecError, match=r"--secret-file FILE.*no server of yours runs"):
+        write_credentials(tmp_path / "other", None)
+    servers.append(ServeState(7, 7, "headrace", "", "", 8002, secret_file=str(secret_file)))
+    write_credentials(tmp_path / "other", None)
+    assert RouterCredentials.read(tmp_path / "other").name != made.name
+    servers.append(servers[0])
+    with pytest.raises(SpecError, match="process 7"):
+        write_credentials(tmp_path / "third", None)
 
 
 def test_a_router_makes_another_certificate_from_the_present_file(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
+from headrace_cluster.local import state
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.router_credentials import issuer, new_credentials
 from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.local.state import describe
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of
@@ -41,19 +43,27 @@ def run_router(spec: ClusterSpec, controller: str, credentials: Path | None) -> 
 
 
 def write_credentials(path: Path, secret_file: Path | None) -> None:
-    """Makes the credentials of one router, for a machine that is not to have the secret. Raises SpecError."""
-    if secret_file is None:
-        raise SpecError(
-            "credentials are made from the cluster's secret: --secret-file FILE; a server that was started without it "
-            "has its own in HEADRACE_HOME, secret-ADMINPORT"
-        )
-    made = new_credentials(ClusterSecrets(secret_file))
+    """Makes the credentials of one router, for a machine that is not to have the secret. Raises SpecError.
+
+    secret_file: None = that of the only server of this user.
+    """
+    if path.exists():
+        raise SpecError(f"{path} exists, and two routers do not share credentials: name another file")
+    made = new_credentials(ClusterSecrets(secret_file or _own_secret_file()))
     try:
         made.write(path)
     except OSError as error:
         raise SpecError(f"{path} cannot be written: {error.strerror}") from error
     router = f"{program_name()} router --controller HOST:PORT --credentials {path}"
     show_message(f"{path} is written, for one router: {router}")
+
+
+def _own_secret_file() -> Path:
+    servers = [server for server in state.running() if server.secret_file]
+    if len(servers) == 1:
+        return Path(servers[0].secret_file)
+    found = "; ".join(f"{describe(server)}: {server.secret_file}" for server in servers) or "no server of yours runs"
+    raise SpecError(f"credentials are made from the cluster's secret: name it with --secret-file FILE ({found})")
 
 
 def run_from_stdin(parent: int) -> int:

@@ -1,6 +1,7 @@
 """The controller's actor, as the process that starts it uses it."""
 
 import contextlib
+import importlib.util
 import signal
 import time
 from types import TracebackType
@@ -178,6 +179,8 @@ class ControllerHandle:
             num_cpus=0,
             # Ray would restart it with its first arguments; `restart` passes newer ones.
             max_restarts=0,
+            # Ray's actors use uvloop where it is installed; its TLS lacks what that of the admin API needs.
+            runtime_env={"env_vars": {"RAY_USE_UVLOOP": "0"}} if importlib.util.find_spec("uvloop") else None,
             # On the node of Ray's head: both exist once, and fail together.
             resources={"node:__internal_head__": 0.001},
         )

@@ -97,7 +97,8 @@ class ReplicaLink:
                 replica.disconnect()
                 if replica.listing is None:
                     return
-                log.warning("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
+                report = log.info if replica.leaving else log.warning
+                report("replica stream lost", replica=replica.replica_id, address=replica.address, reason=reason)
                 backoff = FIRST_BACKOFF if time.monotonic() - began > 5 else min(2 * backoff, LAST_BACKOFF)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
         finally:
