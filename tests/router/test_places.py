@@ -12,7 +12,7 @@ from headrace_router.core.places import Places
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
-A, B, C = (Tenant(name, b"") for name in "abc")
+A, B, C, D = (Tenant(name, b"") for name in "abcd")
 
 
 def taken(places: Places, tenant: str, count: int, reserved: int = 0) -> int:
@@ -118,6 +118,61 @@ def test_a_large_request_at_the_head_of_the_queue_holds_up_no_other_tenant() -> 
         assert not await requests.runs(A, 1)  # those of one tenant stay in order
         assert not waiting.done()
         waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_no_places_are_reserved_for_a_request_that_its_own_tenant_keeps_waiting() -> None:
+    async def run() -> None:
+        requests = Requests(Limits(max_concurrent_requests=64))
+        for _ in range(64):
+            assert await requests.runs(A, 1)
+        waiting = asyncio.create_task(requests.admission.admit(A, 64).__aenter__())
+        await asyncio.sleep(0)
+        assert await requests.runs(B, 1)
+        assert await requests.runs(C, 1)
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_places_are_reserved_for_a_large_request_once_its_tenant_holds_nothing() -> None:
+    async def run() -> None:
+        requests = Requests(Limits(max_concurrent_requests=8))
+        assert await requests.runs(A, 1)
+        assert await requests.runs(B, 7)
+        assert await requests.runs(C, 8)
+        large = asyncio.create_task(requests.admission.admit(A, 8).__aenter__())
+        await asyncio.sleep(0)
+        await requests.end_one()
+        assert not await requests.runs(D, 1)
+        await requests.end_one()
+        await asyncio.sleep(0)
+        assert large.done()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_next_does_not_wait_for_another_one_to_end() -> None:
+    """The large one has had its turn, so one of a new tenant is before it in the queue."""
+
+    async def run() -> None:
+        requests = Requests(Limits(max_concurrent_requests=8))
+        for _ in range(8):
+            assert await requests.runs(A, 1)
+        assert await requests.runs(B, 8)
+        small = requests.admission.admit(C, 1)
+        entering = asyncio.create_task(small.__aenter__())
+        large = asyncio.create_task(requests.admission.admit(C, 8).__aenter__())
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await requests.end_one()
+        await entering
+        await small.__aexit__(None, None, None)
+        assert not large.done()
+        assert await requests.runs(D, 1)
+        large.cancel()
 
     asyncio.run(run())
 

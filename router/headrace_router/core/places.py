@@ -18,13 +18,16 @@ class Places:
         """Whether a tenant may have `count` more, at most the capacity.
 
         reserved: places for which a request of another tenant waits. Only equal parts may be used before it, and they
-        leave room for it: its own tenant's places become free in the end, and then it fits.
+        leave room for it.
         """
         if not reserved and self.used + count <= self._capacity:
             return True
+        return self.has_part(tenant, count) and self.used + reserved + count <= 2 * self._capacity
+
+    def has_part(self, tenant: str, count: int) -> bool:
+        """Whether `count` more are within the tenant's equal part; else they wait for its own requests to end."""
         own = self._held[tenant]
-        part = self._capacity // len(self._held.keys() | {tenant})
-        return (not own or own + count <= part) and self.used + reserved + count <= 2 * self._capacity
+        return not own or own + count <= self._capacity // len(self._held.keys() | {tenant})
 
     def take(self, tenant: str, count: int) -> None:
         self.used += count

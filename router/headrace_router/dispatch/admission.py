@@ -116,6 +116,7 @@ class Admission:
         refused = self._waiting.add(tenant.name, choices, waiter)
         if refused is not None:
             _refuse(refused, OverloadedError("Too many requests are running and waiting; try again in a moment."))
+        self._grant()  # it may be before the one for which places are reserved
         self._metrics.waiting.set(len(self._waiting))
         try:
             async with asyncio.timeout(self._limits.queue_seconds):
@@ -136,7 +137,7 @@ class Admission:
     def _may_enter(self, tenant: Tenant, choices: int) -> bool:
         """Whether a new request runs at once. Those of one tenant stay in order."""
         heads = self._waiting.heads()
-        reserved = next(iter(heads.values())).choices if heads else 0
+        reserved = next((w.choices for name, w in heads.items() if self._places.has_part(name, w.choices)), 0)
         return tenant.name not in heads and self._places.fits(tenant.name, choices, reserved)
 
     def _take(self, tenant: str, choices: int) -> None:
@@ -157,12 +158,16 @@ class Admission:
                 waiter.granted.set_result(None)
 
     def _next(self) -> str | None:
-        """The tenant whose first waiting request fits. Once one does not, places are reserved for it."""
+        """The tenant whose first waiting request fits.
+
+        Places are reserved for the first one that does not, unless it waits for its own tenant's requests.
+        """
         reserved = 0
         for tenant, waiter in self._waiting.heads().items():
             if self._places.fits(tenant, waiter.choices, reserved):
                 return tenant
-            reserved = reserved or waiter.choices
+            if not reserved and self._places.has_part(tenant, waiter.choices):
+                reserved = waiter.choices
         return None
 
 
