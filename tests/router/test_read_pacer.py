@@ -1,6 +1,7 @@
-"""Reads are done in slices, in the order in which clients sent their part, and each gets all of its bytes."""
+"""Reads are done in slices, one of each client in turn, and each gets all of its bytes."""
 
 import asyncio
+import contextlib
 import functools
 import http.client
 import ssl
@@ -12,8 +13,9 @@ from typing import Any, ParamSpec
 import httpx
 import pytest
 
-from headrace_router.api.http.read_pacer import SLICE_SECONDS, PacedConnection, ReadPacer
+from headrace_router.api.http.read_pacer import OVERHEAD_BYTES, READ_BYTES, SLICE_SECONDS, PacedConnection, ReadPacer
 from support.certificates import Authority
+from support.router import key_updates
 
 P = ParamSpec("P")
 
@@ -34,10 +36,15 @@ def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
 class Transport:
     """Records whether it is read, by which protocol, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "192.0.2.1") -> None:
+        self.address = address
         self.reading = True
         self.closed = self.aborted = False
         self.protocol: Any = None
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        assert name == "peername"
+        return self.address, 1
 
     def set_protocol(self, protocol: Any) -> None:
         self.protocol = protocol
@@ -94,13 +101,45 @@ async def test_a_turn_has_one_slice_of_steps() -> None:
         done.append((turn, number))
 
     for number in range(20):
-        pacer.submit(lambda number=number: step(number))  # type: ignore[misc]
+        pacer.submit("a", lambda number=number: step(number))  # type: ignore[misc]
     while len(done) < 20:
         await asyncio.sleep(0)
         turn += 1
     assert [number for _, number in done] == list(range(20))
     turns = [turn for turn, _ in done]
     assert max(turns.count(turn) for turn in turns) <= 2
+
+
+@on_a_loop
+async def test_clients_have_one_step_each_in_turn() -> None:
+    pacer, done = ReadPacer(), []
+    for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        pacer.submit(name[0], lambda name=name: done.append(name))  # type: ignore[misc]
+    await _turns()
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+@pytest.mark.parametrize(
+    ("flooding", "other"), [("192.0.2.1", "192.0.2.2"), ("2001:db8::%x", "2001:db8:0:1::1")], ids=["IPv4", "IPv6"]
+)
+@on_a_loop
+async def test_a_client_waits_for_one_step_of_another_client_with_many_connections(flooding: str, other: str) -> None:
+    """Of IPv6 a client is a /64 network."""
+    pacer, order = ReadPacer(), []
+
+    class Recorded(asyncio.Protocol):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def data_received(self, data: bytes) -> None:
+            order.append(self.number)
+
+    addresses = [flooding % number if "%" in flooding else flooding for number in range(50)] + [other]
+    for number, address in enumerate(addresses):
+        transport: Any = Transport(address)
+        _receive(PacedConnection(transport, Recorded(number), pacer), b"x")
+    await _turns()
+    assert order == [0, 50, *range(1, 50)]
 
 
 @on_a_loop
@@ -113,7 +152,7 @@ async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
         raise ValueError
 
     for step in (fails, lambda: done.append(1), fails, lambda: done.append(2)):
-        pacer.submit(step)
+        pacer.submit("a", step)
     await _turns(6)
     assert done == [1, 2] and len(reports) == 2
 
@@ -131,6 +170,23 @@ async def test_bytes_of_two_connections_arrive_whole_and_a_connection_waits_for_
     await _turns()
     assert [protocol.received for protocol in protocols] == sent
     assert all(transport.reading for transport in transports)
+
+
+@pytest.mark.parametrize("has_data", [False, True])
+@on_a_loop
+async def test_a_connection_without_application_data_is_aborted(has_data: bool) -> None:
+    tls, transport = Tls(), Transport()
+    connection = PacedConnection(transport, tls, ReadPacer())  # type: ignore[arg-type]
+    for _ in range(OVERHEAD_BYTES // READ_BYTES):
+        _receive(connection, bytes(READ_BYTES))
+        await _turns()
+    assert not transport.aborted
+    if has_data:
+        connection.progressed()
+    _receive(connection, b"x")
+    await _turns()
+    assert transport.aborted is not has_data
+    assert len(tls.received) == OVERHEAD_BYTES + has_data
 
 
 @pytest.mark.parametrize("reason", [None, ConnectionResetError()])
@@ -234,9 +290,9 @@ class Steps(list[int]):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         submit = ReadPacer.submit
 
-        def count(pacer: ReadPacer, step: Callable[[], None]) -> None:
+        def count(pacer: ReadPacer, client: str, step: Callable[[], None]) -> None:
             self.append(1)
-            submit(pacer, step)
+            submit(pacer, client, step)
 
         monkeypatch.setattr(ReadPacer, "submit", count)
 
@@ -295,3 +351,18 @@ def test_a_body_that_follows_the_first_head_arrives_whole(
         assert answer.json()["usage"]["prompt_tokens"] == len(numbers), answer.text
     (submit, *_) = harness.replicas[0].submits
     assert list(submit.prompt_token_ids) == numbers
+
+
+def test_a_tls_connection_that_only_changes_its_key_is_ended(harness: Any, make_replica: Any, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    limits = {"header_seconds": 600}
+    router = harness.start(
+        [make_replica()], auth={"keys": ["first-key"]}, limits=limits, tls={"cert": cert, "key": key}
+    )
+    connection, secret = key_updates.connect(router.http_port)
+    with connection, contextlib.suppress(ConnectionError):
+        connection.settimeout(10)
+        connection.sendall(key_updates.records(secret, 5_000))
+        while connection.recv(1 << 16):
+            pass

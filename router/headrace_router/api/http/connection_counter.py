@@ -21,7 +21,7 @@ class ConnectionCounter:
 
     def add(self, address: str) -> bool:
         """Counts a connection; False = it exceeds a limit and is not counted."""
-        client = _client(address)
+        client = client_of(address)
         if self._total >= self._connections or self._per_client[client] >= self._per_address:
             return False
         self._total += 1
@@ -30,7 +30,7 @@ class ConnectionCounter:
 
     def remove(self, address: str) -> None:
         """A connection that was counted has ended."""
-        client = _client(address)
+        client = client_of(address)
         self._total -= 1
         self._per_client[client] -= 1
         if not self._per_client[client]:
@@ -54,8 +54,8 @@ class ConnectionCounter:
                 del self._per_tenant[tenant]
 
 
-def _client(address: str) -> str:
-    """The address, or the network of an IPv6 address."""
+def client_of(address: str) -> str:
+    """What counts as one client: the address, or the network of an IPv6 address."""
     if ":" not in address:
         return address
     parsed = ipaddress.IPv6Address(address.partition("%")[0])

@@ -38,9 +38,9 @@ class BoundedProtocol(HttpToolsProtocol):
     limits = Limits()
     counter = ConnectionCounter(limits.connections, limits.connections_per_address)
 
-    def connection_made(self, transport: asyncio.Transport, release: Callable[[], None]) -> None:  # type: ignore[override]
-        """release: ends the pacing of what the client sends."""
-        self._release = release
+    def connection_made(self, transport: asyncio.Transport, paced: PacedConnection) -> None:  # type: ignore[override]
+        """paced: what the client sends arrives through it, until it is released."""
+        self._paced = paced
         self._in_head = True  # from the end of one message to the end of the next one's headers
         self._parsed_bytes = 0  # of this line and headers, or of these trailers
         self._undelivered_bytes = (
@@ -73,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._paced.progressed()
         if self._closing:
             return
         if self._in_head:
@@ -177,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
         False = the tenant has more than its share of the connections.
         """
-        self._release()
+        self._paced.release()
         if self._closing or tenant is None:
             return True
         previous, self._tenant = self._tenant, tenant
@@ -259,7 +260,7 @@ class PlainProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         paced = PacedConnection(transport, self._protocol, self._pacer)
         transport.set_protocol(paced)
-        self._protocol.connection_made(transport, paced.release)
+        self._protocol.connection_made(transport, paced)
 
 
 def plain_protocol(serving: type[BoundedProtocol]) -> Callable[..., PlainProtocol]:

@@ -2,25 +2,35 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+
+from headrace_router.api.http.connection_counter import client_of
 
 SLICE_SECONDS = 0.002  # of reads in a turn of the event loop; one step, of up to 5 ms, may exceed it
 READ_BYTES = 4 << 10  # of a step: as many bytes of key updates in TLS take 2.4 ms
+OVERHEAD_BYTES = 64 << 10  # of TLS, without application data between them
 
 
 class ReadPacer:
-    """Runs steps in the order in which they were submitted. One per listening socket."""
+    """Runs steps, one of each client in turn; those of one in order. One per listening socket."""
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(READ_BYTES))  # of all connections: it is copied before the next one reads
-        self._steps: deque[Callable[[], None]] = deque()
+        self._steps: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by client, in turn; none is empty
         self._scheduled = False
 
-    def submit(self, step: Callable[[], None]) -> None:
+    def submit(self, client: str, step: Callable[[], None]) -> None:
         """Calls it in one of the next turns."""
-        self._steps.append(step)
+        self._steps.setdefault(client, deque()).append(step)
         self._schedule()
+
+    def _take(self) -> Callable[[], None]:
+        client, steps = self._steps.popitem(last=False)
+        step = steps.popleft()
+        if steps:
+            self._steps[client] = steps  # after all others
+        return step
 
     def _schedule(self) -> None:
         if self._steps and not self._scheduled:
@@ -32,7 +42,7 @@ class ReadPacer:
         end = time.perf_counter() + SLICE_SECONDS
         try:
             while self._steps:
-                self._steps.popleft()()
+                self._take()()
                 if time.perf_counter() >= end:
                     return
         finally:
@@ -48,7 +58,10 @@ class PacedConnection(asyncio.BufferedProtocol):
         self._transport = transport
         self._protocol = protocol
         self._pacer = pacer
+        peer = transport.get_extra_info("peername")
+        self._client = client_of(peer[0] if peer else "")
         self._waiting = 0  # steps
+        self._overhead = 0  # bytes since the last application data
         self._released = False
         self._lost = False
 
@@ -56,6 +69,10 @@ class PacedConnection(asyncio.BufferedProtocol):
         """The client has shown a key: what arrives after the bytes that wait is read without a slice."""
         self._released = True
         self._leave()
+
+    def progressed(self) -> None:
+        """Application data has arrived."""
+        self._overhead = 0
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._pacer.buffer
@@ -81,7 +98,7 @@ class PacedConnection(asyncio.BufferedProtocol):
 
     def _submit(self, step: Callable[[], None]) -> None:
         self._waiting += 1
-        self._pacer.submit(lambda: self._run(step))
+        self._pacer.submit(self._client, lambda: self._run(step))
 
     def _run(self, step: Callable[[], None]) -> None:
         self._waiting -= 1
@@ -102,6 +119,10 @@ class PacedConnection(asyncio.BufferedProtocol):
 
     def _deliver(self, data: bytes) -> None:
         if self._lost:
+            return
+        self._overhead += len(data)
+        if self._overhead > OVERHEAD_BYTES:
+            self._transport.abort()
             return
         self._transport.resume_reading()  # first: the protocol may pause it again
         if isinstance(self._protocol, asyncio.BufferedProtocol):

@@ -113,7 +113,7 @@ class TlsProtocol(asyncio.Protocol):
         secure.set_write_buffer_limits(WRITE_BYTES)
         secure.set_read_buffer_limits(READ_BYTES)  # type: ignore[attr-defined]
         secure.set_protocol(self._protocol)
-        self._protocol.connection_made(secure, paced.release)  # counts it again
+        self._protocol.connection_made(secure, paced)  # counts it again
         if self._early:
             self._protocol.data_received(self._early)
 
