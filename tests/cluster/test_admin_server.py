@@ -15,6 +15,7 @@ import pytest
 from headrace_cluster.controller.admin import ADMIN_LIMITS, admin_app, admin_server, listen
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFiles
+from headrace_router.api.http.read_pacer import ReadPacer
 from support.certificates import Authority
 
 KEY = b"the-key"
@@ -93,6 +94,34 @@ def test_a_refused_client_sends_no_body(connect: Connect) -> None:
     with connect() as sock:
         sock.sendall(b"POST /stop HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000000\r\n\r\nx")
         assert _until_closed(sock).startswith(b"HTTP/1.1 401")
+
+
+def test_what_a_client_sends_is_paced_until_it_has_shown_the_key(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    submit = ReadPacer.submit
+
+    def count(pacer: ReadPacer, client: str, step: Callable[[], None]) -> None:
+        steps.append(client)
+        submit(pacer, client, step)
+
+    monkeypatch.setattr(ReadPacer, "submit", count)
+    with connect() as sock:
+        counts = []
+        for _ in range(3):
+            sock.sendall(HEAD + b"authorization: Bearer " + KEY + b"\r\n\r\n")
+            received = b""
+            while not received.endswith(b"}"):
+                received += sock.recv(1 << 16)
+            assert received.startswith(b"HTTP/1.1 200")
+            counts.append(len(steps))
+    assert counts[0] > 0 and counts[1:] == [counts[0]] * 2
+
+
+def test_a_client_without_the_key_has_a_second_for_its_head() -> None:
+    """Idle connections of local processes would otherwise keep the operator out for longer."""
+    assert ADMIN_LIMITS.header_seconds == 1
 
 
 def test_connections_are_bounded(connect: Connect) -> None:

@@ -22,7 +22,8 @@ from headrace_router.api.http.protocol import bounded_protocol, plain_protocol
 from headrace_router.api.http.tls_protocol import tls_protocol
 from headrace_router.core.limits import Limits
 
-ADMIN_LIMITS = Limits(connections=128, connections_per_address=128)  # of a few clients of one operator
+# Of a few clients of one operator. All clients have one address: one without the key keeps its connection for a second.
+ADMIN_LIMITS = Limits(connections=128, connections_per_address=128, header_seconds=1)
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -48,6 +49,9 @@ class Guard:
         elif len(keys) != 1 or not hmac.compare_digest(keys[0], self._expected):
             response = _error(401, "the admin key is missing or wrong")
         else:
+            assign = scope.get("state", {}).get("assign_connection")  # only a server has connections
+            if assign is not None:
+                assign(None)
             await self._app(scope, receive, send)
             return
         response.headers["connection"] = "close"  # the rest of its body is not read
