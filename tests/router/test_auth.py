@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from headrace_proto import inference_pb2, inference_pb2_grpc
 from headrace_router.access import watched_files
@@ -341,13 +342,33 @@ def test_a_tenant_without_a_name_keeps_its_own_when_another_key_is_removed(tmp_p
     assert authenticator.tenant(f"Bearer {OTHER}".encode()) == second
 
 
+def test_files_of_keys_without_a_byte_are_not_used(tmp_path: Path) -> None:
+    """A write on a full disk leaves such a file."""
+    keys, metrics = tmp_path / "keys", tmp_path / "metrics-keys"
+    for path, key in ((keys, KEY), (metrics, METRICS_KEY)):
+        path.touch(mode=0o600)
+        path.write_text(f"{key}\n")
+    watched, _ = _authenticator(keys, metrics_key_file=metrics)
+    before = watched.current
+    for path in (keys, metrics):
+        content = path.read_text()
+        path.write_text("")
+        with capture_logs() as logs:
+            assert not watched.refresh() and watched.current is before
+        (warning,) = logs
+        assert warning["log_level"] == "warning" and f"{path} is empty" in warning["event"]
+        path.write_text(content)
+        assert watched.refresh()
+        before = watched.current
+
+
 def test_when_the_last_metrics_key_is_revoked_api_keys_do_not_read_metrics(tmp_path: Path) -> None:
     keys, metrics = tmp_path / "keys", tmp_path / "metrics-keys"
     for path, key in ((keys, KEY), (metrics, METRICS_KEY)):
         path.touch(mode=0o600)
         path.write_text(f"{key}\n")
     watched, authenticator = _authenticator(keys, metrics_key_file=metrics)
-    metrics.write_text("")
+    metrics.write_text("# all are revoked\n")
     assert watched.refresh()
     authenticator.use(watched.current)
     for key in (KEY, METRICS_KEY):

@@ -88,7 +88,8 @@ class AuthConfig(BaseModel):
     def watched(self) -> "WatchedFiles[Keys]":
         """The keys of both kinds, read again when a file changes. Raises KeysFileError, PrivateFileError.
 
-        A file must have a key at first; it may lose its last one later, which is revoked like any other.
+        A file must have a key at first; it may lose its last one later, which is revoked like any other, but it has a
+        comment then.
         """
         loaded = False
 
@@ -238,18 +239,19 @@ def _digest(raw: bytes) -> bytes:
 
 def _read_keys(path: Path, what: str, *, may_be_empty: bool) -> tuple[ApiKey, ...]:
     try:
-        lines = read_private(path, f"the file of {what}").decode().splitlines()
+        text = read_private(path, f"the file of {what}").decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeysFileError(f"the file of {what} {path} cannot be read: {reason}") from error
+    if may_be_empty and not text:  # as a write on a full disk leaves it
+        raise KeysFileError(f"the file of {what} {path} is empty: add one a line; to revoke all, add a comment alone")
     keys: list[ApiKey] = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if not line or line.startswith("#"):
             continue
-        name, colon, key = text.partition(":")
+        name, colon, key = line.partition(":")
         try:
-            keys.append(ApiKey(name=name, key=SecretStr(key)) if colon else ApiKey(name="", key=SecretStr(text)))
+            keys.append(ApiKey(name=name, key=SecretStr(key)) if colon else ApiKey(name="", key=SecretStr(line)))
         except ValueError as error:
             raise KeysFileError(
                 f"line {number} of the file of {what} {path} is no key: write KEY or NAME:KEY, with 8 to 512 printable "
