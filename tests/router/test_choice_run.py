@@ -34,10 +34,10 @@ from headrace_router.core.errors import (
     ReplicaLostError,
 )
 from headrace_router.core.placement import MustWaitError
-from headrace_router.core.quarantine import Quarantine, fingerprint
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
 from headrace_router.core.shared_prompt import SHARED_TOKENS
+from headrace_router.core.suspect_table import SuspectTable, fingerprint
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]
@@ -142,7 +142,7 @@ class Scenario:
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
-        self.quarantine = Quarantine(self.clock.now)
+        self.suspects = SuspectTable(self.clock.now)
         request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=4), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState(
             "m", max_attempts=3, migration_limit=migration_limit, patience=5.0
@@ -379,11 +379,11 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused(
     assert isinstance(scenario.results[0], PoisonousRequestError) and scenario.nothing_left()
     again = ChoiceRequest("later", "m", "r", b"salt", PROMPT, Sampling(max_tokens=9))
     with pytest.raises(PoisonousRequestError, match="refused for 600 s more"):
-        scenario.quarantine.check(fingerprint(again))
+        scenario.suspects.check(fingerprint(again))
     another = ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling())
-    scenario.quarantine.check(fingerprint(another))
+    scenario.suspects.check(fingerprint(another))
     scenario.clock.run(601.0)
-    scenario.quarantine.check(fingerprint(again))
+    scenario.suspects.check(fingerprint(again))
 
 
 @pytest.mark.parametrize("again", [{"steps": 2, "boot_id": b"another process"}, {"steps": 0}, {"steps": 1}])

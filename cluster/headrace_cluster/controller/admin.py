@@ -1,6 +1,5 @@
 """The admin HTTP API: status, stop, operations on replicas. Own port and key, on loopback (docs/reliability.md R4)."""
 
-import asyncio
 import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_cluster.controller.operations import Operation
 from headrace_proto.errors import HeadraceError, ListenError
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.http.protocol import bounded_protocol, plain_protocol
-from headrace_router.api.http.tls_protocol import tls_protocol
+from headrace_router.api.http.tls_protocol import http_protocol
 from headrace_router.core.limits import Limits
 
 # Of a few clients of one operator. All clients have one address: one without the key keeps its connection for a second.
@@ -116,13 +114,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def admin_server(app: ASGIApp, tls: TlsFiles | None = None, limits: Limits = ADMIN_LIMITS) -> uvicorn.Server:
     """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
-    protocol = bounded_protocol(limits)
-    served: Callable[..., asyncio.Protocol] = plain_protocol(protocol)
-    if tls is not None:
-        served = tls_protocol(protocol, tls.monitoring_context, limits.header_seconds)
     config = uvicorn.Config(
         app,
-        http=served,  # type: ignore[arg-type]  # it is only called
+        http=http_protocol(limits, tls and tls.monitoring_context),  # type: ignore[arg-type]  # it is only called
         ws="none",
         log_config=None,
         access_log=False,

@@ -5,18 +5,18 @@ from typing import Generic
 
 from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.quarantine import Quarantine, fingerprint
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.suspect import Suspect
+from headrace_router.core.suspect_table import SuspectTable, fingerprint
 
 
 class ChoiceLosses(Generic[C]):
-    """Counts in the quarantine, together with all choices that have the same fingerprint."""
+    """Counts in the table of suspects, together with all choices that have the same fingerprint."""
 
-    def __init__(self, quarantine: Quarantine, request: ChoiceRequest) -> None:
-        self._quarantine = quarantine
+    def __init__(self, suspects: SuspectTable, request: ChoiceRequest) -> None:
+        self._suspects = suspects
         self._request = request
-        self._choice = object()  # what the quarantine keeps of this choice: not its prompt
+        self._choice = object()  # what the table keeps of this choice: not its prompt
         self._trial: Suspect | None = None  # whose trial the running attempt is
         self._trial_end: int | None = None  # output tokens after which others may run
         self._ran_alone = False  # the last attempt, at its start
@@ -34,8 +34,8 @@ class ChoiceLosses(Generic[C]):
 
     def check(self) -> None:
         """Raises PoisonousRequestError if the request is refused now."""
-        if self._quarantine:
-            self._quarantine.check(self._fingerprint)
+        if self._suspects:
+            self._suspects.check(self._fingerprint)
 
     def must_wait(self, *, urgent: bool) -> bool:
         """Whether the trial of another choice with this fingerprint decides. urgent: half of the patience is over."""
@@ -44,7 +44,7 @@ class ChoiceLosses(Generic[C]):
 
     def add(self, replica: ReplicaState[C]) -> None:
         """The replica failed while the choice ran there."""
-        self._quarantine.add(self._fingerprint, replica, self._choice, alone=self._ran_alone)
+        self._suspects.add(self._fingerprint, replica, self._choice, alone=self._ran_alone)
 
     def start(self, replica: ReplicaState[C], attempt_id: bytes, output_tokens: int, *, alone: bool) -> None:
         """An attempt starts: the trial, if one is needed and none runs."""
@@ -80,7 +80,7 @@ class ChoiceLosses(Generic[C]):
             suspect.complete(self._choice)
 
     def _find(self) -> Suspect | None:
-        return self._quarantine.find(self._fingerprint) if self._quarantine else None
+        return self._suspects.find(self._fingerprint) if self._suspects else None
 
     @cached_property
     def _fingerprint(self) -> bytes:

@@ -60,7 +60,7 @@ class ChoiceRun(Generic[C]):
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
         self._target: object = None  # the replica that a moved stream was assigned to
         self._leads = leader is None
-        self._losses: ChoiceLosses[C] = ChoiceLosses(placement.quarantine, request)
+        self._losses: ChoiceLosses[C] = ChoiceLosses(placement.suspects, request)
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
 

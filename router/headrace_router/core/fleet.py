@@ -11,9 +11,9 @@ from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
 from headrace_router.core.policy.rebalance import Rebalancer
-from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.served_models import ServedModel, ServedModels
+from headrace_router.core.suspect_table import SuspectTable
 
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
 ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (docs/reliability.md I24)
@@ -56,7 +56,7 @@ class Fleet(Generic[C]):
         self._disaggregation: Mode = disaggregation
         self._least_disaggregated = least_disaggregated
         self._rebalancer = Rebalancer(jitter)
-        self.quarantine = Quarantine(clock)
+        self.suspects = SuspectTable(clock)
         self._clock = clock
         self._maintained: float | None = None
         self._ready: set[int] = set()  # links that were ready at the last `rebalance`

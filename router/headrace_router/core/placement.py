@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import C, ReplicaState
+from headrace_router.core.suspect_table import SuspectTable
 
 
 class MustWaitError(Exception):
@@ -16,7 +16,7 @@ class Placement(Protocol[C]):
     """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
 
     @property
-    def quarantine(self) -> Quarantine:
+    def suspects(self) -> SuspectTable:
         """The requests that are not run."""
 
     def place(

@@ -9,9 +9,9 @@ from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
-from headrace_router.core.quarantine import Quarantine
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
+from headrace_router.core.suspect_table import SuspectTable
 from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.sim_model import expected_answer
 from support.simulation.sim_timers import SimTimers
@@ -154,8 +154,8 @@ class SimPlacement:
     pinned: str  # the replica that the request is placed on, if that is ready
 
     @property
-    def quarantine(self) -> Quarantine:
-        return self.router.fleet.quarantine
+    def suspects(self) -> SuspectTable:
+        return self.router.fleet.suspects
 
     def place(
         self,

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace_router.api.http.protocol import bounded_protocol, plain_protocol
-from headrace_router.api.http.tls_protocol import TlsContext, tls_protocol
+from headrace_router.api.http.tls_protocol import TlsContext, http_protocol
 from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
@@ -25,13 +24,9 @@ class HttpServer:
     ) -> None:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
-        protocol = bounded_protocol(config.limits)
-        served: Callable[..., asyncio.Protocol] = plain_protocol(protocol)
-        if tls is not None:
-            served = tls_protocol(protocol, tls, config.limits.header_seconds)
         options = uvicorn.Config(
             app,
-            http=served,  # type: ignore[arg-type]  # it is only called
+            http=http_protocol(config.limits, tls),  # type: ignore[arg-type]  # it is only called
             loop="asyncio",
             ws="none",
             lifespan="off",

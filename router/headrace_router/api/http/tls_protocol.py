@@ -10,8 +10,9 @@ from typing import Any
 import structlog
 
 from headrace_router.api.http.connection_counter import ConnectionCounter
-from headrace_router.api.http.protocol import LINGER_SECONDS, BoundedProtocol
+from headrace_router.api.http.protocol import LINGER_SECONDS, BoundedProtocol, bounded_protocol, plain_protocol
 from headrace_router.api.http.read_pacer import PacedConnection, ReadPacer
+from headrace_router.core.limits import Limits
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
 WRITE_BYTES = 64 << 10  # that wait to be encrypted, for a client that does not read
@@ -128,3 +129,9 @@ def tls_protocol(
         return TlsProtocol(handshakes, serving(**options), options["server_state"].connections)
 
     return make
+
+
+def http_protocol(limits: Limits, tls: TlsContext | None = None) -> Callable[..., asyncio.Protocol]:
+    """What makes the protocols of one server for uvicorn. tls: None = plain HTTP."""
+    serving = bounded_protocol(limits)
+    return plain_protocol(serving) if tls is None else tls_protocol(serving, tls, limits.header_seconds)

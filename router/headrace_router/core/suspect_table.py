@@ -11,11 +11,11 @@ from headrace_router.core.errors import PoisonousRequestError
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.suspect import Suspect
 
-QUARANTINE_SECONDS = 600.0  # since the last loss
+SUSPECT_SECONDS = 600.0  # since the last loss
 MAX_FINGERPRINTS = 8192  # the oldest ones are dropped
 
 
-class Quarantine:
+class SuspectTable:
     """Suspects by the fingerprint of the request: of its model, tenant and prompt. Of one router."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -40,7 +40,7 @@ class Quarantine:
         """The replica was lost while the choice ran there."""
         suspect = self.find(fingerprint) or Suspect()
         suspect.add(replica, choice, alone=alone)
-        suspect.until = self._clock() + QUARANTINE_SECONDS
+        suspect.until = self._clock() + SUSPECT_SECONDS
         self._suspects.pop(fingerprint, None)
         self._suspects[fingerprint] = suspect
         while len(self._suspects) > MAX_FINGERPRINTS:

@@ -8,21 +8,21 @@ from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.choice_losses import ChoiceLosses
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import PoisonousRequestError
-from headrace_router.core.quarantine import MAX_FINGERPRINTS, QUARANTINE_SECONDS, Quarantine, fingerprint
 from headrace_router.core.replica_state import ReplicaState
+from headrace_router.core.suspect_table import MAX_FINGERPRINTS, SUSPECT_SECONDS, SuspectTable, fingerprint
 
 POISON, INNOCENT = [1, 2, 3], [4, 5, 6]
 
 
 class Losses:
-    """A quarantine, and choices whose replicas are lost."""
+    """A table of suspects, and choices whose replicas are lost."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.quarantine = Quarantine(lambda: self.now)
+        self.suspects = SuspectTable(lambda: self.now)
 
     def choice(self, prompt: list[int]) -> ChoiceLosses[None]:
-        return ChoiceLosses(self.quarantine, ChoiceRequest("", "m", "r", b"", prompt, Sampling()))
+        return ChoiceLosses(self.suspects, ChoiceRequest("", "m", "r", b"", prompt, Sampling()))
 
     def choices(self, prompt: list[int], count: int) -> list[ChoiceLosses[None]]:
         return [self.choice(prompt) for _ in range(count)]
@@ -159,20 +159,20 @@ def test_a_process_that_makes_steps_again_was_not_killed(losses: Losses) -> None
 def test_losses_are_forgotten(losses: Losses) -> None:
     choice = losses.choice(POISON)
     losses.lose("a", choice)
-    losses.now = QUARANTINE_SECONDS - 1
+    losses.now = SUSPECT_SECONDS - 1
     losses.lose("b", choice)
-    losses.now += QUARANTINE_SECONDS - 1
+    losses.now += SUSPECT_SECONDS - 1
     assert choice.alone
     losses.now += 1
-    assert not choice.alone and not losses.quarantine
+    assert not choice.alone and not losses.suspects
 
 
-def test_the_quarantine_is_bounded(losses: Losses) -> None:
+def test_the_table_is_bounded(losses: Losses) -> None:
     choices = [losses.choice([number]) for number in range(MAX_FINGERPRINTS + 5)]
     for choice in choices:
         for name in "abc":
             losses.lose(name, choice)
-    assert len(losses.quarantine) == MAX_FINGERPRINTS
+    assert len(losses.suspects) == MAX_FINGERPRINTS
     choices[0].check()
     with pytest.raises(PoisonousRequestError):
         choices[-1].check()
