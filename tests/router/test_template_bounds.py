@@ -10,6 +10,8 @@ from headrace_router.text.template_budget import LARGEST_TEXT, TemplateSizeError
 from support.router.template_probe import probe
 
 BIG = "500000000"
+TOO_MUCH = "sandbox forbids: it makes too much text of these messages, or takes too many steps"
+FORBIDS = "does something that the sandbox forbids, whatever the messages are"
 DOUBLED = (
     "{% set ns = namespace(a=START) %}{% for i in range(40) %}{% set ns.a = DOUBLE %}{% endfor %}{% set a = ns.a %}"
 )
@@ -81,10 +83,98 @@ HOSTILE = [
 ]
 
 
+# Lists that are written in the template.
+HOSTILE += [
+    "{% set ns = namespace(a=0) %}{% for i in range(20000) %}{% set ns.a = [ns.a" + ", 0" * 5000 + "] %}{% endfor %}",
+    "{% set ns = namespace(a=0) %}{% for i in range(20000) %}{% set ns.a = (ns.a" + ", 0" * 5000 + ") %}{% endfor %}",
+    "{% set ns = namespace(a=0) %}{% for i in range(20000) %}{% set ns.a = {0: ns.a"
+    + "".join(f", {key}: 0" for key in range(1, 2000))
+    + "} %}{% endfor %}",
+]
+SHARED = (  # two values with 2**27 entries each, once they are compared
+    "{% set ns = namespace(a=('x',), b=('x',)) %}{% for i in range(27) %}"
+    "{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}{% set a = ns.a %}{% set b = ns.b %}"
+)
+ENDLESS = (
+    "{% set ns = namespace(l=[]) %}{% for i in range(100000) %}{% for j in range(100000) %}BODY{% endfor %}{% endfor %}"
+)
+# As many steps as there are, beyond a budget that is small, so that the test takes little time.
+STEPS = [
+    ENDLESS.replace("BODY", "{% set ns.l = [ns.l] %}"),
+    ENDLESS.replace("BODY", ""),
+    "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
+    "{% for i in [0] recursive %}{{ loop(range(100000)) if loop.depth < 4 }}{% endfor %}",
+    "{% for i in [0] recursive %}{% if loop.depth < 4 %}{% set x = loop(range(100000)) %}{% endif %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(100000) %}{% set x = range(100000) | sum %}{% endfor %}",
+    "{% for i in range(100000) %}{% set x = range(100000) | select('undefined') | list %}{% endfor %}",
+    "{% for i in range(100000) %}{% set x = 'x' in range(100000) | map(attribute='real') %}{% endfor %}",
+    MEGA + "{% for i in range(100000) %}{% set x = 'b' in a %}{% endfor %}",
+    MEGA + "{% for i in range(100000) %}{% set x = a.find('b') %}{% endfor %}",
+    *(
+        SHARED + "{{ " + compared + " }}"
+        for compared in (
+            "a == b",
+            "a != b",
+            "a < b",
+            "1 < 2 != 3 != a >= b",
+            "a in [b]",
+            "a not in {b: 1}",
+            "a is eq(b)",
+            "a is in([b])",
+            "[a] | select('equalto', b) | list",
+            "[a] | reject('in', [b]) | list",
+            "a is lower",
+            "{a: 1} | length",
+            "{}[a]",
+            "{} | attr('get')(a)",
+            "{}.get(a)",
+            "[a].count(b)",
+            "[a].index(b)",
+            "dict([(a, 1)]) | length",
+            "[a, b] | unique | list | length",
+            "[a, b] | sort | length",
+            "[a, b] | map('list') | max | length",
+            "[a, b] | min | length",
+            "{1: a, 2: b} | dictsort(by='value') | length",
+            "[{'k': a}, {'k': b}] | groupby('k') | length",
+        )
+    ),
+    SHARED + "{% for i in [a, b] %}{{ loop.changed(i) }}{% endfor %}",
+    SHARED + "{{ raise_exception([a]) }}",
+]
+# Numbers, which no message makes smaller.
+FORBIDDEN = [
+    "{{ 'a' * " + BIG + " }}",
+    "{{ 'a' | center(" + BIG + ") }}",
+    "{{ '%" + BIG + "d' % 1 }}",
+    "{{ 1.5 | round(" + BIG + ") }}",
+    "{{ messages | sum(start=[]) }}",
+    "{{ 10 ** 10000 }}",
+    "{{ (('f' * 1600000) | int(base=16)) % (('f' * 800001) | int(base=16)) }}",
+    *(
+        "{% set a = (1).from_bytes(('f' * 160000).encode(), 'big') %}{{ (" + made + ") is undefined }}"
+        for made in ("a % (a + 1)", "a // 3", "a / 3", "3 - a", "a + 1", "a * a", "a ** 2", "a is divisibleby(3)")
+    ),
+]
+
+
 def test_what_a_template_makes_is_bounded() -> None:
     for source, (ended, peak) in zip(HOSTILE, probe(HOSTILE), strict=True):
-        assert "sandbox forbids: of these messages it makes too much text" in ended, (source, ended)
-        assert peak < 256, source
+        assert TOO_MUCH in ended or FORBIDS in ended, (source[:999], ended)
+        assert peak < 256, source[:999]
+
+
+def test_the_steps_of_a_template_are_bounded() -> None:
+    for source, (ended, peak) in zip(STEPS, probe(STEPS, budget=1 << 20), strict=True):
+        assert TOO_MUCH in ended, (source, ended)
+        assert peak < 64, source
+
+
+def test_messages_are_not_named_as_the_cause_of_large_numbers() -> None:
+    for source, (ended, peak) in zip(FORBIDDEN, probe(FORBIDDEN), strict=True):
+        assert FORBIDS in ended, (source[:999], ended)
+        assert peak < 16, source[:999]
 
 
 def test_nothing_is_computed_when_a_template_is_compiled() -> None:
@@ -121,6 +211,12 @@ SAME = [  # each line is one template
     "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{{ loop.depth }}{% endfor %}",
     "{% for m in messages[::-1] %}{% for c in m.content[1:] %}{{ c }}{% if loop.first %}{% break %}{% endif %}{% endfor %}{% endfor %}",  # noqa: E501
     "{{ messages[1:] | length }}{{ messages[0].content[:2] ~ messages[0].content[-1:] }}{{ 'abc'[::2] }}{{ (1, 2)[1:] }}",  # noqa: E501
+    "{{ 1 < 2 < 3 }}{{ 1 < 3 < 2 < 5 }}{{ 'a' not in ['b'] }}{{ [1] == [1] != [2] }}{{ 3 >= 2 }}{{ 'a' <= 'b' }}",
+    "{{ 2 is in([1, 2]) }}{{ 4 is divisibleby(2) }}{{ 3 is odd }}{{ 'a' is lower }}{{ [1, 3] | select('gt', 2) | list }}",  # noqa: E501
+    "{{ {'a': 1}['a'] }}{{ {(1, 2): 3}[(1, 2)] }}{{ '7f' | int(base=16) }}{{ 7 / 2 }}{{ 7 // 2.0 }}{{ 7 - 2 }}{{ 2 ** -1 }}",  # noqa: E501
+    "{% for i in range(5) if i is odd %}{{ loop.length }}{{ loop.last }}{% else %}none{% endfor %}",
+    "{% for i in [1, [2, 3]] recursive %}{{ i if i is number else loop(i) }}{% else %}x{% endfor %}{{ (1, 2) ~ {} }}",
+    "{{ [(2, 'b'), (1, 'a')] | sort }}{{ ['b', 'a'] | unique | list }}{{ [[2], [1]] | max }}{{ range(4) | reverse | list }}",  # noqa: E501
     "{{ 1 ~ none ~ true ~ [1, 'a'] ~ {'b': 1.5} ~ nothing }}",
     "{% autoescape true %}{{ messages[0].content ~ '>' | safe }}{{ '<a>' }}{% endautoescape %}{{ '<' ~ '>' }}",
     "{{ '%s-%5d|%-5s|%05.2f|%(x)s' | replace('%(x)s', '') | format('a', 3, 'b', 1.5) }}{{ '%(x)s %%' % {'x': 1} }}{{ 7 % 4 }}",  # noqa: E501
@@ -173,10 +269,11 @@ def test_a_value_that_contains_another_one_twice_counts_it_twice() -> None:
     value: Any = "x" * 1000
     for _ in range(10):
         value = {"a": value, "b": [value]}
-    assert text_size(value) > 1000 * 2**10
-    for _ in range(40):
-        value = [value, value]
-    assert text_size(value) > LARGEST_TEXT
+    with render_budget():
+        assert text_size(value) > 1000 * 2**10
+        for _ in range(40):
+            value = [value, value]
+        assert text_size(value) > LARGEST_TEXT
 
 
 def test_each_rendering_has_a_budget_of_its_own() -> None:

@@ -60,13 +60,15 @@ class ChatTemplate:
                 )
         except TemplateSizeError as error:
             raise ChatTemplateError(
-                "The chat template does something that the sandbox forbids: of these messages it makes too much text. "
-                "Send fewer or shorter ones.",
+                "The chat template does something that the sandbox forbids: it makes too much text of these messages, "
+                "or takes too many steps. Send fewer or shorter ones; if those fail too, use /v1/completions instead.",
                 param="messages",
             ) from error
         except jinja2.exceptions.SecurityError as error:
             raise ChatTemplateError(
-                "The chat template does something that the sandbox forbids.", param="messages"
+                "The model's chat template does something that the sandbox forbids, whatever the messages are: use "
+                "/v1/completions with a prompt in the model's own format.",
+                param="messages",
             ) from error
         except jinja2.TemplateError as error:
             reason = (error.message or "no reason given")[:300]
@@ -133,8 +135,8 @@ def _tojson(
     return traced_json(value, dump)
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
 
 
 def _refuse_private(name: object) -> None:

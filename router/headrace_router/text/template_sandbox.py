@@ -12,17 +12,22 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.filters import make_attrgetter
-from jinja2.runtime import Context, markup_join, str_join
+from jinja2.runtime import Context, Macro, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 from headrace_router.text import template_sizes as sizes
-from headrace_router.text.template_budget import PIECE, allow, spend, spend_value, text_size
+from headrace_router.text.template_budget import ENTRY, MANY, NODE, PASS, PIECE, allow, spend, spend_value, text_size
+from headrace_router.text.template_compare import check_compared, compare, counted_entries, counted_tests
 
 # Names that no template can write: filters that `_CountedTree` inserts.
-_CONCAT, _EACH, _SLICE = "counted concat", "counted loop", "counted slice"
+_CONCAT, _SLICE, _ENTRIES = "counted concat", "counted slice", "counted entries"
+_COMPARE, _KEY, _PASS = "counted comparison", "counted key", "counted pass"
+# Filters that compare the entries of their input, or hash them; those that read at most one of them.
+_COMPARING_FILTERS = ("dictsort", "groupby", "max", "min", "sort", "unique")
+_ONE_ENTRY_FILTERS = ("attr", "count", "d", "default", "first", "last", "length", "random", _SLICE)
 # What is of use in web pages only, and has no bound of its own.
 _OMITTED_FILTERS = ("batch", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 
@@ -30,24 +35,26 @@ _OMITTED_FILTERS = ("batch", "filesizeformat", "pprint", "slice", "urlize", "wor
 class SizedSandbox(ImmutableSandboxedEnvironment):
     """Raises TemplateSizeError, within `render_budget`. Nothing is computed when a template is compiled."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], names: Mapping[str, Any], **options: Any) -> None:
         """names: those that every template knows, beside jinja2's own."""
         super().__init__(optimized=False, finalize=_finalize, **options)
-        known = {**self.filters, **filters, _CONCAT: _concat, _EACH: _each, _SLICE: _slice}
+        known = {**self.filters, **filters, _CONCAT: _concat, _SLICE: _slice}
         self.filters = {name: _counted(name, known[name]) for name in known if name not in _OMITTED_FILTERS}
+        self.filters |= {_COMPARE: compare, _ENTRIES: _entries, _KEY: _key, _PASS: _pass}
+        self.tests = {**self.tests, **counted_tests(self.tests)}
         del self.globals["lipsum"]
         self.globals.update(names)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes.check_numbers(operator, left, right)
         if operator == "+":
             allow(sizes.total(left, right))
-        elif operator == "%":
-            if isinstance(left, (str, bytes)):
-                allow(sizes.printf(left, *(right if isinstance(right, tuple) else (right,))))
-        else:
-            allow(sizes.product(operator, left, right))
+        elif operator == "*":
+            allow(sizes.product(left, right))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            allow(sizes.printf(left, *(right if isinstance(right, tuple) else (right,))))
         return spend_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +65,13 @@ class SizedSandbox(ImmutableSandboxedEnvironment):
                 args = tuple(map(list, args))  # an iterator is read once only
             named = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # others are jinja2's own
             allow(sizes.METHODS[name](owner, *args, **named))
+        if not isinstance(__obj, Macro):
+            check_compared(owner if isinstance(owner, (str, bytes)) else "", *args, *kwargs.values())
         return spend_value(super().call(__context, __obj, *args, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        check_compared(argument)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if super().wrap_str_format(value) is None:
@@ -88,16 +101,44 @@ class SizedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _CountedTree(NodeTransformer):
-    """Loops, `~` and slices, which the sandbox does not intercept, become filters."""
+    """What the sandbox does not intercept becomes a filter: passes, `~`, slices, comparisons, lists and dicts."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self._environment = environment
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        written = sum(len(output.nodes) for output in node.find_all(nodes.Output))
-        self.generic_visit(node)
-        node.iter = self._filter(node.iter, _EACH, nodes.Const(1 + PIECE * written))
+        self._count_body(node)
+        if node.test is not None:
+            node.test = self._filter(node.test, _PASS, nodes.Const(PASS))
         return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._count_body(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._count_body(node)
+
+    def visit_Block(self, node: nodes.Block) -> nodes.Node:
+        return self._count_body(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(node.expr, _COMPARE, *(arg for op in node.ops for arg in (nodes.Const(op.op), op.expr)))
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(node, _ENTRIES)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(node, _ENTRIES) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = self._filter(pair.key, _KEY)
+        return self._filter(node, _ENTRIES)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -109,6 +150,14 @@ class _CountedTree(NodeTransformer):
             return node
         edges = (node.arg.start, node.arg.stop, node.arg.step)
         return self._filter(node.node, _SLICE, *(nodes.Const(None) if edge is None else edge for edge in edges))
+
+    def _count_body(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> nodes.Node:
+        written = sum(len(output.nodes) for output in node.find_all(nodes.Output))
+        cost = max(PASS, NODE * sum(1 for _ in node.find_all(nodes.Node))) + PIECE * written
+        self.generic_visit(node)
+        counted = self._filter(nodes.Const(None, lineno=node.lineno), _PASS, nodes.Const(cost))
+        node.body.insert(0, nodes.ExprStmt(counted, lineno=node.lineno))
+        return node
 
     def _filter(self, value: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
         made = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
@@ -151,10 +200,21 @@ def _concat(context: Context, parts: list[Any]) -> str:
     return markup_join(parts) if context.eval_ctx.autoescape else str_join(parts)
 
 
-def _each(values: Iterable[Any], cost: int) -> Iterator[Any]:
-    for value in values:
-        spend(cost)
-        yield value
+@pass_context
+def _entries(context: Context, made: Any) -> Any:
+    return spend_value(made)
+
+
+@pass_context
+def _key(context: Context, value: Any) -> Any:
+    check_compared(value)
+    return value
+
+
+@pass_context
+def _pass(context: Context, value: Any, cost: int) -> Any:
+    spend(cost)
+    return value
 
 
 def _slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
@@ -169,6 +229,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @pass_context
     @wraps(function, updated=())
     def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        value = _counted_input(name, value)
         if name == "join":
             value, args, kwargs = _parts(context, value, *args, **kwargs)
         elif size is not None:
@@ -178,6 +239,20 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return spend_value(function(*given, value, *args, **kwargs))
 
     return counted
+
+
+def _counted_input(name: str, value: Any) -> Any:
+    """The input of a filter, with what the filter reads of it counted."""
+    if name in _ONE_ENTRY_FILTERS:
+        return value
+    if isinstance(value, Iterator):
+        value = counted_entries(value)
+    if name in _COMPARING_FILTERS:
+        value = list(value) if isinstance(value, Iterator) else value
+        check_compared(value)
+    elif isinstance(value, MANY):
+        check_compared(value) if isinstance(value, (str, bytes)) else spend(ENTRY * len(value))
+    return value
 
 
 def _parts(

@@ -1,6 +1,7 @@
 """The largest size of what each filter, string method and operator that enlarges its input makes of its arguments.
 
-Each function takes the arguments of what it is named after, and returns or checks a number of characters.
+Each function takes the arguments of what it is named after, and returns a number of characters. Raises SecurityError
+for numbers that are too large whatever the messages are.
 """
 
 import re
@@ -8,7 +9,9 @@ from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Any
 
-from headrace_router.text.template_budget import ENTRY, LARGEST_TEXT, TemplateSizeError, allow, text_size
+from jinja2.exceptions import SecurityError
+
+from headrace_router.text.template_budget import ENTRY, allow, refuse_number, text_size
 
 _LARGEST_NUMBER_BITS = 1 << 12
 _LARGEST_PRECISION = 300
@@ -24,15 +27,22 @@ def as_text(value: Any) -> Any:
     return value if isinstance(value, (str, bytes)) else str(value)
 
 
-def product(operator: str, left: Any, right: Any) -> int:
-    """Of `*` and `**`."""
+def check_numbers(operator: str, left: Any, right: Any) -> None:
+    """Raises SecurityError if an integer, or the result of the operator, has too many digits."""
+    if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+        return
+    bits = [side.bit_length() if isinstance(side, int) else 0 for side in (left, right)]
+    made = {"*": sum(bits), "**": bits[0] * abs(right)}.get(operator, max(bits))
+    if max(made, *bits) > _LARGEST_NUMBER_BITS:
+        raise SecurityError("a number is too large")
+
+
+def product(left: Any, right: Any) -> int:
+    """Of `*`."""
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-        bits = [int(abs(side)).bit_length() for side in (left, right)]
-        if (bits[0] * right if operator == "**" else sum(bits)) > _LARGEST_NUMBER_BITS:
-            raise TemplateSizeError("a number is too large")
         return 0
-    sizes = [abs(side) if isinstance(side, (int, float)) else _size(side) for side in (left, right)]
-    return int(sizes[0] * sizes[1])
+    sizes = [refuse_number(side) if isinstance(side, (int, float)) else _size(side) for side in (left, right)]
+    return abs(sizes[0] * sizes[1])
 
 
 def total(left: Any, right: Any) -> int:
@@ -44,24 +54,24 @@ def printf(text: Any, *args: Any, **kwargs: Any) -> int:
     """Of `%` and the filter `format`: each conversion may write the largest value, in the largest width."""
     plain = str(text, "latin-1") if isinstance(text, bytes) else str(text)
     if _NESTED_KEY.search(plain):
-        raise TemplateSizeError("the key of a conversion has parentheses")
+        raise SecurityError("the key of a conversion has parentheses")
     widths = [number for conversion in _CONVERSION.findall(plain) for number in conversion if number]
     stars = [abs(value) for value in args if isinstance(value, int)] if "*" in widths else []
     if any(len(number) > _LARGEST_DIGITS for number in widths):
-        raise TemplateSizeError("a width is too large")
+        raise SecurityError("a width is too large")
     width = sum(int(number) for number in widths if number != "*") + widths.count("*") * max(stars, default=0)
     values = [*args, *(entry for value in args if isinstance(value, Mapping) for entry in value.values())]
     largest = max(map(text_size, [*values, *kwargs.values()]), default=0)
-    return len(plain) + width + plain.count("%") * largest
+    return len(plain) + refuse_number(width) + plain.count("%") * largest
 
 
 def padded(text: Any, width: int = 80, fill: Any = " ") -> int:
     """Of `center`, `ljust`, `rjust` and `zfill`."""
-    return max(text_size(text), width)
+    return max(text_size(text), refuse_number(width))
 
 
 def expandtabs(text: Any, tabsize: int = 8) -> int:
-    return len(text) * max(1, tabsize) if tabsize > 8 else 8 * len(text)
+    return len(text) * max(8, refuse_number(tabsize))
 
 
 def replace(text: Any, old: Any, new: Any, count: int | None = None) -> int:
@@ -84,7 +94,7 @@ def translate(text: Any, table: Any) -> int:
 
 
 def to_bytes(number: int, length: int = 1, byteorder: str = "big", *, signed: bool = False) -> int:
-    return length
+    return refuse_number(length)
 
 
 def strftime(day: date, written: str) -> int:
@@ -94,20 +104,30 @@ def strftime(day: date, written: str) -> int:
 
 def indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
     lines = len(as_text(text).splitlines())
-    return text_size(text) + (lines + 1) * (len(width) if isinstance(width, str) else width)
+    return text_size(text) + (lines + 1) * (len(width) if isinstance(width, str) else refuse_number(width))
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> int:
-    return text_size(value, len(indent) if isinstance(indent, str) else indent or 0)
+    return text_size(value, len(indent) if isinstance(indent, str) else refuse_number(indent or 0))
 
 
 def rounded(value: Any, precision: int = 0, method: str = "common") -> int:
-    return 0 if abs(precision) <= _LARGEST_PRECISION else LARGEST_TEXT + 1
+    if abs(precision) > _LARGEST_PRECISION:
+        raise SecurityError("a precision is too large")
+    return 0
 
 
 def summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
     """Numbers only: sums of lists copy each list many times."""
-    return 0 if isinstance(start, (int, float)) else LARGEST_TEXT + 1
+    if not isinstance(start, (int, float)):
+        raise SecurityError("a sum of lists")
+    return 0
+
+
+def integer(value: Any, default: Any = 0, base: int = 10) -> int:
+    if isinstance(value, (str, bytes)) and len(value) > _LARGEST_NUMBER_BITS:
+        raise SecurityError("a number is too large")
+    return 0
 
 
 def listed(values: Any) -> int:
@@ -126,7 +146,7 @@ METHODS: dict[str, Callable[..., int]] = {
 }  # fmt: skip
 FILTERS: dict[str, Callable[..., int]] = {
     "center": padded, "replace": replace, "format": printf, "indent": indent, "tojson": tojson, "round": rounded,
-    "sum": summed, "list": listed,
+    "sum": summed, "int": integer, "list": listed,
     **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "striptags", "trim", "truncate"), written),
     **dict.fromkeys(("capitalize", "lower", "title", "upper", "urlencode", "wordcount"), written),
 }  # fmt: skip

@@ -7,15 +7,19 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+from headrace_router.text import template_budget
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 from support.child_environment import child_environment
 
 MEMORY = 512 << 20  # bytes beyond those of the imported modules
 
 
-def probe(sources: list[str]) -> list[tuple[str, float]]:
-    """(the error's sentence or the text, the most MiB that were allocated) of each template."""
-    command = [sys.executable, "-m", "support.router.template_probe"]
+def probe(sources: list[str], budget: int = template_budget.ALL_TEXT) -> list[tuple[str, float]]:
+    """(the error's sentence or the text, the most MiB that were allocated) of each template.
+
+    budget: characters of all that one rendering makes.
+    """
+    command = [sys.executable, "-m", "support.router.template_probe", str(budget)]
     done = subprocess.run(
         command, input=json.dumps(sources), capture_output=True, text=True, env=child_environment(), check=True
     )
@@ -33,6 +37,7 @@ def _main() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    template_budget.ALL_TEXT = int(sys.argv[1])
     tracemalloc.start()
     found = []
     for source in json.load(sys.stdin):
