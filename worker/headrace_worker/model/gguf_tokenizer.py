@@ -74,6 +74,12 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
         else "".join(alphabet[byte] for byte in token.encode()): index
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
     }
+    if len(vocab) != len(tokens):  # a control token would take the id of the text that is spelled as it is
+        left_out = min(set(range(len(tokens))) - set(vocab.values()))
+        raise ModelLoadError(
+            f"The GGUF file spells the token {tokens[left_out][:80]!r} more than once: convert the model again, or use "
+            "its safetensors."
+        )
     merges = [merge.partition(" ")[::2] for merge in texts(metadata, _MERGES)]
     try:
         with panics_as_errors():
@@ -92,16 +98,13 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    added = {index: token for index, token in enumerate(tokens) if types[index] in _ADDED}
     tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=types[index] == _CONTROL) for index, token in added.items()]
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in _ADDED
+        ]
     )
-    for index, token in added.items():
-        if tokenizer.token_to_id(token) != index:
-            raise ModelLoadError(
-                f"The GGUF file spells the token {token[:80]!r} more than once: convert the model again, or use its "
-                "safetensors."
-            )
     return tokenizer
 
 
