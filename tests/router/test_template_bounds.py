@@ -124,6 +124,8 @@ STEPS = [
             "a is in([b])",
             "[a] | select('equalto', b) | list",
             "[a] | reject('in', [b]) | list",
+            "(a | list) in ([b] | map('list'))",
+            "(a | list) is in([b] | map('list'))",
             "a is lower",
             "{a: 1} | length",
             "{}[a]",

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.runtime import Context
 from jinja2.utils import pass_context
 
-from headrace_router.text.template_budget import CALL, MANY, PASS, PIECE, allow, spend, text_size
+from headrace_router.text.template_budget import CALL, MANY, PASS, allow, spend, text_size
 from headrace_router.text.template_sizes import check_numbers
 
 SEARCHED = 16  # characters that are compared or searched in the time in which one is made
@@ -87,7 +87,7 @@ def _searched(value: Any, values: Any) -> Any:
     """The values, in which one is searched."""
     spend(CALL)
     if isinstance(values, Iterator):
-        return counted_entries(values, PIECE + len(value) // SEARCHED if isinstance(value, (str, bytes)) else PASS)
+        values = list(counted_entries(values))
     if isinstance(value, MANY) and not isinstance(value, (str, bytes)):
         check_compared(value, values)
     elif isinstance(values, (str, bytes)):
