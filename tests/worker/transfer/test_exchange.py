@@ -44,7 +44,7 @@ def test_an_extreme_prediction_makes_no_fetch_endless(make_bench: Callable[..., 
 
 
 def test_sources_are_few_and_forgotten(make_bench: Callable[..., Any]) -> None:
-    """A request names its source: whoever may submit can name any number of them."""
+    """A request names its source: a router can name any number of them."""
     bench = make_bench()
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
 
