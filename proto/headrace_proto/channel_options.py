@@ -30,7 +30,9 @@ def _keepalive(reply_seconds: int) -> Options:
     )
 
 
-WATCHER: Options = (*CLIENT, *_keepalive(WATCH_REPLY_SECONDS), ("grpc.http2.max_pings_without_data", 0))
+_PINGS_WITHOUT_DATA: Options = (("grpc.http2.max_pings_without_data", 0),)  # no bound
+WATCHER: Options = (*CLIENT, *_keepalive(WATCH_REPLY_SECONDS), *_PINGS_WITHOUT_DATA)
+PATIENT: Options = (*CLIENT, *_keepalive(PAUSE_SECONDS), *_PINGS_WITHOUT_DATA)  # the server may be paused
 SERVER: Options = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),

@@ -23,7 +23,7 @@ from headrace_cluster.errors import DrainError
 from headrace_cluster.launch import running_cluster
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_proto import replica_pb2
+from headrace_proto import control_pb2, replica_pb2
 from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
 
@@ -227,6 +227,22 @@ def test_rejected_drains(
             with pytest.raises(DrainError) as raised:
                 supervisor.drains.begin(replica_id, 0)
             assert _entry(supervisor, 0)["state"] == "ready"
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_waits_for_routers_unless_a_gap_is_allowed(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    """One router may not reach the other replica, until the network is repaired."""
+
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually) as (supervisor, membership):
+            membership.routers["one"] = control_pb2.RouterInfo(id="one")
+            await eventually(lambda: not any(entry["connected"] for entry in supervisor.status()["replicas"]))
+            with pytest.raises(DrainError, match="not every router is connected to smollm2-1 yet"):
+                supervisor.drains.roll("smollm2-0")
+            assert supervisor.drains.roll("smollm2-0", allow_gap=True)["beside"]
 
     asyncio.run(scenario())
 

@@ -13,7 +13,7 @@ from headrace_cluster.program import program_name
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 60.0  # after the time for requests: to move the remaining ones and to end the processes
-CONNECT_SECONDS = 10.0  # for routers to connect to replicas that are ready
+CONNECT_SECONDS = 45.0  # for routers to connect to replicas that are ready; a lost one counts for 40 s
 START_SECONDS = 1800.0  # to load a model again
 
 Entry = dict[str, Any]

@@ -66,7 +66,8 @@ class Drains:
             )
         if record.rolling or surges.following(record) is not None or replica_id in surges.leaving:
             raise DrainError(f"{replica_id} is being rolled already; see `{program_name()} status`")
-        if record.role.decodes and (problem := unconnected_peer(self._reconciler.records, record)):
+        waits = record.role.decodes and not allow_gap
+        if waits and (problem := unconnected_peer(self._reconciler.records, record)):
             raise DrainError(problem)  # with it this one ends first; without, the next build starts beside this one
         seconds = self._seconds if seconds is None else seconds
         self._pending[record.name] = seconds

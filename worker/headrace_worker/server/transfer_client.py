@@ -9,7 +9,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import CLIENT, LARGE_MESSAGES
+from headrace_proto.channel_options import LARGE_MESSAGES, PATIENT
 from headrace_proto.component import Component
 from headrace_proto.duplex import run_duplex
 from headrace_proto.identity import Identity
@@ -29,7 +29,7 @@ from headrace_worker.server.transfer_convert import (
 log = structlog.get_logger(__name__)
 
 HELLO_SECONDS = 3.0
-_OPTIONS = (*LARGE_MESSAGES, *CLIENT)
+_OPTIONS = (*LARGE_MESSAGES, *PATIENT)  # nothing else shows that an idle source is lost
 
 
 @dataclass(frozen=True, slots=True)
