@@ -153,6 +153,10 @@ FORBIDDEN = [
     "{{ 1.5 | round(" + BIG + ") }}",
     "{{ messages | sum(start=[]) }}",
     "{{ 10 ** 10000 }}",
+    "{{ ('a' * 8000000).strip('b' * 4000000 ~ 'a') }}",
+    "{{ ('a' * 8000000) | trim('b' * 4000000 ~ 'a') }}",
+    "{{ ('a' * 8000000).rfind('ab' ~ 'a' * 4000000) }}",
+    "{{ ('a' * 8000000).rsplit(sep='ab' ~ 'a' * 4000000) | length }}",
     "{{ (('f' * 1600000) | int(base=16)) % (('f' * 800001) | int(base=16)) }}",
     *(
         "{% set a = (1).from_bytes(('f' * 160000).encode(), 'big') %}{{ (" + made + ") is undefined }}"

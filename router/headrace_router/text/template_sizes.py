@@ -16,6 +16,7 @@ from headrace_router.text.template_budget import ENTRY, allow, refuse_number, te
 _LARGEST_NUMBER_BITS = 1 << 12
 _LARGEST_PRECISION = 300
 _LARGEST_DIGITS = 8
+_LONGEST_PATTERN = 64  # of what is searched for from the end, or removed from the ends
 # Key, width and precision of a printf-style conversion.
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\d+|\*)?(?:\.(\d+|\*))?")
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
@@ -139,15 +140,29 @@ def written(value: Any, *args: Any, **kwargs: Any) -> int:
     return text_size(value)
 
 
+def searched(text: Any, pattern: Any = None, *args: Any, sep: Any = None, **kwargs: Any) -> int:
+    """Of methods whose time grows with the product of both lengths: CPython searches from the end without an index."""
+    if any(isinstance(each, (str, bytes)) and len(each) > _LONGEST_PATTERN for each in (pattern, sep)):
+        raise SecurityError("a text that is searched for is too long")
+    return len(text)
+
+
+def trimmed(value: Any, chars: Any = None) -> int:
+    """Of the filter `trim`."""
+    searched("", chars)
+    return text_size(value)
+
+
 METHODS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
     "expandtabs": expandtabs, "replace": replace, "join": join, "translate": translate, "to_bytes": to_bytes,
     "strftime": strftime,
+    **dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"), searched),
 }  # fmt: skip
 FILTERS: dict[str, Callable[..., int]] = {
     "center": padded, "replace": replace, "format": printf, "indent": indent, "tojson": tojson, "round": rounded,
-    "sum": summed, "int": integer, "list": listed,
-    **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "striptags", "trim", "truncate"), written),
+    "sum": summed, "int": integer, "list": listed, "trim": trimmed,
+    **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "striptags", "truncate"), written),
     **dict.fromkeys(("capitalize", "lower", "title", "upper", "urlencode", "wordcount"), written),
 }  # fmt: skip
 
