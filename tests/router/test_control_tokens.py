@@ -167,7 +167,10 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
 @settings(max_examples=60, deadline=None)
 @example(names=["<｜User｜>", "▁", "Ġ", "é"], special=True, data=None)
 @given(
-    names=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+    # Not of white space alone: a user's space may become such a token (docs/reliability.md R8).
+    names=st.lists(
+        st.text(min_size=1, max_size=5).filter(lambda name: not name.isspace()), min_size=1, max_size=4, unique=True
+    ),
     special=st.booleans(),
     data=st.data(),
 )
