@@ -11,9 +11,9 @@ import structlog
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.callers import caller_name
-from headrace_proto.served_call import ServedCall
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.server.pairs import PairRegistry
+from headrace_worker.server.served_call import ServedCall
 from headrace_worker.server.transfer_convert import (
     InvalidTransferError,
     source_frame,
