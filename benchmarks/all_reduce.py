@@ -19,6 +19,7 @@ from headrace_worker.comm.group import host_group
 from headrace_worker.comm.parallel_context import Communicator
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
+from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.ranks.join import join_team
 
 SIZES = {"576 floats": (576, 200), "1 MB": (1 << 18, 40)}  # numbers, all-reduces per round
@@ -35,7 +36,7 @@ class GlooReduce:
 def run(rank: int, rendezvous: Rendezvous, opened: RendezvousHost | None = None) -> dict[str, dict[str, list[float]]]:
     """Microseconds of every all-reduce, by size and method."""
     torch.set_num_threads(1)
-    team = join_team(ReplicaConfig(replica_id="r", model="m", source="", tp=2), rank, rendezvous, opened)
+    team = join_team(ReplicaConfig(replica_id="r", model="m", source="", tp=2), CpuDevice(), rank, rendezvous, opened)
     shared: Communicator = team.context.tp
     group = host_group(team.store, "benchmark", "127.0.0.1", rank, 2, team.detector)
     methods: dict[str, Any] = {

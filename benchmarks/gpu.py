@@ -47,12 +47,12 @@ def tokens(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result
     prompts = made.prompts([(length, 24) for length in (1, 5, 16, 17, 63, 200, 400, 700)])
     done = made.engine.generate(prompts)
     plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.source.path), dtype=torch.float32)
-    plain = plain.to(model.device).eval()
+    plain = plain.to(model.device.torch_device).eval()
     plain.load_state_dict(load(made.config, plan=SurgeryPlan.none()).module.state_dict(), strict=False)
     plain.tie_weights()
     wrong = ties = 0
     for prompt, completion in zip(prompts, done, strict=True):
-        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device)
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device.torch_device)
         with torch.inference_mode():
             logits = plain(ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1].float()
         for row, token in enumerate(completion.token_ids):

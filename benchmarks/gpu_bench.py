@@ -87,28 +87,18 @@ class Bench:
 
     @contextmanager
     def step_memory(self) -> Iterator[Result]:
-        """GiB that steps use besides weights and cache while in the block, and GiB reserved for them; GPUs only."""
+        """GiB that steps use besides weights and cache while in the block; on GPUs only."""
         import torch
-
-        from headrace_worker.runner.activations import step_bytes
 
         found: Result = {}
         model = self.engine.assembly.model
-        if model.device.type != "cuda":
+        if model.device.torch_device.type != "cuda":
             yield found
             return
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         yield found
-        left = step_bytes(
-            model.config,
-            tokens=self.engine.assembly.limits.max_num_batched_tokens,
-            rows=self.engine.assembly.limits.max_num_seqs,
-            vocab_size=model.vocab_size,
-            element_bytes=model.dtype.itemsize,
-        )
         found["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-        found["step_gib_left"] = round(left / 2**30, 3)
 
     @contextmanager
     def host_times(self) -> Iterator[Result]:

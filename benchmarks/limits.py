@@ -40,7 +40,7 @@ from headrace_proto.inference_pb2 import (
 )
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_router.access.tls_config import TlsConfig
-from headrace_router.api.http.protocol import HEADER_BYTES
+from headrace_router.api.http.protocol import HEADER_BYTES, PIPELINED_REQUESTS
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
@@ -293,6 +293,65 @@ def _send_at_once(clients: list[socket.socket], parts: list[bytes]) -> None:
     time.sleep(2)
 
 
+# The next ones are of clients that have shown a key: without keys, that is any client with a request.
+
+
+def keyed_one_byte_chunks(router: Router) -> None:
+    """body_bytes: 64 clients with a key that send bodies in chunks of one byte at once."""
+    _keyed_burst(router, CHUNKED + b"1\r\n \r\n" * 40_000)
+
+
+def keyed_pipelined_requests(router: Router) -> None:
+    """connections: 64 clients with a key that send as many requests as may wait at once."""
+    _keyed_burst(router, GET * PIPELINED_REQUESTS)
+
+
+def keyed_short_headers(router: Router) -> None:
+    """header_bytes: 64 clients with a key that send as many requests at once, each with as many headers as fit."""
+    count = (LIMITS.header_bytes - 100) // (2 + HEADER_BYTES)
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * count + b"\r\n"
+    _keyed_burst(router, head * PIPELINED_REQUESTS)
+
+
+def tls_keyed_one_byte_records(router: Router) -> None:
+    """body_bytes: 64 clients with a key that send chunks of one byte at once, each byte in a record of its own."""
+    text = b"1\r\n \r\n" * 700
+    _keyed_tls_burst(router, lambda secret: key_updates.application_data(secret, [GET, CHUNKED, *_bytes(text)]))
+
+
+def tls_keyed_key_updates(router: Router) -> None:
+    """connections: 64 clients with a key that change their TLS key 1,200 times at once."""
+    _keyed_tls_burst(router, lambda secret: key_updates.records(secret, 1200, GET))
+
+
+def _bytes(text: bytes) -> list[bytes]:
+    return [text[index : index + 1] for index in range(len(text))]
+
+
+def _keyed_burst(router: Router, part: bytes) -> None:
+    with contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", router.http), 5)) for _ in range(64)]
+        for client in clients:
+            client.sendall(GET)
+            assert client.recv(12) == b"HTTP/1.1 200"
+        _send_at_once(clients, [part] * 64)
+
+
+def _keyed_tls_burst(router: Router, records: Callable[[bytes], bytes]) -> None:
+    """records: of a connection with this secret; the first one is a request."""
+    with contextlib.ExitStack() as opened:
+        parts = []
+        for _ in range(64):
+            sock, secret = key_updates.connect(router.http)
+            opened.enter_context(sock)
+            sent = records(secret)
+            first = 5 + int.from_bytes(sent[3:5], "big")
+            sock.sendall(sent[:first])
+            parts.append((sock, sent[first:]))
+        time.sleep(1)  # until these are answered
+        _send_at_once([sock for sock, _ in parts], [part for _, part in parts])
+
+
 def token_ids(router: Router) -> None:
     """body_values: a prompt of as many token ids."""
     _post(router, "completions", _completion(prompt=[5] * (LIMITS.body_values - 100), max_tokens=1))
@@ -452,6 +511,11 @@ CASES: dict[str, Callable[[Router], None]] = {
         tls_handshakes,
         unfinished_heads,
         tls_key_updates,
+        keyed_one_byte_chunks,
+        keyed_pipelined_requests,
+        keyed_short_headers,
+        tls_keyed_one_byte_records,
+        tls_keyed_key_updates,
         token_ids,
         long_numbers,
         small_objects,

@@ -20,6 +20,7 @@ from headrace_proto.identity import Identity
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
+from headrace_worker.device.choice import open_device
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
@@ -83,7 +84,7 @@ def build(tp: int, pp: int, cores: int) -> LayoutReplica:
     ]
     for process in others:
         process.start()
-    team = join_team(config, 0, opened.rendezvous, opened)
+    team = join_team(config, open_device(config.device), 0, opened.rendezvous, opened)
     assembly = assemble(config, team=team)
     team.barrier()
     return LayoutReplica(assembly, threads, team, others)

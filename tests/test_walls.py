@@ -100,6 +100,14 @@ def test_one_folder_imports_ray() -> None:
     assert folders == {"ray"}
 
 
+def test_the_worker_reaches_cuda_through_the_device_alone() -> None:
+    """Tests have a device that records the calls of every thread: a call beside it would not be among them."""
+    allowed = {"device", "profiling"}
+    files = [path for path in sources("worker") if path.relative_to(ROOT).parts[2] not in allowed]
+    bad = [str(path.relative_to(ROOT)) for path in files if "torch.cuda" in path.read_text()]
+    assert len(files) > 50 and not bad, bad
+
+
 @pytest.mark.parametrize("package", PURE)
 def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) -> None:
     files = sorted((ROOT / package / f"headrace_{package}" / PURE[package]).rglob("*.py"))

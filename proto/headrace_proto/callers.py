@@ -28,8 +28,9 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):
     Bytes that are no message end the call with INVALID_ARGUMENT; gRPC itself would log a traceback. Of one server.
     """
 
-    def __init__(self) -> None:
-        self._streams = CallerStreams()
+    def __init__(self, streams: CallerStreams | None = None) -> None:
+        """streams: of this server; its owner shows which callers are refused."""
+        self._streams = streams or CallerStreams()
 
     async def intercept_service(
         self,

@@ -96,13 +96,15 @@ class Member(_message.Message):
     def __init__(self, identity: _Optional[_Union[_replica_pb2.ReplicaIdentity, _Mapping]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[_replica_pb2.ReplicaState, str]] = ...) -> None: ...
 
 class ModelEntry(_message.Message):
-    __slots__ = ("name", "aliases", "created", "revision")
+    __slots__ = ("name", "aliases", "created", "revision", "drained")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     created: int
     revision: str
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., created: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+    drained: bool
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., created: _Optional[int] = ..., revision: _Optional[str] = ..., drained: _Optional[bool] = ...) -> None: ...

@@ -35,7 +35,8 @@ class LogFile:
         return descriptor
 
     def _rotate(self) -> None:
-        os.replace(self.path, previous(self.path))
+        with contextlib.suppress(FileNotFoundError):  # removed, or moved by a rotation that could not open the next one
+            os.replace(self.path, previous(self.path))
         full = self._descriptor
         self._descriptor = self._open()
         os.close(full)

@@ -172,14 +172,16 @@ class GenerationDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("hello", "submits", "cancels")
+    __slots__ = ("hello", "submits", "cancels", "reserve")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedCompositeFieldContainer[Cancel]
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ...) -> None: ...
+    reserve: bool
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., reserve: _Optional[bool] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "contract_version")
@@ -190,7 +192,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "alone")
+    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "alone", "trial_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LABEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_label: str
     model: str
@@ -217,7 +220,8 @@ class Submit(_message.Message):
     priority: int
     source: Source
     alone: bool
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    trial_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., alone: _Optional[bool] = ..., trial_tokens: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_id", "address", "cached_only")
@@ -323,7 +327,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters")
+    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters", "reserved", "sources")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +337,8 @@ class Load(_message.Message):
     STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
@@ -342,7 +348,17 @@ class Load(_message.Message):
     step_model: StepModel
     draining: bool
     counters: Counters
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    reserved: bool
+    sources: _containers.RepeatedCompositeFieldContainer[SourceSpeed]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., reserved: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ...) -> None: ...
+
+class SourceSpeed(_message.Message):
+    __slots__ = ("address", "per_token_ms")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    per_token_ms: float
+    def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants")
@@ -423,18 +439,20 @@ class HealthRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ReplicaHealth(_message.Message):
-    __slots__ = ("identity", "state", "step", "load", "routers")
+    __slots__ = ("identity", "state", "step", "load", "routers", "refused_callers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CALLERS_FIELD_NUMBER: _ClassVar[int]
     identity: ReplicaIdentity
     state: ReplicaState
     step: int
     load: Load
     routers: int
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ...) -> None: ...
+    refused_callers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ..., refused_callers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvShards(_message.Message):
     __slots__ = ("block_size", "head_dim", "dtype", "windows", "ranks")
@@ -547,12 +565,14 @@ class SourceHello(_message.Message):
     def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ...) -> None: ...
 
 class FetchGrant(_message.Message):
-    __slots__ = ("fetch", "blocks")
+    __slots__ = ("fetch", "blocks", "block_seconds")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     blocks: int
-    def __init__(self, fetch: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    block_seconds: float
+    def __init__(self, fetch: _Optional[int] = ..., blocks: _Optional[int] = ..., block_seconds: _Optional[float] = ...) -> None: ...
 
 class FetchEnd(_message.Message):
     __slots__ = ("fetch", "reason")

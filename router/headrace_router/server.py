@@ -13,6 +13,7 @@ from headrace_proto.component import CertificateIssuer
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_proto.identity import Identity
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
+from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.grpc.server import GrpcServer
@@ -64,7 +65,7 @@ class RouterServer:
         self._identity = Identity.restore(credentials.identity)
         self._certificate = RouterCertificate(self._identity, issue, self._keep_credentials)
         metrics = RouterMetrics()
-        self._keys = config.auth.watched()
+        self._keys = KeyFiles(config.auth)
 
         self._links = ReplicaLinks(
             router_id=config.router_id,

@@ -15,13 +15,14 @@ import ray.exceptions
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.core.adoption import choose_builds, plan_adoption, restore_records, take_snapshot
+from headrace_cluster.core.adoption import AdoptionPlan, choose_builds, plan_adoption, restore_records, take_snapshot
+from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport, fingerprint
-from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import ROUTERS_SECONDS, SILENT_SECONDS, Reconciler
 from headrace_cluster.core.record import Launch, State, Stop
-from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import resources
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -117,24 +118,86 @@ def test_silence_of_many_ranks_ends_none_of_them() -> None:
     names = [ReplicaName(f"m-{number}", 1) for number in range(4)]
     reports: Reports = {(name, 0): _report() for name in names}
     assert len(choose_builds(reports | {(names[0], 0): None}, {}, OURS)) == 3
-    with pytest.raises(AdoptionError, match=r"2 of 4 ranks do not reply; nothing is ended"):
+    with pytest.raises(AdoptionError, match=r"2 of 4 builds did not reply; nothing is ended"):
         choose_builds(reports | {(names[0], 0): None, (names[1], 0): None}, {}, OURS)
 
 
-def test_a_minority_that_does_not_reply_is_ended_a_few_at_a_time() -> None:
-    """At once they may be cut off; for ever they may not keep a controller from starting."""
+def test_one_replica_of_two_that_does_not_reply_stops_no_new_controller() -> None:
+    """Its two ranks are half of all ranks; it is judged as one replica, like every other one."""
+    stopped, other = ReplicaName("m-0", 1), ReplicaName("m-1", 1)
+    reports: Reports = {(stopped, 0): None, (stopped, 1): None, **_pair(other, 9)}
+    assert _plan(reports, None).state.silent == [stopped], "it may be up"
+    ranks = [_report(5, tp=2), _report(6, tp=2)]
+    recorded = BuildSnapshot(replica_id="m-0", generation=1, ranks=ranks)
+    plan = _plan(reports, ControllerSnapshot(created=5, builds=[recorded]))
+    assert [build.name for build in plan.state.builds] == [stopped, other]
+    assert not (plan.state.silent or plan.ended_ranks or plan.ended_groups)
+
+
+def test_silence_of_everyone_ends_nothing() -> None:
+    """What is in the record is adopted; with a build that is not, the controller is started again later."""
+    names = [ReplicaName(f"m-{number}", 1) for number in range(3)]
+    reports: Reports = {(name, 0): None for name in names}
+    plan = _plan(reports, _recorded(*names))
+    assert [build.name for build in plan.state.builds] == names
+    assert not (plan.state.silent or plan.ended_ranks or plan.ended_groups)
+    with pytest.raises(AdoptionError, match="3 of 3 builds did not reply"):
+        _plan(reports, _recorded(*names[:2]))
+    alone = ReplicaName("m-0", 1)
+    with pytest.raises(AdoptionError, match="1 of 1 build did not reply"):
+        _plan({(alone, 0): None, (alone, 1): None}, None)
+
+
+def _recorded(*names: ReplicaName, **changed: Any) -> ControllerSnapshot:
+    builds = [
+        BuildSnapshot(replica_id=name.replica_id, generation=name.generation, ranks=[_report(**changed)])
+        for name in names
+    ]
+    return ControllerSnapshot(created=5, builds=builds)
+
+
+def _plan(reports: Reports, snapshot: ControllerSnapshot | None) -> AdoptionPlan:
+    names = {name for name, _ in reports}
+    return plan_adoption(reports, names, {name.replica_id: FINGERPRINT for name in names}, OURS, snapshot)
+
+
+def test_a_minority_that_does_not_reply_is_adopted_as_it_was_recorded() -> None:
+    """A node may be stopped for a minute. Whether they are lost is the health judge's decision."""
     names = [ReplicaName(f"m-{number}", 1) for number in range(11)]
     reports: Reports = {(name, 0): _report() if number > 4 else None for number, name in enumerate(names)}
-    expected = {name.replica_id: FINGERPRINT for name in names}
-    plan = plan_adoption(reports, set(names), expected, OURS, 2)
-    assert plan.state.builds == [] and plan.ended_groups == names[:2] and "5 replicas do not reply" in plan.waits
-    assert plan.ended_ranks == [(name, 0) for name in names[:2]]
-    left = {rank: report for rank, report in reports.items() if rank not in plan.ended_ranks}
-    plan = plan_adoption(left, set(names[2:]), expected, OURS, 2)
-    assert plan.ended_groups == names[2:4] and plan.waits
-    left = {rank: report for rank, report in left.items() if rank not in plan.ended_ranks}
-    plan = plan_adoption(left, set(names[4:]), expected, OURS, 2)
-    assert len(plan.state.builds) == 6 and plan.ended_groups == [names[4]] and not plan.waits
+    recorded = _recorded(*names[:5], authorities=(b"of a secret that was replaced",), pid=70, role="decode")
+    plan = _plan(reports, recorded)
+    assert sorted(build.name for build in plan.state.builds) == sorted(names)
+    assert not (plan.ended_ranks or plan.ended_groups or plan.state.silent)
+    first = next(build for build in plan.state.builds if build.name == names[0])
+    assert (first.ranks[0].pid, first.role, first.same) == (70, Role.DECODE, True)
+    assert [report.pid for report in first.reports] == [70], "for the record of this controller"
+
+
+def test_a_build_that_does_not_reply_and_is_not_recorded_is_neither_adopted_nor_ended() -> None:
+    """It may have come up after the record. Others are adopted meanwhile."""
+    other, silent = ReplicaName("m-1", 1), ReplicaName("m-0", 2)
+    reports: Reports = {(other, rank): _report(tp=4) for rank in range(4)}
+    for ranks in ({0: None}, {0: _report(tp=2), 1: None}):
+        plan = _plan(reports | {(silent, rank): report for rank, report in ranks.items()}, _recorded(other))
+        assert [build.name for build in plan.state.builds] == [other] and plan.state.silent == [silent]
+        assert not (plan.ended_ranks or plan.ended_groups)
+
+
+def test_a_build_of_which_one_rank_is_down_is_ended_whether_the_others_reply_or_not() -> None:
+    other, silent = ReplicaName("m-1", 1), ReplicaName("m-0", 2)
+    reports: Reports = {(other, rank): _report(tp=4) for rank in range(4)}
+    for down in (_report(started=None, tp=2), _report(ended=True, tp=2)):
+        plan = _plan(reports | {(silent, 0): None, (silent, 1): down}, None)
+        assert plan.ended_groups == [silent] and not plan.state.silent
+
+
+def test_a_next_build_that_does_not_reply_and_was_not_up_is_ended() -> None:
+    """The build before serves on; two of one replica would be kept without end."""
+    old, new, other = ReplicaName("m-0", 1), ReplicaName("m-0", 2), ReplicaName("m-1", 1)
+    reports: Reports = {(old, 0): _report(), (new, 0): None, (other, 0): _report()}
+    plan = _plan(reports, _recorded(old, other))
+    assert plan.ended_groups == [new] and not plan.state.silent and plan.state.generations["m-0"] == 2
 
 
 def test_what_is_not_adopted_is_ended_by_name() -> None:
@@ -143,7 +206,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     without_group, without_ranks = ReplicaName("m-1", 1), ReplicaName("m-1", 7)
     reports: Reports = {(name, 0): _report(draining=name == leaving) for name in (kept, leaving, older, without_group)}
     groups = {kept, leaving, older, without_ranks}
-    plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, 2)
+    plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, None)
     assert [(build.name, build.leaving) for build in plan.state.builds] == [(kept, False), (leaving, True)]
     assert plan.state.generations == {"m-0": 3, "m-1": 7}, "numbers are not used again"
     assert plan.ended_ranks == [(older, 0), (without_group, 0)]
@@ -360,9 +423,13 @@ def test_a_drain_or_rollout_is_not_repeated_with_a_newer_build(change: str) -> N
     snapshot = ControllerSnapshot(
         created=5, replicas={"smollm2-0": _snapshot(generation=3, **{"held": False} | {change: True})}
     )
-    builds = [_build(ReplicaName("smollm2-0", 4)), _build(SECOND)]
+    newer = ReplicaName("smollm2-0", 4)
+    builds = [_build(newer), _build(SECOND)]
     restore_records(reconciler, snapshot, AdoptedState(builds), 100.0)
     assert reconciler.actions(100.1) == []
+    silent = _reconciler()
+    restore_records(silent, snapshot, AdoptedState([_build(SECOND)], {"smollm2-0": 4}, [newer]), 100.0)
+    assert silent.actions(100.1) == [], "nor if the newer build does not reply"
 
 
 def test_a_replica_that_was_brought_back_while_it_drained_is_built_again() -> None:
@@ -456,6 +523,74 @@ def test_the_report_of_a_rank_is_newer_than_the_snapshot() -> None:
     assert reconciler.actions(0.1) == [Stop(SECOND, drain=True, held=True)]
     reconciler.stopped(SECOND, 1.0)
     assert reconciler.actions(1.1) == [] and reconciler.records["smollm2-1"].state is State.DRAINED
+
+
+def test_the_record_has_what_ranks_report_with_what_changed_since() -> None:
+    """For a controller to which they do not reply."""
+    reconciler = _reconciler()
+    restore_records(reconciler, None, AdoptedState([_build(FIRST), _build(SECOND)]), 100.0)
+    reconciler.records["smollm2-0"].role = Role.DECODE
+    reconciler.hold("smollm2-1")
+    reconciler.actions(100.1)
+    snapshot = take_snapshot(reconciler, 5, {}, {FIRST: [_report(1)], SECOND: [_report(2)]})
+    snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=ControllerSnapshot)
+    first, second = snapshot.reports[FIRST, 0], snapshot.reports[SECOND, 0]
+    assert (first.pid, first.role, first.draining, first.held) == (1, "decode", False, None)
+    assert (second.pid, second.draining, second.held) == (2, True, True)
+    reconciler.died(FIRST, "rank 0 was killed", 101.0)
+    assert set(take_snapshot(reconciler, 5, {}, {FIRST: [_report(1)]}).reports) == set()
+
+
+def test_builds_that_do_not_reply_for_a_minute_are_ended_a_few_at_a_time() -> None:
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 8}]})), HealthSpec(stops_per_minute=2))
+    names = [ReplicaName(f"smollm2-{number}", 4) for number in range(8)]
+    generations = {name.replica_id: name.generation for name in names}
+    restore_records(reconciler, None, AdoptedState([_build(n) for n in names[3:]], generations, names[:3]), 100.0)
+    stopped: list[tuple[float, Any]] = []
+    for second in range(200):
+        now = 100.0 + second
+        for name in names[3:]:
+            reconciler.health_received(name, State.READY, 0.01, now)
+        stopped += [(now, action.name) for action in reconciler.actions(now) if isinstance(action, Stop)]
+        if second == SILENT_SECONDS:
+            assert stopped == [] and "do not reply" in reconciler.records["smollm2-0"].cause
+    assert [name for _, name in stopped] == names[:3]
+    assert [now - 100 for now, _ in stopped] == [SILENT_SECONDS + 1, SILENT_SECONDS + 1, SILENT_SECONDS + 61]
+    assert not any(reconciler.records[name.replica_id].silent for name in names), "the next builds have been launched"
+
+
+def test_a_role_that_arrived_late_is_older_than_the_snapshot() -> None:
+    """Its call failed, and the operator was told that the role stays."""
+    name = ReplicaName("m-0", 1)
+    (late,) = choose_builds({(name, 0): _report(role="prefill", role_number=1)}, {"m-0": FINGERPRINT}, OURS)
+    assert late.role_number == 1
+    for number, expected in ((2, Role.BOTH), (1, Role.PREFILL), (0, Role.PREFILL)):
+        reconciler = _reconciler()
+        snapshot = ControllerSnapshot(created=5, replicas={"smollm2-0": _snapshot(generation=3, role_number=number)})
+        found = dataclasses.replace(_build(FIRST, Role.PREFILL), role_number=late.role_number)
+        restore_records(reconciler, snapshot, AdoptedState([found, _build(SECOND)]), 0.0)
+        record = reconciler.records["smollm2-0"]
+        assert (record.role, record.role_number) == (expected, max(number, 1))
+        assert take_snapshot(reconciler, 5, {}).replicas["smollm2-0"].role_number == record.role_number
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_adoption_leaves_a_replica_that_decodes(known: bool) -> None:
+    """Ranks of the release before do not number the calls: the role of one may have arrived late."""
+    reconciler = _reconciler()
+    replicas = {"smollm2-0": _snapshot(generation=3), "smollm2-1": _snapshot(generation=2, role="prefill")}
+    snapshot = ControllerSnapshot(created=5, replicas=replicas) if known else None
+    builds = [_build(FIRST, Role.PREFILL), _build(SECOND, Role.PREFILL)]
+    restore_records(reconciler, snapshot, AdoptedState(builds), 0.0)
+    expected = [Role.BOTH, Role.PREFILL] if known else [Role.BOTH, Role.BOTH]  # of the snapshot; of the spec
+    assert [record.role for record in reconciler.records.values()] == expected
+
+
+def test_roles_stay_while_the_replica_that_decodes_is_built_again() -> None:
+    reconciler = _reconciler()
+    snapshot = ControllerSnapshot(created=5, replicas={"smollm2-1": _snapshot(generation=2, role="prefill")})
+    restore_records(reconciler, snapshot, AdoptedState([_build(SECOND, Role.PREFILL)]), 0.0)
+    assert [record.role for record in reconciler.records.values()] == [Role.BOTH, Role.PREFILL]
 
 
 # -- a spec that has changed ----------------------------------------------------------------------------------------
@@ -571,6 +706,32 @@ def test_a_new_controller_publishes_every_adopted_replica_at_once(
                 replica.health_paused.clear()
             await eventually(lambda: supervisor.status()["replicas"][0]["revision"] == "r1")  # its health was received
             receiver.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_a_build_whose_ranks_reply_late_continues_if_it_is_up(
+    driver: FakeDriver, identity: Identity, eventually: Eventually, up: bool
+) -> None:
+    async def scenario() -> None:
+        for name in (FIRST, SECOND):
+            driver.add_earlier_build(name)
+        late = driver.adopted_state.builds.pop(0)
+        driver.adopted_state.silent.append(FIRST)
+        driver.reports = {FIRST: dataclasses.replace(late, reports=[_report()])} if up else {}
+        driver.errors["report"] += [AdoptionError("a rank does not reply")] * 6  # SECOND is asked, too
+        async with _adopting_supervisor(driver, identity) as (supervisor, _):
+            record = supervisor.reconciler.records["smollm2-0"]
+            assert record.state is State.STARTING
+            await eventually(lambda: any("report of smollm2-0" in each for each in supervisor.status()["problems"]))
+            assert "do not reply" in supervisor.status()["replicas"][0]["note"]
+            assert ("stop", FIRST) not in driver.calls
+            await eventually(lambda: supervisor.reconciler.ready and not record.cause)
+            assert record.generation == (3 if up else 4)
+            assert (("stop", FIRST) in driver.calls) is (not up)
+            if up:
+                assert supervisor.snapshot().reports.keys() == {(FIRST, 0)}
 
     asyncio.run(scenario())
 

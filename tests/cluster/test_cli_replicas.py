@@ -266,6 +266,35 @@ def test_a_replica_that_is_down_is_awaited_before_any_other_is_rolled(
     assert "m-1 is rolled: it was built again meanwhile" in done.stderr
 
 
+def test_a_rollout_waits_for_replicas_that_another_one_replaces(
+    scripted: Callable[[Responses], ScriptedAdmin],
+) -> None:
+    """The controller's own, or that of another operator. What this one has built again is not built once more."""
+    polls = _polls(
+        [_entry("m-0"), _entry("m-1")],
+        [_entry("m-0"), _entry("m-1", "draining", note="draining: it is built again next")],
+        [_entry("m-0"), _entry("m-1", "starting", 2)],
+        [_entry("m-0"), _entry("m-1", generation=2)],
+        [_entry("m-0", generation=2), _entry("m-1", generation=2)],
+        [_entry("m-0", generation=2), _entry("m-1", "draining", 2)],
+        [_entry("m-0", generation=2), _entry("m-1", generation=3)],
+    )
+    refusal = "m-1 is draining; try again when it is ready, or pass --allow-gap"
+    admin = scripted({"/status": polls, "/rollout": [_rejection(refusal), _begun(), _rejection("m-1 is draining")]})
+    done = _run(admin, "rollout")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        f"headrace: m-0 waits: {refusal}",
+        "headrace: m-1: starting",
+        "headrace: m-0: its next build starts after it has ended",
+        "headrace: m-0 is rolled",
+        "headrace: m-1 is draining; waiting until it is ready",
+        "headrace: m-1 is rolled: it was built again meanwhile",
+        "headrace: m: 2 of 2 rolled",
+    ]
+    assert [body["replica"] for path, body in admin.requests if path == "/rollout"] == ["m-0", "m-0", "m-1"]
+
+
 def test_a_rollout_of_all_names_the_replicas_that_are_drained(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     polls = _polls([_entry("m-0"), _entry("m-1", "drained")], [_entry("m-0", generation=2), _entry("m-1", "drained")])
     done = _run(scripted({"/status": polls, "/rollout": [_begun()]}), "rollout")

@@ -22,7 +22,7 @@ from support.cluster.fake_driver import FakeDriver
 Eventually = Callable[..., Awaitable[Any]]
 
 HEALTH = {"interval_seconds": 0.05, "silence_seconds": 0.3, "replace_seconds": 0.4, "drain_seconds": 2}
-USED_STATES = "headrace_cluster.controller.supervisor.STATES"
+USED_STATES = "headrace_cluster.controller.health_receivers.STATES"
 FIRST, SECOND = ReplicaName("smollm2-0", 1), ReplicaName("smollm2-0", 2)
 
 
@@ -166,7 +166,10 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
         await asyncio.sleep(0.5)
         assert supervisor.reconciler.fatal == "" and _stopped(driver) == []
         assert supervisor.status()["replicas"][0]["state"] == "ready"
+        driver.process_gate.clear()
         driver.without_place.clear()
+        await eventually(lambda: (entry()["state"], entry()["note"]) == ("starting", "waiting for its processes"))
+        driver.process_gate.set()
         await eventually(lambda: supervisor.reconciler.ready)
         assert entry()["note"] == ""
         await supervisor.stop()

@@ -247,6 +247,34 @@ def test_a_rollout_waits_for_routers_unless_a_gap_is_allowed(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("by_operator", [True, False])
+def test_a_rollout_waits_for_the_one_before(
+    driver: FakeDriver, identity: Identity, eventually: Eventually, by_operator: bool
+) -> None:
+    """Of another operator, or of the controller: N - 1 replicas serve."""
+
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually, replicas=3) as (supervisor, _):
+            driver.replicas[SECOND].running = 1
+            await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
+            supervisor.drains.begin("smollm2-2", 0)  # what an operator drained does not count
+            if by_operator:
+                supervisor.drains.roll("smollm2-1", 60)
+                with pytest.raises(DrainError, match="smollm2-1 is being rolled; try again"):
+                    supervisor.drains.roll("smollm2-0")
+            else:
+                supervisor.reconciler.records["smollm2-1"].outdated = True
+            await eventually(lambda: driver.replicas[SECOND].draining)
+            with pytest.raises(DrainError, match="--allow-gap"):
+                supervisor.drains.roll("smollm2-0")
+            driver.replicas[SECOND].running = 0
+            await eventually(lambda: ReplicaName("smollm2-1", 2) in driver.replicas and supervisor.reconciler.ready)
+            assert not supervisor.drains.roll("smollm2-0", 0)["beside"]
+            supervisor.drains.roll("smollm2-1", 0, allow_gap=True)
+
+    asyncio.run(scenario())
+
+
 def test_the_last_decoding_replica_is_drained_with_force(
     driver: FakeDriver, identity: Identity, eventually: Eventually
 ) -> None:
@@ -288,9 +316,9 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
     view: Any = SimpleNamespace(
         failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
     )
-    ray, monitor = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: view)
-    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
-    cluster.watch(threading.Event(), ClusterSecrets(None))
+    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: view, messages=list)
+    cluster = running_cluster.RunningCluster(ray, controller, None, ClusterSecrets(None))  # type: ignore[arg-type]
+    cluster.watch(threading.Event())
     assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning"), ("the end of m-1 failed 2 times", "warning")]
     assert ray.stop_requested, "the cluster ends with this process, in a joined Ray, too"
 

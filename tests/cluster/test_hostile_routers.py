@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,14 +14,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.control_service import FIELD_CHARS, start_control_server
+from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2 as pb
+from headrace_proto import replica_pb2
+from headrace_proto.caller_streams import STREAMS_PER_CALLER
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
 from headrace_proto.component import Component
 from headrace_proto.identity import Identity
 from support import identities
+from support.cluster.fake_driver import FakeDriver
 from support.hostile_messages import altered, damaged, is_ours, messages
 from support.loop_probe import LoopProbe
 
@@ -189,3 +197,27 @@ def test_a_router_counts_once_and_registers_little(controller: _Controller) -> N
     many = pb.RouterReport(router_id=HOSTILE, replicas=[pb.HeardReplica(replica_id="x" * 40)] * 100_000)
     code, _ = controller.run(controller.call(Component.ROUTER, "Report", many.SerializeToString()))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_status_names_a_router_whose_streams_are_refused(controller: _Controller) -> None:
+    """Another process with its credentials may hold the eight: the router cannot connect again."""
+
+    async def watch_often() -> grpc.StatusCode:
+        channel, sent = controller.channel(Component.ROUTER), VALID["Watch"].SerializeToString()
+        calls: list[Any] = [channel.unary_stream("/headrace.v1.Control/Watch")(sent) for _ in range(STREAMS_PER_CALLER)]
+        for call in calls:
+            await call.read()
+        code: grpc.StatusCode = await channel.unary_stream("/headrace.v1.Control/Watch")(sent).code()
+        for call in calls:
+            call.cancel()
+        return code
+
+    assert controller.run(watch_often()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    spec = parse_spec({"models": [{"replicas": 1}]})
+    supervisor = Supervisor(spec, FakeDriver(), controller.membership, partial(watch_health, identities.controller()))
+    health = replica_pb2.ReplicaHealth(refused_callers=["r-9", "\x1b]0;title\x07" + 1000 * "x"] + 100 * ["r-10"])
+    supervisor._builds[SEEN] = Build(health=health)
+    problems = supervisor.status()["problems"]
+    assert len(problems) == 4 and all("refuses streams of" in problem for problem in problems)
+    assert "the controller refuses streams of r-1," in problems[0] and "m-0 refuses streams of r-9," in problems[1]
+    assert all(problem.isprintable() and len(problem) < 500 for problem in problems)

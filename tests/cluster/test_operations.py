@@ -14,6 +14,8 @@ from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.errors import RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
@@ -81,6 +83,31 @@ def test_operations_are_executed(
             record_answers.clear()
             code, document = await post("/drain", replica="smollm2-0", seconds=0, force=True)
             assert (code, document["recorded"]) == (200, False), "the GCS does not answer"
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    """The call may still arrive, and the next controller must know that it is not the last decision."""
+    numbers: list[int] = []
+
+    async def scenario() -> None:
+        spec = parse_spec({"models": [{"replicas": 2}], "health": {"interval_seconds": 0.05, "drain_seconds": 2}})
+        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
+
+        async def saved() -> None:
+            numbers.append(supervisor.snapshot().replicas["smollm2-1"].role_number)
+
+        (role,) = (entry for entry in replica_operations(supervisor, saved) if entry.path == "/role")
+        supervisor.start()
+        await eventually(lambda: supervisor.reconciler.ready)
+        driver.unresponsive.add(ReplicaName("smollm2-1", 1))
+        with pytest.raises(RoleError, match="does not answer"):
+            await role.run(role.body.model_validate({"replica": "smollm2-1", "role": "prefill"}))
+        assert numbers == [driver.numbers[ReplicaName("smollm2-1", 1)][0] + 1]
         await supervisor.stop()
 
     asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -87,6 +88,17 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     assert _report(actor).held is True
 
 
+def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[..., RankActor]) -> None:
+    actor = make()
+    _start(actor)
+    assert _report(actor).role_number == 0
+    for role, number, expected in (("decode", 2, "decode"), ("prefill", 1, "decode"), ("both", 2, "both")):
+        actor.set_role(role, number)
+        assert (_report(actor).role, _replica(actor).role, _report(actor).role_number) == (expected, expected, 2)
+    actor.set_role("prefill")  # from a controller of the release before
+    assert (_report(actor).role, _report(actor).role_number) == ("prefill", 2)
+
+
 def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankActor]) -> None:
     one, other = make(), make()
     certificate = identities.authority().certify(one.certificate_request(), Component.REPLICA, "m-0")
@@ -111,6 +123,30 @@ def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankA
 
     check()
     _start(actor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "visible"),
+    [
+        (StartArgs(visible_gpus=("4", "6"), gpu=1), "cuda:1", "4,6"),
+        (StartArgs(), "cpu", None),  # what `auto` would find may belong to another rank
+    ],
+)
+def test_the_device_is_known_before_the_replica_is_made(
+    make: Callable[..., RankActor],
+    arguments: StartArgs,
+    device: str,
+    visible: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 of several makes it for its rendezvous, before its start."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    actor = make()
+    opened = msgspec.msgpack.decode(actor.open_rendezvous(msgspec.msgpack.encode(arguments)), type=StartOutcome)
+    assert opened.rendezvous is not None
+    assert _replica(actor).config.device == device
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:

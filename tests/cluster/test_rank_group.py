@@ -10,10 +10,11 @@ import ray.exceptions
 from headrace_cluster.core.driver import StartFailedError
 from headrace_cluster.core.gpu_binding import GpuBinding, bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
-from headrace_cluster.errors import RoleError
+from headrace_cluster.core.rank_config import ProfileOutcome, RankCredentials, StartArgs, StartOutcome
+from headrace_cluster.errors import RenewalError, RoleError
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
+from headrace_proto.component import Certificate
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
@@ -44,12 +45,14 @@ class _Actor:
     """An actor's handle whose calls return the given outcome after a delay."""
 
     def __init__(self, outcome: StartOutcome | None, seconds: float = 0.0) -> None:
+        self.opened: list[StartArgs] = []
         self.starts: list[StartArgs] = []
         self._outcome, self._seconds = outcome, seconds
         self.open_rendezvous = _Method(self._open)
         self.start = _Method(self._start)
 
-    async def _open(self) -> bytes:
+    async def _open(self, encoded: bytes) -> bytes:
+        self.opened.append(msgspec.msgpack.decode(encoded, type=StartArgs))
         return msgspec.msgpack.encode(StartOutcome(rendezvous=RENDEZVOUS))
 
     async def _start(self, encoded: bytes) -> bytes:
@@ -81,6 +84,14 @@ def test_all_ranks_start_with_rank_0s_rendezvous_and_rank_0_reports() -> None:
     assert [[start.rendezvous for start in actor.starts] for actor in actors] == [[RENDEZVOUS]] * 3
 
 
+def test_rank_0_knows_its_gpu_before_it_opens_the_rendezvous() -> None:
+    actors = [_Actor(_started("first")), _Actor(_started(""))]
+    places = [RankPlace(100 + rank, "node", [str(4 + rank)]) for rank in range(2)]
+    asyncio.run(RankGroup(ReplicaName("m-0", 1), "c", actors, places).start())
+    assert actors[0].opened == [StartArgs(None, ("4", "5"), 0)] and not actors[1].opened
+    assert [actor.starts for actor in actors] == [[StartArgs(RENDEZVOUS, ("4", "5"), gpu)] for gpu in range(2)]
+
+
 def test_one_rank_needs_no_rendezvous() -> None:
     actor = _Actor(_started("alone"))
     asyncio.run(_group(actor).start())
@@ -93,6 +104,28 @@ def test_the_causing_rank_is_reported_although_it_answers_last() -> None:
     with pytest.raises(StartFailedError, match="second shard") as raised:
         asyncio.run(_group(_Actor(seen), _Actor(cause, 0.1), _Actor(None)).start())
     assert raised.value.final and raised.value.lacks_resources
+
+
+class _Created:
+    """The handle of a rank whose process answers, or is never created."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self.facts = _Method(self._facts)
+        self._answers = answers
+
+    async def _facts(self) -> tuple[int, str, list[str]]:
+        if not self._answers:
+            await asyncio.Event().wait()
+        return 7, "another node", []
+
+
+def test_a_rank_whose_process_is_never_created_fails_the_build_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of a GCS that was lost meanwhile keep the place; the next build has another one."""
+    monkeypatch.setattr("headrace_cluster.ray.rank_group.CREATE_SECONDS", 0.05)
+    actors: list[Any] = [_Created(answers=True), _Created(answers=False)]
+    with pytest.raises(StartFailedError, match="m-0 has a place, but Ray created no process for a rank") as raised:
+        asyncio.run(asyncio.wait_for(RankGroup(ReplicaName("m-0", 1), "c", actors).locate(), 5))
+    assert not raised.value.final
 
 
 class _Replica:
@@ -133,7 +166,7 @@ def test_a_profile_has_the_outcome_of_every_rank() -> None:
 
 
 class _Rank0:
-    """An actor's handle that accepts a role, does not reply, or is dead."""
+    """A handle, of a rank of the release before, that accepts a role, does not reply, or is dead."""
 
     def __init__(self, error: Exception | None = None, *, unresponsive: bool = False) -> None:
         self.roles: list[str] = []
@@ -148,18 +181,64 @@ class _Rank0:
         self.roles.append(role)
 
 
+class _NumberedRank0(_Rank0):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+        self.set_role = _Method(self._set_numbered_role)
+
+    async def _set_numbered_role(self, role: str, number: int) -> None:
+        self.numbers.append(number)
+        await self._set_role(role)
+
+
 def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_cluster.ray.rank_group.ROLE_SECONDS", 0.05)
-    ranks: list[Any] = [_Rank0(), _Rank0()]
-    asyncio.run(_group(*ranks).set_role(Role.PREFILL))
-    assert [rank.roles for rank in ranks] == [["prefill"], []]
+    ranks: list[Any] = [_NumberedRank0(), _Rank0()]
+    asyncio.run(_group(*ranks).set_role(Role.PREFILL, 4))
+    assert [rank.roles for rank in ranks] == [["prefill"], []] and ranks[0].numbers == [4]
+    before: Any = _Rank0()
+    asyncio.run(_group(before).set_role(Role.PREFILL, 4))
+    assert before.roles == ["prefill"], "a rank of the release before gets no number"
     for rank, words in (
         (_Rank0(unresponsive=True), "does not answer"),
         (_Rank0(ray.exceptions.RayActorError()), "just ended"),
     ):
         handle: Any = rank
         with pytest.raises(RoleError, match=rf"rank 0 of m-0 \(process 100\).*{words}"):
-            asyncio.run(_group(handle).set_role(Role.DECODE))
+            asyncio.run(_group(handle).set_role(Role.DECODE, 5))
+
+
+class _Certified:
+    """A rank 0 whose calls for a certificate have this outcome."""
+
+    def __init__(self, outcome: Exception | StartOutcome) -> None:
+        self.certificate_request, self.install_credentials = _Method(self._request), _Method(self._install)
+        self._outcome = outcome
+
+    async def _request(self) -> bytes:
+        return b"request"
+
+    async def _install(self, encoded: bytes) -> bytes:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return msgspec.msgpack.encode(self._outcome)
+
+
+def test_a_failed_renewal_of_a_certificate_is_no_failed_start() -> None:
+    """Its sentence is a problem in `headrace status`: memory is not the reason."""
+    issued = RankCredentials(Certificate("", "", (), 1.0), b"")
+    outcomes: list[tuple[Exception | StartOutcome, str]] = [
+        (ray.exceptions.ActorDiedError(), "does not answer, or has ended: its certificate stays"),
+        (StartOutcome(error="the key is of another process"), "refused its next certificate: the key is of another"),
+    ]
+    for outcome, words in outcomes:
+        group = RankGroup(ReplicaName("m-0", 1), "c", [_Certified(outcome)], [RankPlace(100, "node", [])])
+        with pytest.raises(RenewalError, match=rf"^rank 0 of m-0 \(process 100\) {words}") as raised:
+            asyncio.run(group.renew_credentials(lambda request: issued))
+        assert "memory" not in str(raised.value)
+        with pytest.raises(StartFailedError):
+            asyncio.run(group.install_credentials(lambda request: issued))
 
 
 class _Draining:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import BACKOFF_LIMIT_SECONDS, Launch, State, Stop
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
@@ -237,6 +238,12 @@ def test_a_held_replica_drains_does_not_count_and_is_released_as_the_next_genera
     assert record.answers
     reconciler.hold("smollm2-1")
     assert not record.answers and reconciler.ready
+    model = record.model.name
+    assert not reconciler.drained(model), "another one answers"
+    reconciler.hold("smollm2-0")
+    assert reconciler.drained(model) and not reconciler.drained("another")
+    reconciler.release("smollm2-0")
+    assert not reconciler.drained(model)
     assert reconciler.actions(1.0) == [Stop(second, drain=True, held=True)]
     reconciler.health_received(second, State.READY, 0.01, 1.1)  # a late message does not make it ready
     assert record.state is State.DRAINING and reconciler.actions(2.0) == []

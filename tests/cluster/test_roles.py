@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from headrace_cluster.controller import roles as roles_module
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -157,6 +159,36 @@ def test_without_a_reply_the_role_is_kept(driver: FakeDriver, identity: Identity
                 await supervisor.roles.change("smollm2-2", "decode")
             assert (await _listed(membership))["smollm2-2"] == "prefill"
             assert supervisor.reconciler.records["smollm2-2"].role == "prefill"
+
+    asyncio.run(scenario())
+
+
+def test_a_role_that_arrives_late_is_corrected(
+    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank was stopped: Ray delivers the call when it goes on, after the response that the role stays."""
+    name = ReplicaName("smollm2-0", 1)
+    monkeypatch.setattr(roles_module, "RESEND", Backoff(0.1, 0.2))
+
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually) as (supervisor, membership):
+            driver.unresponsive.add(name)
+            with pytest.raises(RoleError, match="does not answer"):
+                await supervisor.roles.change("smollm2-0", "prefill")
+            driver.replicas[name].role = "prefill"
+            calls = driver.calls.count(("role", name))
+            await eventually(lambda: driver.calls.count(("role", name)) >= calls + 2)
+            assert (await _listed(membership))["smollm2-0"] == "decode"
+            driver.unresponsive.clear()
+            await eventually(lambda: driver.replicas[name].role == "decode")
+            first, second, *_ = numbers = driver.numbers[name]
+            assert first < second and numbers == sorted(numbers), "the rank ignores the first one if it arrives later"
+            calls = driver.calls.count(("role", name))
+            await asyncio.sleep(0.5)
+            assert driver.calls.count(("role", name)) == calls, "nothing is sent while the role is right"
+            driver.latest[name] = numbers[-1] + 2  # of a decision that the last controller did not record
+            driver.replicas[name].role = "both"
+            await eventually(lambda: driver.replicas[name].role == "decode")
 
     asyncio.run(scenario())
 

@@ -111,6 +111,21 @@ def test_addresses_are_known_once_all_are_listed(make: Callable[..., RouterGroup
     assert group.places([first, second]) == []
 
 
+def test_a_router_that_was_listed_is_restarted_and_one_that_never_was_is_an_error(
+    make: Callable[..., RouterGroup], started: list[RouterConfig]
+) -> None:
+    """Whatever the replicas do: others may serve while one of them is not ready."""
+    group = make(count=2, port=0, grpc_port=0)
+    group.start()
+    assert group.places([_place(started[0], 9001)]) == []
+    with pytest.raises(RouterFailedError, match="router 2 of 2 ended"):
+        group.watch()
+    group = make(count=2, port=0, grpc_port=0)
+    group.start()
+    group.places([_place(config, 9001 + index) for index, config in enumerate(started[2:])])
+    assert [event.partition(" ended")[0] for event in group.watch()] == ["router 1 of 2", "router 2 of 2"]
+
+
 def test_an_invalid_address_is_an_error(make: Callable[..., RouterGroup], started: list[RouterConfig]) -> None:
     group = make(port=0, grpc_port=0)
     group.start()

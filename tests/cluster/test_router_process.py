@@ -79,7 +79,8 @@ def test_a_router_that_dies_is_restarted_and_stops_in_order(
     (tmp_path / "uvicorn.py").write_text("raise SystemExit('a module of the folder in which it was started')")
     router.start()
     _until_listening(config.port)
-    assert router.watch(may_restart=True) == ""
+    assert router.watch() == ""
+    router.note_listed(config.port, 0)
     first = router.pid
     assert first is not None
     command = Path(f"/proc/{first}/cmdline").read_bytes()
@@ -88,11 +89,11 @@ def test_a_router_that_dies_is_restarted_and_stops_in_order(
     message = ""
     deadline = time.monotonic() + 5
     while not message and time.monotonic() < deadline:
-        message = router.watch(may_restart=True)
+        message = router.watch()
         time.sleep(0.02)
     assert "killed by signal 9" in message and "starting it again" in message
     while router.pid == first:
-        assert router.watch(may_restart=True) == ""
+        assert router.watch() == ""
         time.sleep(0.02)
     _until_listening(config.port)
     router.terminate()
@@ -109,9 +110,10 @@ def test_a_router_that_dies_is_restarted_and_stops_in_order(
 def test_a_start_that_fails_is_repeated(router: RouterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of memory or processes: an exception would end `serve`, and with it every replica."""
     router.start()
+    router.note_listed(0, 0)
     first = router.pid
     router.kill()
-    assert "starting it again" in router.watch(may_restart=True)
+    assert "starting it again" in router.watch()
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -120,12 +122,12 @@ def test_a_start_that_fails_is_repeated(router: RouterProcess, monkeypatch: pyte
         patched.setattr(subprocess, "Popen", fail)
         message = ""
         while not message:
-            message = router.watch(may_restart=True)
+            message = router.watch()
             time.sleep(0.02)
     assert "could not be started" in message and "trying again in 1 s" in message
     deadline = time.monotonic() + 20
     while router.pid == first:
-        assert router.watch(may_restart=True) == "" and time.monotonic() < deadline
+        assert router.watch() == "" and time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -136,7 +138,7 @@ def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: 
         router.start()
         with pytest.raises(RouterFailedError, match=r"the router ended .*; its log: .*/run/router\.log"):
             for _ in range(400):
-                assert router.watch(may_restart=False) == ""
+                assert router.watch() == ""
                 time.sleep(0.05)
 
 

@@ -157,9 +157,9 @@ def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
             path.write_bytes(contents.pop(0))
         return SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=len(seen) == 6)
 
-    ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=poll), SimpleNamespace()
-    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
-    cluster.watch(threading.Event(), secrets)
+    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=poll, messages=list)
+    cluster = running_cluster.RunningCluster(ray, controller, None, secrets)  # type: ignore[arg-type]
+    cluster.watch(threading.Event())
     assert seen == [(OLD,), (OLD,), (NEW,), (NEW,), (NEW,), (NEW,)]
     assert [words[0].partition(":")[0] for words in shown] == [
         "the secret file has changed",
@@ -176,9 +176,9 @@ def test_serve_continues_when_others_can_read_the_secret_file(tmp_path: Path, mo
     secrets = ClusterSecrets(path)
     path.chmod(0o644)
     stopped: Any = SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=True)
-    ray, monitor, view = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: stopped), SimpleNamespace()
-    cluster = running_cluster.RunningCluster(ray, monitor, None, view)  # type: ignore[arg-type]
-    cluster.watch(threading.Event(), secrets)
+    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: stopped, messages=list)
+    cluster = running_cluster.RunningCluster(ray, controller, None, secrets)  # type: ignore[arg-type]
+    cluster.watch(threading.Event())
     assert ["chmod 600" in sentence for sentence in shown] == [True] and secrets.current == (OLD,)
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.health_judge import ALL_SILENT_FACTOR
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Action, Launch, State, Stop
 from headrace_cluster.core.router_reports import FRESH_SECONDS, RouterReports
 from headrace_cluster.spec.cluster_spec import parse_spec
@@ -133,6 +134,24 @@ def test_silence_of_all_ends_no_next_build_beside_the_only_replica() -> None:
     for name in (*names, launch.name):
         reconciler.health_received(name, State.READY, 0.01, now + 1)
     assert reconciler.actions(now + 1) == [Stop(names[0], drain=True)]
+
+
+def test_a_next_build_that_takes_over_is_not_judged_by_the_silence_of_the_last_one() -> None:
+    """Both have one id."""
+    reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HEALTH)
+    (first,) = (action.name for action in reconciler.actions(0.0))
+    reconciler.health_received(first, State.READY, 0.01, 0.0)
+    reconciler.roll(first.replica_id, allow_gap=False)
+    (launch,) = reconciler.actions(0.1)
+    reconciler.health_received(launch.name, State.READY, 0.01, 2.9)
+    assert reconciler.actions(2.95) == [], "the first one is silent, and may not be the only one"
+    now = 2.95
+    while (record := reconciler.records[first.replica_id]).name == first:
+        now += 0.25
+        reconciler.health_received(launch.name, State.READY, 0.01, now)
+        reconciler.actions(now)
+        assert now < MINUTE
+    assert (record.name, record.state) == (launch.name, State.READY)
 
 
 def test_one_replica_whose_path_is_broken_does_not_delay_the_rollout_of_others() -> None:

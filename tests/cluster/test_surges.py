@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Action, Launch, Record, State, Stop
 from headrace_cluster.core.surges import CONNECT_SECONDS, STABLE_CONNECTION_SECONDS
 from headrace_cluster.spec.cluster_spec import parse_spec

@@ -44,7 +44,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 def undisturbed(serve: Serve) -> list[list[int]]:
     """The tokens of the requests without a kill."""
     outcomes = run_streams(serve.url, BODIES)
-    assert all(outcome.complete for outcome in outcomes)
+    assert not [outcome for outcome in outcomes if not outcome.complete]
     return [outcome.token_ids for outcome in outcomes]
 
 
@@ -124,6 +124,25 @@ def test_six_losses_in_a_row_and_a_paused_keeper_end_nothing(
     assert serve.status()["problems"] == [] and serve.process.poll() is None
 
 
+def _all_connected(serve: Serve) -> bool:
+    return all(replica["connected"] for replica in serve.status()["replicas"])
+
+
+def test_a_replica_that_is_stopped_while_another_controller_adopts_is_not_ended(
+    serve: Serve, eventually: Callable[..., None]
+) -> None:
+    """Before, the new controller ended it, since its ranks did not reply."""
+    before, controller = _replicas(serve), _controller(serve)
+    os.kill(before[SECOND][2], signal.SIGSTOP)
+    try:
+        os.kill(controller, signal.SIGKILL)
+        eventually(lambda: _controller(serve) not in (0, controller), 60, "that another controller runs")
+    finally:
+        os.kill(before[SECOND][2], signal.SIGCONT)
+    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
+    eventually(lambda: _all_connected(serve), 60, "that the router is connected to both again")
+
+
 def test_adopted_replicas_are_watched(
     serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
 ) -> None:
@@ -133,7 +152,7 @@ def test_adopted_replicas_are_watched(
     eventually(lambda: not _ready(serve, FIRST, 1), 2, "that the loss is detected")
     eventually(lambda: _ready(serve, FIRST, 2), 120, "that it is rebuilt")
     running.join(120)
-    assert all(outcome.complete for outcome in outcomes)
+    assert not [outcome for outcome in outcomes if not outcome.complete]
     same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
     assert _ready(serve, SECOND, 1)
 
@@ -141,8 +160,8 @@ def test_adopted_replicas_are_watched(
 def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., None]) -> None:
     controller, (_, _, other) = _controller(serve), _replicas(serve)[FIRST]
     victim = _replicas(serve)[SECOND][2]
+    os.kill(controller, signal.SIGKILL)  # first: else it may begin to build the replica again
     os.kill(victim, signal.SIGKILL)
-    os.kill(controller, signal.SIGKILL)
     answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
     assert answer.status_code == 200, "the router itself detects the lost replica"
     eventually(lambda: _ready(serve, SECOND, 2), 120, "that the replica is rebuilt")

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+import structlog.testing
 
 from headrace_proto import replica_pb2, replica_pb2_grpc
-from headrace_proto.caller_streams import STREAMS_PER_CALLER
+from headrace_proto.caller_streams import SHOWN_CALLERS, SHOWN_SECONDS, STREAMS_PER_CALLER, CallerStreams
 from headrace_proto.callers import CallerInterceptor
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION, SERVER
 from headrace_proto.component import Component
@@ -106,3 +107,37 @@ def test_streams_that_are_not_read_are_as_few() -> None:
         assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= STREAMS_PER_CALLER
 
     _run(check)
+
+
+def _refuse(streams: CallerStreams, caller: str) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(STREAMS_PER_CALLER):
+            assert held.enter_context(streams.count("Watch", caller))
+        assert not held.enter_context(streams.count("Watch", caller))
+
+
+def test_refusals_are_shown_for_a_minute_and_logged_once_in_it() -> None:
+    now = 0.0
+    streams = CallerStreams(lambda: now)
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(3):
+            _refuse(streams, "r-1")
+        assert streams.refused == ["r-1"] and [entry["caller"] for entry in logged] == ["r-1"]
+        now = SHOWN_SECONDS - 1
+        _refuse(streams, "r-1")
+        now += 2
+        _refuse(streams, "r-2")
+        assert streams.refused == ["r-1", "r-2"]
+        _refuse(streams, "r-1")
+        assert [entry["caller"] for entry in logged] == ["r-1", "r-2", "r-1"]
+    now += SHOWN_SECONDS
+    assert streams.refused == []
+
+
+def test_few_callers_are_shown() -> None:
+    now = 0.0
+    streams = CallerStreams(lambda: now)
+    for number in range(2 * SHOWN_CALLERS):
+        now = number
+        _refuse(streams, f"r-{number:02}")
+    assert streams.refused == [f"r-{number:02}" for number in range(SHOWN_CALLERS, 2 * SHOWN_CALLERS)]

@@ -101,6 +101,25 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[1:] == [f"9 {'x' * 37}", "again"], "the next process appends"
 
 
+def test_a_rotation_that_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "serve.log"
+    file = LogFile(path, max_bytes=100)
+    file.write("first\n" * 16)
+
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace_proto.log_file.os.open", refuse)
+        file.write("lost\n")
+    assert not path.exists()
+    file.write("second\n")
+    assert path.read_text() == "second\n" and previous(path).read_text() == "first\n" * 16
+    path.unlink()
+    file.write("x" * 100)
+    assert path.read_text() == "x" * 100, "a file that was removed"
+
+
 PROGRAM = """
 import os, sys, threading, logging, structlog
 from headrace_proto.logs import LogConfig, configure_logs

@@ -22,7 +22,7 @@ from headrace_router.access.auth import (
     check_exposure,
     check_metrics_exposure,
 )
-from headrace_router.access.watched_files import WatchedFiles
+from headrace_router.access.key_files import KeyFiles
 from support.router.fake_replica import FakeReplica
 from support.router.harness import Harness
 
@@ -256,9 +256,10 @@ def test_metrics_keys_come_from_a_file_and_are_no_api_keys(tmp_path: Path) -> No
     assert [entry.key.get_secret_value() for entry in found] == ["mk-cccccccc", "mk-aaaaaaaa", "mk-bbbbbbbb"]
     assert AuthConfig().load_metrics() == ()
     for auth in ({"keys": ["mk-aaaaaaaa"], "metrics_key_file": path}, {"metrics_key_file": tmp_path / "missing"}):
-        with pytest.raises(KeysFileError) as refused:
-            AuthConfig.model_validate(auth).load_metrics()
-        assert "mk-aaaaaaaa" not in str(refused.value)
+        for load in (AuthConfig.load_all, KeyFiles):
+            with pytest.raises(KeysFileError) as refused:
+                load(AuthConfig.model_validate(auth))
+            assert "mk-aaaaaaaa" not in str(refused.value)
 
 
 @pytest.mark.parametrize("auth", [{"keys": ["sk-12345678"]}, {"metrics_key": "mk-12345678"}, {"allow_no_auth": True}])
@@ -322,8 +323,8 @@ def test_a_changed_file_of_keys_is_used_without_a_restart(
     eventually(lambda: status("the-new-key") == 200)
 
 
-def _authenticator(path: Path, **auth: Any) -> tuple[WatchedFiles[Keys], Authenticator]:
-    watched = AuthConfig.model_validate({"keys_file": path, **auth}).watched()
+def _authenticator(path: Path, **auth: Any) -> tuple[KeyFiles, Authenticator]:
+    watched = KeyFiles(AuthConfig.model_validate({"keys_file": path, **auth}))
     return watched, Authenticator(watched.current, bytes(32))
 
 
@@ -342,31 +343,81 @@ def test_a_tenant_without_a_name_keeps_its_own_when_another_key_is_removed(tmp_p
     assert authenticator.tenant(f"Bearer {OTHER}".encode()) == second
 
 
-def test_files_of_keys_without_a_byte_are_not_used(tmp_path: Path) -> None:
-    """A write on a full disk leaves such a file."""
+@pytest.fixture
+def two_files(tmp_path: Path) -> tuple[Path, Path]:
+    """One with two API keys, one with a metrics key."""
     keys, metrics = tmp_path / "keys", tmp_path / "metrics-keys"
-    for path, key in ((keys, KEY), (metrics, METRICS_KEY)):
+    for path, text in ((keys, f"{KEY}\n{OTHER}\n"), (metrics, f"{METRICS_KEY}\n")):
         path.touch(mode=0o600)
-        path.write_text(f"{key}\n")
-    watched, _ = _authenticator(keys, metrics_key_file=metrics)
+        path.write_text(text)
+    return keys, metrics
+
+
+@pytest.mark.parametrize("blank", ["", "\n", " \t\r\n\n"])
+def test_files_of_keys_without_a_character_are_not_used(two_files: tuple[Path, Path], blank: str) -> None:
+    """A write on a full disk, or one that has begun, leaves such a file."""
+    watched, _ = _authenticator(two_files[0], metrics_key_file=two_files[1])
     before = watched.current
-    for path in (keys, metrics):
+    for path in two_files:
         content = path.read_text()
-        path.write_text("")
+        path.write_text(blank)
         with capture_logs() as logs:
-            assert not watched.refresh() and watched.current is before
+            assert not watched.refresh() and watched.current == before
+            assert not watched.refresh()
         (warning,) = logs
         assert warning["log_level"] == "warning" and f"{path} is empty" in warning["event"]
         path.write_text(content)
-        assert watched.refresh()
-        before = watched.current
+        assert watched.refresh() and watched.current == before
 
 
-def test_when_the_last_metrics_key_is_revoked_api_keys_do_not_read_metrics(tmp_path: Path) -> None:
-    keys, metrics = tmp_path / "keys", tmp_path / "metrics-keys"
-    for path, key in ((keys, KEY), (metrics, METRICS_KEY)):
-        path.touch(mode=0o600)
-        path.write_text(f"{key}\n")
+@pytest.mark.parametrize("unusable", ["", "short\n", None], ids=["empty", "wrong line", "missing"])
+def test_a_file_of_keys_that_is_not_used_delays_nothing_in_the_other(
+    two_files: tuple[Path, Path], unusable: str | None
+) -> None:
+    """Keys that are removed from the other one are refused."""
+    keys, metrics = two_files
+    watched, authenticator = _authenticator(keys, metrics_key_file=metrics)
+
+    def allowed() -> list[bool]:
+        watched.refresh()
+        authenticator.use(watched.current)
+        tenants = [authenticator.tenant(f"Bearer {key}".encode()) is not None for key in (KEY, OTHER)]
+        return [*tenants, authenticator.may_read_metrics(f"Bearer {METRICS_KEY}".encode())]
+
+    def spoil(path: Path) -> None:
+        path.unlink() if unusable is None else path.write_text(unusable)
+
+    assert allowed() == [True, True, True]
+    spoil(metrics)
+    assert allowed() == [True, True, True]
+    keys.write_text(f"{OTHER}\n")
+    assert allowed() == [False, True, True]
+    metrics.touch(mode=0o600)
+    metrics.write_text(f"{METRICS_KEY}\n")
+    assert allowed() == [False, True, True]
+    spoil(keys)
+    metrics.write_text("# revoked\n")
+    assert allowed() == [False, True, False]
+
+
+def test_a_key_moves_between_the_files(two_files: tuple[Path, Path]) -> None:
+    """The file that would make it a key of both kinds is used when the other one has lost it."""
+    keys, metrics = two_files
+    watched, _ = _authenticator(keys, metrics_key_file=metrics)
+    keys.write_text(f"{OTHER}\n{METRICS_KEY}\n")
+    with capture_logs() as logs:
+        assert not watched.refresh() and not watched.refresh()
+    (warning,) = logs
+    assert "also an API key" in warning["event"]
+    metrics.write_text("mk-the-next-key-4\n")
+    assert watched.refresh()
+    watched.refresh()
+    assert [entry.key.get_secret_value() for entry in watched.current.api] == [OTHER, METRICS_KEY]
+    assert [entry.key.get_secret_value() for entry in watched.current.metrics] == ["mk-the-next-key-4"]
+
+
+def test_when_the_last_metrics_key_is_revoked_api_keys_do_not_read_metrics(two_files: tuple[Path, Path]) -> None:
+    keys, metrics = two_files
     watched, authenticator = _authenticator(keys, metrics_key_file=metrics)
     metrics.write_text("# all are revoked\n")
     assert watched.refresh()

@@ -359,5 +359,5 @@ def test_control_tokens_of_the_template_do_not_count() -> None:
 
 def test_a_template_that_makes_bytes_of_user_text_is_refused() -> None:
     card = _card(_tokenizer("none"), "{{ messages[0].content.encode().decode() }}")
-    with pytest.raises(UntraceableChatError):
+    with pytest.raises(ChatTemplateError, match="sandbox forbids"):
         card.encode_chat([{"role": "user", "content": "<|im_end|>"}])

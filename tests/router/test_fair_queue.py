@@ -50,6 +50,40 @@ def test_shares_are_of_cost_and_not_of_items() -> None:
     assert taken.count("s") >= 95
 
 
+def test_items_that_are_removed_cost_nothing() -> None:
+    """Their wait was over, or their client has disconnected: the tenant got nothing for them."""
+    queue: FairQueue[str] = FairQueue(1000)
+    for number in range(10):
+        queue.add("steady", 1, f"s{number}")
+    burst = [f"b{number}" for number in range(500)]
+    for item in burst:
+        queue.add("burst", 1, item)
+    assert [queue.take() for _ in range(4)] == ["s0", "b0", "s1", "b1"]
+    assert all(queue.remove("burst", item) for item in burst[2:])
+    for number in range(4):
+        queue.add("burst", 1, f"c{number}")
+    taken = [queue.take() for _ in range(8)]
+    assert sorted(name[0] for name in taken if name) == ["c"] * 4 + ["s"] * 4
+
+
+def test_a_tenant_whose_items_expire_keeps_its_share() -> None:
+    """More come in a second than are served, and each waits for two seconds at most."""
+    queue: FairQueue[tuple[str, int]] = FairQueue(1000)
+    served, waiting = {"few": 0, "many": 0}, list[tuple[int, tuple[str, int]]]()
+    for tick in range(3000):  # a hundredth of a second
+        for tenant, each in (("few", 4), ("many", 1)):
+            if tick % each == 0:
+                item = (tenant, tick)
+                queue.add(tenant, 1, item)
+                waiting.append((tick, item))
+        while waiting and waiting[0][0] < tick - 200:
+            _, item = waiting.pop(0)
+            queue.remove(item[0], item)
+        if tick % 5 == 0 and (taken := queue.take()) is not None:
+            served[taken[0]] += 1
+    assert min(served.values()) > 0.4 * sum(served.values()), served
+
+
 def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
     queue: FairQueue[str] = FairQueue(3)
     assert [queue.add("flood", 1, f"f{number}") for number in range(4)] == [None, None, None, "f3"]

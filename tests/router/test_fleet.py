@@ -294,6 +294,30 @@ def test_streams_leave_the_replica_where_a_suspect_waits_to_run_alone() -> None:
     assert cluster.place(5, alone=True) == "r0"
 
 
+def test_a_replica_that_another_router_reserved_gets_nothing_else() -> None:
+    cluster = Cluster("x", "x")
+    attempts = [cluster.start(0) for _ in range(2)]
+    for attempt in attempts:
+        attempt._next_index += 1
+    reserved = {"running": 2, "reserved": True}
+    cluster.run(STEP, r0=reserved, r1={"running": 9})
+    assert {attempt.outcome for attempt in attempts} == {Outcome.MOVED}
+    assert {cluster.place() for _ in range(4)} == {"r1"}
+    with pytest.raises(MustWaitError):
+        cluster.place(alone=True)
+    assert cluster.links[1].state.reserved_here, "a suspect of this router waits for another one"
+    frame = cluster.links[1].state.submit_queue.take()
+    assert frame is not None and frame.reserve
+    cluster.run(5.0, r0=reserved, r1=reserved)
+    assert cluster.place(), "it is used if there is no other one"
+    cluster.run(STEP, r0={"running": 0, "reserved": True}, r1=IDLE)
+    with pytest.raises(MustWaitError):
+        cluster.place(alone=True)
+    assert {cluster.place(alone=True) for _ in range(4)} == {"r1"}, (
+        "an idle one is reserved first, not another router's"
+    )
+
+
 def test_a_replica_that_runs_a_suspect_refuses_company_even_if_it_is_the_only_one() -> None:
     cluster = Cluster("x")
     cluster.links[0].state.isolated_attempt = cluster.start(0).id

@@ -20,7 +20,8 @@ from headrace_proto.inference_pb2 import (
     TokenIds,
 )
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS
+from headrace_router.api.client_address import client_of_peer
+from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, _keyless
 from headrace_router.core.limits import TENANT_SHARE
 
 
@@ -238,3 +239,74 @@ def test_calls_without_a_key_take_no_place_of_one_with_a_key(harness: Any, make_
                 await asyncio.sleep(0.05)
 
     harness.call(call())
+
+
+@contextlib.asynccontextmanager
+async def _port_from_another_address(port: int) -> AsyncIterator[int]:
+    """Whose connections reach the server from 127.0.0.2."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "flood", [_watchers, _checks_whose_answers_cannot_be_sent], ids=["watches", "checks that are not read"]
+)
+def test_calls_without_a_key_of_one_address_leave_places_to_others(harness: Any, make_replica: Any, flood: Any) -> None:
+    """The probe of a kubelet is answered."""
+    harness.start([make_replica()], auth={"keys": ["first-key"]})
+    port = harness.router.grpc_port
+
+    async def call() -> None:
+        async with (
+            flood(port),
+            _port_from_another_address(port) as other,
+            grpc.aio.insecure_channel(f"127.0.0.1:{other}") as channel,
+        ):
+            await asyncio.sleep(0.3)  # until the flood has its places
+            health = HealthStub(channel)  # type: ignore[no-untyped-call]
+            watches = [health.Watch(HealthCheckRequest()) for _ in range(3)]
+            for watch in watches:
+                assert await watch.read()
+            for _ in range(3):
+                assert await health.Check(HealthCheckRequest())
+
+    harness.call(call())
+
+
+def test_every_address_has_as_many_calls_without_a_key_as_are_free() -> None:
+    calls = _keyless(64)
+    counts = []
+    for caller in "abcdefgh":
+        counts.append(0)
+        while calls.enter(caller):
+            counts[-1] += 1
+    assert counts == [32, 16, 8, 4, 2, 1, 1, 0]
+    calls.leave("a")
+    assert not calls.enter("a") and calls.enter("h")
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        ("ipv4:192.0.2.1:50000", "192.0.2.1"),
+        ("ipv6:%5B2001:db8:0:1::2%5D:50000", "2001:db8:0:1::/64"),
+        ("ipv6:[2001:db8:0:1:3::4]:50000", "2001:db8:0:1::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:50000", "fe80::/64"),
+        ("ipv6:%5B::ffff:192.0.2.1%5D:50000", "192.0.2.1"),
+        ("unix:/run/a.sock", "unix"),
+        ("", ""),
+    ],
+)
+def test_the_client_of_a_peer(peer: str, client: str) -> None:
+    assert client_of_peer(peer) == client

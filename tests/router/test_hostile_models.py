@@ -109,6 +109,13 @@ def test_a_tokenizer_whose_post_processor_panics_is_refused() -> None:
         use(json.dumps(content).encode())
 
 
+def test_a_number_of_an_unknown_token_in_a_model_that_has_none_is_refused() -> None:
+    content = json.loads(SPECS[3])
+    content["model"]["unk_id"] = 10**6
+    with pytest.raises(ModelFactsError, match="not valid"):
+        use(json.dumps(content).encode())
+
+
 def test_a_tokenizer_that_encodes_nothing_is_refused() -> None:
     content = json.loads(SPECS[3])
     content["model"]["vocab"] = {"zzz": 0}

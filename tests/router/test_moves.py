@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace_proto.replica_pb2 import Counters, Load, StepModel
+from headrace_proto.replica_pb2 import Counters, Load, SourceSpeed, StepModel
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS, choose_source
 from headrace_router.core.policy.rebalance import PAUSE_SECONDS, Rebalancer
 
@@ -15,6 +15,7 @@ class Replica:
     load: Load = field(default_factory=Load)
     remote_prompt_tokens: int = 0
     replica_id: str = "r"
+    address: str = "10.0.0.1:1"
     generation: int = 1
     unreported: int = 0
     unreported_tokens: int = 0
@@ -43,6 +44,20 @@ def test_a_replica_without_a_prediction_counts_like_the_other() -> None:
             choose_source(prompt, Replica(load(rate, running=1)), [Replica(load(other), remote_prompt_tokens=5000)])
             is None
         )
+
+
+def test_a_source_with_a_slow_link_is_not_used() -> None:
+    """Of a large model the transfer may take longer than the prompt: as measured by each pair, never a constant."""
+    prompt = 500
+    slow, fast = Replica(load(), address="10.0.0.2:1"), Replica(load(), address="10.0.0.3:1")
+    speeds = [SourceSpeed(address=slow.address, per_token_ms=20.0), SourceSpeed(address=fast.address, per_token_ms=0.1)]
+    target = Replica(load(running=4, sources=speeds))
+    assert choose_source(prompt, target, [slow]) is None
+    assert choose_source(prompt, target, [slow, fast]) == 1
+    unknown = Replica(load(), address="10.0.0.4:1")
+    assert choose_source(prompt, target, [unknown]) == 0, "the fastest known one counts"
+    assert choose_source(prompt, Replica(load(running=4, sources=speeds[:1])), [unknown]) is None
+    assert choose_source(prompt, Replica(load(running=4, sources=speeds[1:])), [slow]) == 0
 
 
 def test_a_source_is_used_when_streams_run_or_its_queue_is_shorter() -> None:

@@ -32,6 +32,7 @@ REQUEST = ChoiceRequest("label", "m", "r", b"", (5,), Sampling(max_tokens=1))
 @dataclass
 class Candidate:
     replica_id: str = "r"
+    address: str = "10.0.0.1:1"
     build: tuple[str, int] = ("r", 1)
     load: Load = field(default_factory=Load)
     unreported: int = 0

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import http.client
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,15 @@ from typing import Any, ParamSpec
 import httpx
 import pytest
 
-from headrace_router.api.http.read_pacer import OVERHEAD_BYTES, READ_BYTES, SLICE_SECONDS, PacedConnection, ReadPacer
+from headrace_router.api.http.read_pacer import (
+    OVERHEAD_BYTES,
+    READ_BYTES,
+    SLICE_SECONDS,
+    STEPS_PER_TURN,
+    PacedConnection,
+    ReadPacer,
+    ReadPacers,
+)
 from support.certificates import Authority
 from support.router import key_updates
 
@@ -34,20 +43,16 @@ def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
 
 
 class Transport:
-    """Records whether it is read, by which protocol, and how it ended."""
+    """Records whether it is read, and how it ended."""
 
     def __init__(self, address: str = "192.0.2.1") -> None:
         self.address = address
         self.reading = True
         self.closed = self.aborted = False
-        self.protocol: Any = None
 
     def get_extra_info(self, name: str) -> tuple[str, int]:
         assert name == "peername"
         return self.address, 1
-
-    def set_protocol(self, protocol: Any) -> None:
-        self.protocol = protocol
 
     def close(self) -> None:
         self.closed = True
@@ -125,7 +130,7 @@ async def test_clients_have_one_step_each_in_turn() -> None:
 @on_a_loop
 async def test_a_client_waits_for_one_step_of_another_client_with_many_connections(flooding: str, other: str) -> None:
     """Of IPv6 a client is a /64 network."""
-    pacer, order = ReadPacer(), []
+    pacers, order = ReadPacers(), []
 
     class Recorded(asyncio.Protocol):
         def __init__(self, number: int) -> None:
@@ -137,8 +142,8 @@ async def test_a_client_waits_for_one_step_of_another_client_with_many_connectio
     addresses = [flooding % number if "%" in flooding else flooding for number in range(50)] + [other]
     for number, address in enumerate(addresses):
         transport: Any = Transport(address)
-        _receive(PacedConnection(transport, Recorded(number), pacer), b"x")
-    await _turns()
+        _receive(PacedConnection(transport, Recorded(number), pacers), b"x")
+    await _turns(6)
     assert order == [0, 50, *range(1, 50)]
 
 
@@ -159,10 +164,10 @@ async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
 
 @on_a_loop
 async def test_bytes_of_two_connections_arrive_whole_and_a_connection_waits_for_its_own() -> None:
-    pacer = ReadPacer()
+    pacers = ReadPacers()
     transports: list[Any] = [Transport(), Transport()]
     protocols = [Tls(), Tls()]
-    connections = [PacedConnection(t, p, pacer) for t, p in zip(transports, protocols, strict=True)]
+    connections = [PacedConnection(t, p, pacers) for t, p in zip(transports, protocols, strict=True)]
     sent = [bytes(range(100)), b"another connection"]
     for connection, data in zip(connections, sent, strict=True):
         _receive(connection, data)  # into one buffer
@@ -176,7 +181,7 @@ async def test_bytes_of_two_connections_arrive_whole_and_a_connection_waits_for_
 @on_a_loop
 async def test_a_connection_without_application_data_is_aborted(has_data: bool) -> None:
     tls, transport = Tls(), Transport()
-    connection = PacedConnection(transport, tls, ReadPacer())  # type: ignore[arg-type]
+    connection = PacedConnection(transport, tls, ReadPacers())  # type: ignore[arg-type]
     for _ in range(OVERHEAD_BYTES // READ_BYTES):
         _receive(connection, bytes(READ_BYTES))
         await _turns()
@@ -192,8 +197,8 @@ async def test_a_connection_without_application_data_is_aborted(has_data: bool) 
 @pytest.mark.parametrize("reason", [None, ConnectionResetError()])
 @on_a_loop
 async def test_a_connection_that_is_lost_receives_nothing_more(reason: Exception | None) -> None:
-    pacer, tls, transport = ReadPacer(), Tls(), Transport()
-    connection = PacedConnection(transport, tls, pacer)  # type: ignore[arg-type]
+    pacers, tls, transport = ReadPacers(), Tls(), Transport()
+    connection = PacedConnection(transport, tls, pacers)  # type: ignore[arg-type]
     _receive(connection, b"hello")
     connection.connection_lost(reason)
     await _turns()
@@ -224,7 +229,7 @@ class Plain(asyncio.Protocol):
 def _plain(most: int = 1000) -> tuple[PacedConnection, Any, Plain]:
     transport: Any = Transport()
     protocol = Plain(transport, most)
-    return PacedConnection(transport, protocol, ReadPacer()), transport, protocol
+    return PacedConnection(transport, protocol, ReadPacers()), transport, protocol
 
 
 @on_a_loop
@@ -249,29 +254,48 @@ async def test_the_end_comes_after_the_bytes() -> None:
 
 
 @on_a_loop
-async def test_after_release_the_protocol_reads_itself_once_it_has_what_came_before() -> None:
-    connection, transport, protocol = _plain()
-    _receive(connection, b"before")
-    connection.release()
-    assert transport.protocol is None
+async def test_clients_with_a_key_take_turns_by_tenant_beside_those_without() -> None:
+    """What has arrived before the key was shown comes before what arrives later."""
+    pacers, order = ReadPacers(), []
+
+    class Recorded(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            order.append(data.decode())
+
+    def connect(tenant: str | None) -> PacedConnection:
+        transport: Any = Transport()
+        connection = PacedConnection(transport, Recorded(), pacers)
+        if tenant is not None:
+            connection.assign(tenant)
+        return connection
+
+    late = connect(None)
+    _receive(late, b"before")
+    late.assign("a")
+    assert late.eof_received()
+    for number in range(3):
+        _receive(connect(None), b"keyless%d" % number)
+        _receive(connect("a"), b"a%d" % number)
+    _receive(connect("b"), b"b")
     await _turns()
-    assert protocol.received == b"before" and transport.protocol is protocol and transport.reading
+    assert [name for name in order if name[0] in "ab"] == ["before", "a0", "b", "a1", "a2"]
+    assert [name for name in order if name[0] == "k"] == ["keyless0", "keyless1", "keyless2"]
+    order.clear()
+    _receive(late, b"a")
+    for number in range(2 * STEPS_PER_TURN):
+        _receive(connect(None), b"keyless%d" % number)
+    await _turns(1)
+    assert "a" in order and len(order) == 1 + STEPS_PER_TURN
 
 
 @on_a_loop
-async def test_without_bytes_that_wait_a_release_has_effect_at_once() -> None:
-    connection, transport, protocol = _plain()
-    connection.release()
-    assert transport.protocol is protocol
-
-
-@on_a_loop
-async def test_a_lost_connection_gets_no_protocol() -> None:
-    connection, transport, _ = _plain()
-    connection.connection_lost(None)
-    connection.release()
-    await _turns()
-    assert transport.protocol is None
+async def test_a_turn_has_some_steps_however_short() -> None:
+    pacer, done = ReadPacer(), []
+    for number in range(3 * STEPS_PER_TURN):
+        pacer.submit("a", lambda number=number: done.append(number))  # type: ignore[misc]
+    for turn in range(1, 4):
+        await _turns(1)
+        assert done == list(range(turn * STEPS_PER_TURN))
 
 
 @on_a_loop
@@ -284,32 +308,32 @@ async def test_a_connection_whose_protocol_fails_is_aborted() -> None:
     assert transport.aborted and len(reports) == 1
 
 
-class Steps(list[int]):
-    """Counts the steps of all pacers."""
+class Steps(list[str]):
+    """The clients of the steps of all pacers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         submit = ReadPacer.submit
 
         def count(pacer: ReadPacer, client: str, step: Callable[[], None]) -> None:
-            self.append(1)
+            self.append(client)
             submit(pacer, client, step)
 
         monkeypatch.setattr(ReadPacer, "submit", count)
 
-    def during(self, call: Callable[[], Any]) -> int:
+    def during(self, call: Callable[[], Any]) -> set[str]:
         self.clear()
         call()
-        return len(self)
+        return set(self)
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["http", "https"])
-def test_a_connection_is_paced_until_its_client_has_shown_a_key(
+def test_a_connection_is_paced_with_those_of_its_tenant_from_its_key_on(
     encrypted: bool, harness: Any, make_replica: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("server")
     tls = {"tls": {"cert": cert, "key": key}} if encrypted else {}
-    router = harness.start([make_replica()], auth={"keys": ["first-key"]}, **tls)
+    router = harness.start([make_replica()], auth={"keys": [{"name": "first", "key": "first-key"}]}, **tls)
     steps = Steps(monkeypatch)
     connection: http.client.HTTPConnection = http.client.HTTPConnection("127.0.0.1", router.http_port, 10)
     if encrypted:
@@ -324,10 +348,11 @@ def test_a_connection_is_paced_until_its_client_has_shown_a_key(
 
     keyed = {"authorization": "Bearer first-key"}
     for _ in range(2):
-        assert steps.during(lambda: get("/v1/models", {})) and steps.during(lambda: get("/health", {}))
-    assert steps.during(lambda: get("/v1/models", keyed))
+        for path in ("/v1/models", "/health"):
+            assert steps.during(lambda path=path: get(path, {})) == {"127.0.0.1"}  # type: ignore[misc]
+    assert "127.0.0.1" in steps.during(lambda: get("/v1/models", keyed))
     for _ in range(2):
-        assert not steps.during(lambda: get("/v1/models", keyed))
+        assert steps.during(lambda: get("/v1/models", keyed)) == {"first"}
     assert get("/v1/models", {}) == 401 and get("/v1/models", keyed) == 200
     connection.close()
 
@@ -339,7 +364,9 @@ def test_a_body_that_follows_the_first_head_arrives_whole(
     authority = Authority(tmp_path)
     cert, key = authority.issue("server")
     tls = {"tls": {"cert": cert, "key": key}} if encrypted else {}
-    router = harness.start([make_replica(max_model_len=200_000)], auth={"keys": ["first-key"]}, **tls)
+    router = harness.start(
+        [make_replica(max_model_len=200_000)], auth={"keys": [{"name": "first", "key": "first-key"}]}, **tls
+    )
     scheme = "https" if encrypted else "http"
     headers = {"authorization": "Bearer first-key"}
     numbers = list(range(3, 200)) * 400
@@ -366,3 +393,22 @@ def test_a_tls_connection_that_only_changes_its_key_is_ended(harness: Any, make_
         connection.sendall(key_updates.records(secret, 5_000))
         while connection.recv(1 << 16):
             pass
+
+
+def test_pipelined_requests_begin_in_the_turns_of_their_client(
+    harness: Any, make_replica: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read may bring several."""
+    router = harness.start([make_replica()], auth={"keys": [{"name": "first", "key": "first-key"}]})
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", router.http_port), 10) as sock:
+
+        def get(count: int) -> None:
+            sock.sendall(count * request)
+            received = b""
+            while received.count(b'"object":"list"') < count:
+                received += sock.recv(1 << 16)
+
+        get(1)
+        steps = Steps(monkeypatch)
+        assert steps.during(lambda: get(5)) == {"first"} and len(steps) >= 5

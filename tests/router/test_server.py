@@ -120,7 +120,11 @@ def test_a_model_without_replicas_answers_503_for_itself_alone(
     replica = make_replica()
     harness.start([replica])
     member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
-    models = [ModelEntry(name="tiny", aliases=["small"]), ModelEntry(name="large")]
+    models = [
+        ModelEntry(name="tiny", aliases=["small"]),
+        ModelEntry(name="large"),
+        ModelEntry(name="drained", drained=True),
+    ]
 
     async def update() -> None:
         harness.router.services.fleet.update(MemberList(members=[member], models=models))
@@ -133,6 +137,10 @@ def test_a_model_without_replicas_answers_503_for_itself_alone(
         assert client.post("/v1/completions", json=BODY).status_code == 200
         refused = client.post("/v1/completions", json={**BODY, "model": "large"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_replica_ready"
+        drained = client.post("/v1/completions", json={**BODY, "model": "drained"})
+        assert drained.status_code == 503 and drained.json()["error"]["code"] == "model_drained"
+        assert "drained by the operator" in drained.text and "moment" not in drained.text
+        assert "retry-after" not in drained.headers
 
 
 def test_a_list_that_cannot_be_applied_is_requested_again(

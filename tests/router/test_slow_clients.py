@@ -159,10 +159,18 @@ def test_a_slow_reader_is_not_disconnected(harness: Any, make_replica: Any, conn
     assert received.count(b'"finish_reason"') == 128 and received.endswith((b"}", b"0\r\n\r\n"))
 
 
+def _opened(connect: Any, count: int) -> list[socket.socket]:
+    """Connections whose client may call."""
+    opened = [connect() for _ in range(count)]
+    for sock in opened:
+        sock.sendall(GET)
+        assert _answer(sock).startswith(b"HTTP/1.1 200")
+    return opened
+
+
 def test_connections_of_one_address_are_bounded(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
     harness.start([make_replica()], limits={"connections_per_address": 3})
-    opened = [connect() for _ in range(3)]
-    eventually(lambda: _connections(harness) == 3)
+    opened = _opened(connect, 3)
     refused = connect()
     received = _until_closed(refused)
     assert received.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in received and b'"overloaded"' in received
@@ -173,12 +181,36 @@ def test_connections_of_one_address_are_bounded(harness: Any, make_replica: Any,
     assert _answer(sock).startswith(b"HTTP/1.1 200")
 
 
-def test_all_connections_are_bounded(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
+def test_all_connections_are_bounded(harness: Any, make_replica: Any, connect: Any) -> None:
     harness.start([make_replica()], limits={"connections": 2})
-    opened = [connect(), connect()]
-    eventually(lambda: _connections(harness) == 2)
+    opened = _opened(connect, 2)
     assert _until_closed(connect()).startswith(b"HTTP/1.1 503")
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: loc", GET], ids=["silent", "half", "answered"])
+@pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
+def test_connections_without_a_key_give_their_places_to_later_ones(
+    harness: Any, make_replica: Any, connect: Any, sent: bytes, limit: str
+) -> None:
+    """So that a probe of health is answered while others hold all places."""
+    limits = {limit: 4, "header_seconds": 60.0, "idle_seconds": 60.0}
+    harness.start([make_replica()], limits=limits, auth={"keys": [KEY]})
+    get_models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %s\r\n\r\n" % KEY.encode()
+    tenant = connect()
+    tenant.sendall(get_models)
+    assert _answer(tenant).startswith(b"HTTP/1.1 200")
+    others = [connect() for _ in range(3)]
+    for sock in others:
+        sock.sendall(sent)
+        assert sent != GET or _answer(sock).startswith(b"HTTP/1.1 200")
+    for probes in range(1, 4):
+        probe = connect()
+        probe.sendall(GET)
+        assert _answer(probe).startswith(b"HTTP/1.1 200")
+        assert _connections(harness) <= 5 and _until_closed(others[probes - 1]) == b""
+    tenant.sendall(get_models)
+    assert _answer(tenant).startswith(b"HTTP/1.1 200"), "one that has shown a key keeps its place"
 
 
 def test_one_key_keeps_half_of_the_connections(harness: Any, make_replica: Any, connect: Any, eventually: Any) -> None:
@@ -254,8 +286,7 @@ def test_a_refused_client_that_has_disconnected_is_no_error(
     harness: Any, make_replica: Any, connect: Any, eventually: Any
 ) -> None:
     harness.start([make_replica()], limits={"connections": 1})
-    first = connect()
-    eventually(lambda: _connections(harness) == 1)
+    (first,) = _opened(connect, 1)
     failures: list[Any] = []
     harness.loop.call_soon_threadsafe(
         harness.loop.set_exception_handler, lambda _loop, context: failures.append(context)

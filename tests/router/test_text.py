@@ -29,6 +29,19 @@ def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], d
     assert shown + matcher.flush() == expected
 
 
+@given(st.lists(st.sampled_from(["a", "b", "aab"]), max_size=40), st.text(alphabet="ab", min_size=1, max_size=12))
+def test_stop_strings_that_overlap_themselves(pieces: list[str], stop: str) -> None:
+    text = "".join(pieces)
+    matcher = StopMatcher([stop, stop + "b"])
+    shown = "".join(matcher.push(piece) for piece in pieces)
+    assert matcher.matched == (stop in text)
+    if stop in text:
+        assert shown == text[: text.find(stop)]
+    else:
+        kept = [size for size in range(len(stop) + 1) if text.endswith((stop + "b")[:size])]
+        assert shown == text[: len(text) - max(kept)], "no more is held back than may begin a stop string"
+
+
 @pytest.fixture(scope="module")
 def card(tokenizer: Any) -> ModelCard:
     facts = ModelFacts(max_model_len=100, vocab_size=400, chat_template="{{ messages[0]['content'] }}")

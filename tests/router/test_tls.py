@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,31 @@ def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Author
         assert connection.recv(1) == b""
     with _openai(router, _context(authority)) as client:
         assert client.models.list().data
+
+
+def test_a_connection_that_is_displaced_as_its_handshake_ends_is_forgotten(
+    start: Any, authority: Authority, eventually: Any, harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transport is closed before anything would tell the server so."""
+    finish = SSLProtocol._on_handshake_complete  # type: ignore[attr-defined]
+
+    def displaced(protocol: Any, error: Exception | None) -> None:
+        protocol._transport.abort()
+        finish(protocol, error)
+
+    router = start()
+    connections = router._http._server.server_state.connections
+    with monkeypatch.context() as patch:
+        patch.setattr(SSLProtocol, "_on_handshake_complete", displaced)
+        for _ in range(5):
+            with contextlib.suppress(OSError), _connected(router.http_port, _context(authority)) as connection:
+                connection.recv(1)
+        eventually(lambda: not connections)
+    with _openai(router, _context(authority)) as client:
+        assert client.models.list().data
+    began = time.monotonic()
+    harness.call(router.stop())
+    assert time.monotonic() - began < 3
 
 
 def test_a_refusal_reaches_a_client_that_is_still_sending(start: Any, authority: Authority) -> None:

@@ -13,6 +13,7 @@ from headrace_router.core.errors import ContextLengthError
 from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
+from headrace_router.text.normalized_size import NormalizedSize
 from headrace_router.text.text_encoder import TextEncoder
 from headrace_router.text.token_reach import token_reach
 
@@ -88,7 +89,9 @@ def test_an_added_token_that_includes_white_space_has_no_bound() -> None:
 def test_a_far_too_long_text_is_not_tokenized_whole(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million characters took 150 MiB, whatever the context: the longest token of this vocabulary has 16."""
     tokenizer = make()
-    encoder = TextEncoder(tokenizer, ControlTokens(tokenizer, "", None), ContextSize(100, None), None)
+    encoder = TextEncoder(
+        tokenizer, ControlTokens(tokenizer, "", None), ContextSize(100, None), NormalizedSize([]), None
+    )
     sizes: list[int] = []
 
     class Counting:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from random import Random
 from statistics import quantiles
 
 import pytest
@@ -13,6 +14,7 @@ import structlog
 from headrace_router.core.errors import OverloadedError, PoisonousRequestError
 from headrace_worker.core.request import Finish, Output, Request
 from support.simulation.sim_request import SimRequest
+from support.simulation.sim_router import SimRouter
 from support.simulation.steady_load import ANSWER_TOKENS, CAPACITY, SteadyLoad
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
@@ -98,6 +100,32 @@ def test_requests_of_one_prompt_that_kill_replicas_kill_three_in_all(seed: int) 
     assert [type(request.error) for request in poisonous] == [PoisonousRequestError] * 6
     assert len(load.company) == 3 and load.company[2] == 0
     others = [request for request in load.requests if request not in poisonous]
+    assert {request.outcome for request in others} == {"FINISH_LENGTH"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_suspect_of_one_router_runs_alone_although_another_router_sends(seed: int) -> None:
+    """The second router keeps all replicas loaded with streams that are longer than the suspect's patience of 5 s."""
+
+    def plan(load: SteadyLoad) -> None:
+        second = SimRouter(load, 0.0, name="second")
+        second.jitter = Random(f"{seed} second").random  # two routers do not have the same randomness
+        load.routers.append(second)
+        load.publish()
+        second.begin()
+        for number in range(60):
+            load.at(0.5 + 0.5 * number, partial(second.arrive, load.request(0.5 + 0.5 * number, tokens=150)))
+        poison = load.request(6.0)
+        load.poisonous.add(str(poison.number))
+        load.schedule_requests([poison])
+        load.at(25.0, partial(load.router.arrive, poison))
+
+    load = simulate(seed, 5, plan)
+    poisonous, others = load.router.requests, load.routers[1].requests
+    assert [type(request.error) for request in poisonous] == [PoisonousRequestError] * 2
+    assert len(load.company) == 3 and load.company[2] == 0 and min(load.company[:2]) > 0
+    ended = poisonous[0].ended_at
+    assert ended is not None and ended < 6.0 + 10.0, "it waited for its trial for its patience at most"
     assert {request.outcome for request in others} == {"FINISH_LENGTH"}
 
 

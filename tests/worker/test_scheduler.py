@@ -164,6 +164,18 @@ def test_a_deadline_ends_waiting_and_running_requests(make_bench: Make) -> None:
     assert bench.kv.pool.used == 0
 
 
+def test_requests_that_have_ended_are_not_kept_for_their_deadline(make_bench: Make) -> None:
+    """Behind the deadline of one that runs on."""
+    bench = make_bench(num_blocks=512, max_num_seqs=4)
+    bench.engine.submit(bench.request(prompt_of(0, 4), max_tokens=2000, deadline=1e6))
+    deadlines, most = bench.scheduler._deadlines, 0
+    for number in range(1, 400):
+        bench.engine.submit(bench.request(prompt_of(number % 50, 4), max_tokens=1, deadline=2e6))
+        bench.engine.step()
+        most = max(most, len(deadlines))
+    assert most <= 70, "beside it and what waits, as many as are removed at a time"
+
+
 def test_a_full_queue_refuses(make_bench: Make) -> None:
     bench = make_bench(max_waiting=2)
     requests = [bench.request(prompt_of(i, 4)) for i in range(3)]

@@ -12,6 +12,7 @@ import pytest
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.caller_streams import STREAMS_PER_CALLER
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
 from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
@@ -101,6 +102,26 @@ def test_a_bad_submit_is_answered_and_the_next_one_works(
     assert merged[bad.attempt_id].finish == finish
     assert word in merged[bad.attempt_id].error
     assert merged[b"y" * 16].finish == pb.FINISH_LENGTH
+
+
+def test_health_names_a_router_with_too_many_streams(make_served: Make) -> None:
+    served = make_served()
+
+    async def check() -> list[str]:
+        async with (
+            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
+            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as watcher,
+        ):
+            calls = [served.stub(channel).WatchCache(pb.CacheWatchRequest()) for _ in range(3 * STREAMS_PER_CALLER)]
+            async with asyncio.timeout(20):
+                async for health in served.stub(watcher).WatchHealth(pb.HealthRequest(interval_ms=50)):
+                    if health.refused_callers:
+                        break
+            for call in calls:
+                call.cancel()
+            return list(health.refused_callers)
+
+    assert asyncio.run(check()) == ["r-1"]
 
 
 def test_closing_the_stream_frees_everything(make_served: Make) -> None:

@@ -131,7 +131,7 @@ def rollout(
         float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
     ] = None,
     allow_gap: Annotated[
-        bool, typer.Option("--allow-gap", help="If a second build does not fit, end the only replica first.")
+        bool, typer.Option("--allow-gap", help="Even if another one is not ready, or two builds do not fit.")
     ] = False,
     port: o.ServerPort = None,
     admin_port: o.ServerAdminPort = None,

@@ -68,18 +68,21 @@ def _roll_model(client: AdminClient, entries: list[Entry], options: dict[str, An
             problems[name] = "another one before it was not"
             continue
         try:
-            if entry["state"] in REBUILT_STATES and _await_up(client, name, entry["state"]) > entry["generation"]:
+            rolled = entry["state"] in REBUILT_STATES and _await_up(client, entry) > entry["generation"]
+            if rolled or not _roll(client, entry, options):
                 show_message(f"{name} is rolled: it was built again meanwhile")
-            else:
-                _roll(client, name, options)
         except (NotRunningError, ServerError) as error:
             problems[name] = str(error)
     return problems
 
 
-def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
+def _roll(client: AdminClient, listed: Entry, options: dict[str, Any]) -> bool:
+    """Returns false if another request has built it again meanwhile."""
+    replica = listed["id"]
     body = {"replica": replica, **options}
-    begun = _begin(client, {name: value for name, value in body.items() if value is not None})
+    begun = _begin(client, listed, {name: value for name, value in body.items() if value is not None})
+    if begun is None:
+        return False
     show_message(f"{replica}: its next build starts {'beside it' if begun['beside'] else 'after it has ended'}")
 
     unchanged = 0  # consecutive polls that found no rollout of the replica
@@ -101,47 +104,56 @@ def _roll(client: AdminClient, replica: str, options: dict[str, Any]) -> None:
 
     watch_replica(client, replica, done, _progress, START_SECONDS + begun["seconds"] + STOP_SECONDS)
     show_message(f"{replica} is rolled")
+    return True
 
 
-def _begin(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Requests the rollout of a replica; one that is down is waited for while it is built again."""
-    replica = body["replica"]
+def _begin(client: AdminClient, entry: Entry, body: dict[str, Any]) -> dict[str, Any] | None:
+    """Requests the rollout of a replica, when it and the others of its model are ready; those are waited for.
+
+    None: another request has built it again meanwhile.
+    """
+    replica = entry["id"]
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return _post_rollout(client, body)
-        except ServerError:
+        except ServerError as error:
             entries = client.await_status()["replicas"]
             if is_connecting(entries) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 continue
-            state = next((entry["state"] for entry in entries if entry["id"] == replica), "")
-            if state not in REBUILT_STATES:
+            unsettled = [other for other in entries if not _is_settled(other) and other["model"] == entry["model"]]
+            if not unsettled:
                 raise
-        _await_up(client, replica, state)
+            refusal = str(error)
+        itself = next((other for other in unsettled if other["id"] == replica), None)
+        if itself is None:
+            show_message(f"{replica} waits: {refusal}")
+            watch_replica(client, unsettled[0]["id"], _is_settled, _stage, START_SECONDS)
+        elif _await_up(client, itself) > entry["generation"] and itself["state"] not in REBUILT_STATES:
+            return None
+        deadline = time.monotonic() + CONNECT_SECONDS
 
 
-def _await_up(client: AdminClient, replica: str, state: str) -> int:
-    """Waits until a replica that is down is ready. Returns its generation."""
-    show_message(f"{replica} is {state}; waiting until it is ready")
-    generation = 0
-
-    def is_up(entry: Entry) -> bool:
-        nonlocal generation
-        if entry["state"] in REBUILT_STATES:
-            return False
-        if entry["state"] != "ready":
-            raise ServerError(f"it is {entry['state']}")
-        generation = entry["generation"]
-        return True
-
-    watch_replica(client, replica, is_up, _stage, START_SECONDS)
+def _await_up(client: AdminClient, entry: Entry) -> int:
+    """Waits until a replica that is down or is rolled is ready. Returns its generation."""
+    name = entry["id"]
+    show_message(f"{name} is {'being rolled' if entry['beside'] else entry['state']}; waiting until it is ready")
+    settled = watch_replica(client, name, _is_settled, _stage, START_SECONDS)
+    if settled["state"] != "ready":
+        raise ServerError(f"it is {settled['state']}")
+    generation: int = settled["generation"]
     return generation
+
+
+def _is_settled(entry: Entry) -> bool:
+    """Whether it is ready, or stays drained; any other replica becomes so by itself."""
+    return not entry["beside"] and entry["state"] not in (*REBUILT_STATES, "draining")
 
 
 def _stage(entry: Entry) -> str:
     """Without the seconds of a countdown, which would be a line each."""
-    return progress(entry).partition("; next try in ")[0]
+    return _progress(entry).partition("; next try in ")[0]
 
 
 def _post_rollout(client: AdminClient, body: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_cluster.controller.operations import Operation
 from headrace_proto.errors import HeadraceError, ListenError
 from headrace_router.access.tls_files import TlsFiles
+from headrace_router.api.http.server import ACCEPTS_PER_TURN, ListeningServer
 from headrace_router.api.http.tls_protocol import http_protocol
 from headrace_router.core.limits import Limits
 
-# Of a few clients of one operator. All clients have one address: one without the key keeps its connection for a second.
+# Of a few clients of one operator. All clients have one address: one without the key keeps its connection for a second,
+# or until 128 later ones need its place.
 ADMIN_LIMITS = Limits(connections=128, connections_per_address=128, header_seconds=1)
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
@@ -123,8 +125,9 @@ def admin_server(app: ASGIApp, tls: TlsFiles | None = None, limits: Limits = ADM
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=1,
+        backlog=ACCEPTS_PER_TURN,
     )
-    return uvicorn.Server(config)
+    return ListeningServer(config)
 
 
 def _without_port(host: str) -> str:

@@ -1,9 +1,11 @@
 """State of one build of a replica in the supervisor."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_cluster.core.driver import Progress, RankFacts
+from headrace_cluster.core.rank_config import RankReport
 from headrace_proto import replica_pb2
 from headrace_worker.core.config import ReplicaStarted
 
@@ -14,6 +16,7 @@ class Build:
 
     ranks: list[RankFacts] = field(default_factory=list)
     started: ReplicaStarted | None = None
+    reports: Sequence[RankReport] = ()  # of its ranks in order, for the record
     health: replica_pb2.ReplicaHealth | None = None  # the last message
     health_at: float = 0.0  # when it arrived, by the supervisor's clock
     progress: Progress | None = None

@@ -91,7 +91,7 @@ async def start_control_server(
     membership: Membership, identity: Identity, authority: Callable[[], ClusterAuthority], host: str, port: int
 ) -> tuple[Any, int]:
     """The running server and its port. Raises ListenError."""
-    server = grpc.aio.server(interceptors=[CallerInterceptor()], options=(*SERVER, *MESSAGES))
+    server = grpc.aio.server(interceptors=[CallerInterceptor(membership.caller_streams)], options=(*SERVER, *MESSAGES))
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership, authority), server)
     address = host_port(host, port)
     try:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_cluster.controller.build import Build
+from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.roles import no_such_replica
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler
-from headrace_cluster.core.record import Record, State, another_answers, unconnected_peer
+from headrace_cluster.core.record import Record, State, another_answers, peers, unconnected_peer
+from headrace_cluster.core.rolling import roll_obstacle
 from headrace_cluster.errors import DrainError
 from headrace_cluster.program import program_name
 
@@ -22,12 +24,18 @@ class Drains:
     """
 
     def __init__(
-        self, reconciler: Reconciler, seconds: float, clock: Callable[[], float], changed: Callable[[], None]
+        self,
+        reconciler: Reconciler,
+        seconds: float,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+        membership: Membership,
     ) -> None:
         self._reconciler = reconciler
         self._seconds = seconds
         self._clock = clock
         self._changed = changed
+        self._membership = membership
         self._deadlines: dict[ReplicaName, float] = {}
         self._pending: dict[ReplicaName, float] = {}  # seconds of drains that have not begun
 
@@ -41,9 +49,10 @@ class Drains:
         if not record.held:
             losing = record.role.decodes and record.state in (State.READY, State.UNHEALTHY)
             if losing and not force and not another_answers(self._reconciler.records, record):
+                if problem := unconnected_peer(self._reconciler.records, record):
+                    raise DrainError(problem + self._unreached())
                 raise DrainError(
-                    unconnected_peer(self._reconciler.records, record)
-                    or f"without {replica_id} no ready replica of {record.model.name} could decode; bring up another "
+                    f"without {replica_id} no ready replica of {record.model.name} could decode; bring up another "
                     "one first, or pass --force"
                 )
             if record.running:
@@ -55,8 +64,8 @@ class Drains:
     def roll(self, replica_id: str, seconds: float | None = None, *, allow_gap: bool = False) -> dict[str, Any]:
         """Builds a ready replica again; `beside`: the next build starts before this one drains. Raises DrainError.
 
-        seconds: for requests in flight, as for `begin`. allow_gap: if no other replica serves the model and resources
-        for two builds are missing, it ends before the next one starts.
+        seconds: for requests in flight, as for `begin`. allow_gap: also while another replica of the model does not
+        serve; and if none serves it and resources for two builds are missing, it ends before the next one starts.
         """
         record = self._find(replica_id)
         surges = self._reconciler.surges
@@ -66,9 +75,9 @@ class Drains:
             )
         if record.rolling or surges.following(record) is not None or replica_id in surges.leaving:
             raise DrainError(f"{replica_id} is being rolled already; see `{program_name()} status`")
-        waits = record.role.decodes and not allow_gap
-        if waits and (problem := unconnected_peer(self._reconciler.records, record)):
-            raise DrainError(problem)  # with it this one ends first; without, the next build starts beside this one
+        problem = "" if allow_gap else roll_obstacle(peers(self._reconciler.records, record), surges)
+        if problem:
+            raise DrainError(f"{problem}, or pass --allow-gap{self._unreached()}")
         seconds = self._seconds if seconds is None else seconds
         self._pending[record.name] = seconds
         beside = self._reconciler.roll(replica_id, allow_gap=allow_gap)
@@ -128,6 +137,10 @@ class Drains:
             return f"drained; `{program_name()} undrain {record.replica_id}` brings it back"
         left = self._deadlines.get(record.name, 0.0) - self._clock()
         return f"draining: what still runs in {left:.0f} s moves" if left > 0 else "draining: it is being stopped"
+
+    def _unreached(self) -> str:
+        """The end of a sentence: routers to which a replica cannot be connected."""
+        return "".join(f"; {sentence}" for sentence in self._membership.unreached.values())
 
     def _find(self, replica_id: str) -> Record:
         records = self._reconciler.records

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
+from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, RouterReach
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
+from headrace_proto.caller_streams import CallerStreams
 
 PROTO_STATES = {
     State.PENDING: replica_pb2.REPLICA_STATE_STARTING,
@@ -32,11 +34,34 @@ class Membership:
         self._clock = clock
         self.routers: dict[str, pb.RouterInfo] = {}  # by id: one that connects again is still one
         self.router_reports = RouterReports()
+        self.caller_streams = CallerStreams(clock)  # of routers
+        self._reach = RouterReach(self.router_reports)
 
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages."""
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
         self.router_reports.report(report.router_id, heard, self._clock())
+
+    @property
+    def counted_routers(self) -> int:
+        """The registered routers without those that have received from no replica for long, while others do."""
+        return len(self.routers) - sum(seconds >= WAIT_SECONDS for seconds in self._unreached().values())
+
+    @property
+    def unreached(self) -> dict[str, str]:
+        """A sentence for each router that receives from no replica while others do, by id."""
+        found = (router_id for router_id, seconds in self._unreached().items() if seconds >= START_SECONDS)
+        return {
+            router_id: f"router {router_id} ({self.routers[router_id].http}) reports no replica from which it receives "
+            f"while others do; changes of replicas wait {WAIT_SECONDS:.0f} s for it, then no longer: check its network "
+            "and its version, or stop it"
+            for router_id in found
+        }
+
+    def _unreached(self) -> dict[str, float]:
+        now = self._clock()
+        self._reach.look(self.routers, now)
+        return self._reach.unreached(now)
 
     async def publish(self, members: Iterable[pb.Member], models: Iterable[pb.ModelEntry]) -> None:
         """Sets the list; a new version is sent only if something changed."""

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.errors import RoleError
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 MAX_DRAIN_SECONDS = 24 * 3600
@@ -83,7 +84,12 @@ def replica_operations(supervisor: Supervisor, saved: Callable[[], Awaitable[Non
         return await supervisor.profiles.record(body.replica, body.steps, body.seconds)
 
     async def role(body: RoleBody) -> dict[str, Any]:
-        return await recorded(await supervisor.roles.change(body.replica, body.role))
+        try:
+            document = await supervisor.roles.change(body.replica, body.role)
+        except RoleError:
+            await recorded({})  # that the role stays: the call to the replica may still arrive
+            raise
+        return await recorded(document)
 
     async def drain(body: DrainBody) -> dict[str, Any]:
         return await recorded(supervisor.drains.begin(body.replica, body.seconds, force=body.force))

@@ -46,7 +46,11 @@ class Publisher:
             members.append(member)
         models = [
             control_pb2.ModelEntry(
-                name=model.name, aliases=model.aliases, created=self.created, revision=model.revision or ""
+                name=model.name,
+                aliases=model.aliases,
+                created=self.created,
+                revision=model.revision or "",
+                drained=self._reconciler.drained(model.name),
             )
             for model in self._spec.models
         ]

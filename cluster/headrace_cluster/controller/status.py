@@ -1,5 +1,6 @@
 """Documents of the admin API: the status that `headrace status --json` prints, and the result of a profile."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def build_status(record: Record, health: replica_pb2.ReplicaHealth | None, note:
 
 def _load(health: replica_pb2.ReplicaHealth | None) -> dict[str, Any]:
     load = health.load if health is not None else replica_pb2.Load()
-    return {"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)}
+    usage = load.kv_usage if math.isfinite(load.kv_usage) else 0.0  # JSON has no other numbers
+    return {"running": load.running, "waiting": load.waiting, "kv_usage": round(usage, 4)}
 
 
 def down_reason(record: Record, note: str) -> str:
@@ -63,9 +65,10 @@ def down_reason(record: Record, note: str) -> str:
     return note
 
 
-def router_status(router: control_pb2.RouterInfo) -> dict[str, Any]:
-    """One router that watches the member list."""
-    return {"id": router.id, "pid": router.pid, "http": router.http, "grpc": router.grpc, "metrics": router.metrics}
+def router_status(router: control_pb2.RouterInfo, note: str) -> dict[str, Any]:
+    """One router that watches the member list. note: if it receives from no replica."""
+    addresses = {"http": router.http, "grpc": router.grpc, "metrics": router.metrics}
+    return {"id": router.id, "pid": router.pid, **addresses, "note": note}
 
 
 def profile_document(

@@ -14,22 +14,24 @@ import structlog
 from headrace_cluster.controller.background_tasks import BackgroundTasks
 from headrace_cluster.controller.build import Build
 from headrace_cluster.controller.draining import Drains
-from headrace_cluster.controller.health import STATES, HealthWatch
+from headrace_cluster.controller.health import HealthWatch
+from headrace_cluster.controller.health_receivers import HealthReceivers
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.overview import Overview
 from headrace_cluster.controller.profiles import Profiles
 from headrace_cluster.controller.publisher import Publisher
+from headrace_cluster.controller.repeated_calls import RepeatedCalls
 from headrace_cluster.controller.retries import Retries
 from headrace_cluster.controller.roles import Roles
-from headrace_cluster.core.adoption import restore_records, take_snapshot
-from headrace_cluster.core.driver import STOP_SECONDS, RankFacts, ReplicaDriver, StartFailedError
+from headrace_cluster.core.adoption import restore_late, restore_records, take_snapshot
+from headrace_cluster.core.desired import desired_replicas
+from headrace_cluster.core.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.reconciler import Reconciler, desired_replicas
+from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Action, Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto import replica_pb2
 from headrace_proto.errors import HeadraceError
 
 log = structlog.get_logger(__name__)
@@ -37,7 +39,6 @@ log = structlog.get_logger(__name__)
 TICK_SECONDS = 0.2
 PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this process, which received nothing
 CLEANUP_SECONDS = 1.0  # for the other ranks of a build that failed: one may be stopped and not reply
-PROGRESS_SECONDS = 0.5
 SURGE_PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
 
 
@@ -61,6 +62,7 @@ class Supervisor:
         self._builds: dict[ReplicaName, Build] = {}
         self._ending: set[ReplicaName] = set()
         self.retries = Retries(clock, jitter)
+        self._repeated = RepeatedCalls(driver, self.retries)
         self._background = BackgroundTasks(self.retries.note)
         self._passed_at = clock()
         self._failing = False  # whether the last pass of the reconcile loop failed
@@ -71,10 +73,19 @@ class Supervisor:
         self._idle = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.reconciler = Reconciler(desired_replicas(spec), spec.health, membership.router_reports)
+        self._health = HealthReceivers(
+            self.reconciler,
+            self._builds,
+            membership,
+            spec.health.silence_seconds,
+            clock,
+            self._wake.set,
+            self._check_role,
+        )
         self.profiles = Profiles(self.reconciler, driver, self._builds)
         self._publisher = Publisher(spec, self.reconciler, self._builds, membership, int(time.time()))
-        self.roles = Roles(self.reconciler, driver, self._publisher.publish)
-        self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set)
+        self.roles = Roles(self.reconciler, driver, self._publisher.publish, clock, jitter)
+        self.drains = Drains(self.reconciler, spec.health.drain_seconds, clock, self._wake.set, membership)
         self.overview = Overview(self.reconciler, self._builds, membership, self.drains, self.retries, clock)
 
     async def adopt(self, snapshot: ControllerSnapshot | None) -> int:
@@ -82,18 +93,22 @@ class Supervisor:
 
         Call it before `start`. Raises AdoptionError.
         """
-        adopted_state = await self._driver.adopt(self.reconciler.desired)
+        adopted_state = await self._driver.adopt(self.reconciler.desired, snapshot)
         self.drains.resume(restore_records(self.reconciler, snapshot, adopted_state, self._clock()))
         if snapshot is not None:
             self._publisher.created = snapshot.created
         for adopted in adopted_state.builds:
-            build = self._builds[adopted.name] = Build(adopted.ranks, adopted.started)
+            build = self._builds[adopted.name] = Build(adopted.ranks, adopted.started, adopted.reports)
             self._spawn(adopted.name, self._watch_build(adopted.name, build))
+        for name in adopted_state.silent:
+            build = self._builds[name] = Build()
+            self._spawn(name, self._await_reply(name, build))
         return len(adopted_state.builds)
 
     def snapshot(self) -> ControllerSnapshot:
         """For the next controller."""
-        return take_snapshot(self.reconciler, self._publisher.created, self.drains.remaining())
+        reports = {name: build.reports for name, build in self._builds.items() if not build.ended}
+        return take_snapshot(self.reconciler, self._publisher.created, self.drains.remaining(), reports)
 
     def start(self) -> None:
         """Starts the reconcile loop."""
@@ -126,7 +141,7 @@ class Supervisor:
         """Every build that is up gets another certificate soon; its connections are not affected."""
         for name, build in self._builds.items():
             if build.started is not None:
-                self._spawn(name, self._install_credentials(name))
+                self._spawn(name, self._repeated.install_credentials(name))
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -189,9 +204,9 @@ class Supervisor:
         try:
             async with self._place_locks[name.replica_id]:
                 seconds = SURGE_PLACE_SECONDS if launch.beside else None
-                on_wait = partial(self._waits_for_place, name)
+                on_wait = partial(self._waits_for_place, name, build)
                 build.ranks = await self._driver.launch(name, launch.model, launch.role, on_wait, seconds)
-            poll = asyncio.create_task(self._poll_progress(name, build))
+            poll = asyncio.create_task(self._repeated.poll_progress(name, build))
             try:
                 build.started = await self._driver.start(name)
             finally:
@@ -211,17 +226,32 @@ class Supervisor:
         build.ranks = [RankFacts(r.rank, r.pid, r.node, r.device or device) for r in build.ranks]
         await self._watch_build(name, build)
 
-    def _waits_for_place(self, name: ReplicaName, reason: str) -> None:
+    async def _await_reply(self, name: ReplicaName, build: Build) -> None:
+        """A build that may be up continues once its ranks reply. Those that do not are ended by the reconciler."""
+        found = await self._repeated.report(name)
+        if found is None:
+            await self._clean_up(name)
+            self.reconciler.start_failed(name, "it was not up when its ranks replied", self._clock(), final=False)
+            self._wake.set()
+            return
+        restore_late(self.reconciler, found, self._clock())
+        build.ranks, build.started, build.reports = found.ranks, found.started, found.reports
+        self._wake.set()
+        await self._watch_build(name, build)
+
+    def _waits_for_place(self, name: ReplicaName, build: Build, reason: str) -> None:
+        build.progress = None if reason else Progress("waiting for its processes", 0.0)
         self.reconciler.waits_for_place(name, reason, self._clock())
         self._wake.set()
 
     async def _watch_build(self, name: ReplicaName, build: Build) -> None:
         """Watches a build that is up until it ends by itself."""
         assert build.started is not None
-        health = partial(self._watch, build.started.address, self._spec.health, self._health_receiver(name, build))
+        health = partial(self._watch, build.started.address, self._spec.health, self._health.receiver(name, build))
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
         # The authority may have changed while the build started, or be another one.
-        self._spawn(name, self._install_credentials(name))
+        self._spawn(name, self._repeated.install_credentials(name))
+        self._spawn(name, self._repeated.record_reports(name, build))
         death = partial(self._driver.wait_for_death, name)
         cause = await self.retries.run(f"the watch over {name.replica_id}", death)
         build.ended = True
@@ -232,42 +262,11 @@ class Supervisor:
         async with self._place_locks[name.replica_id]:
             await self._clean_up(name)
 
-    async def _install_credentials(self, name: ReplicaName) -> None:
-        await self.retries.run(f"the certificate of {name.replica_id}", partial(self._driver.install_credentials, name))
-
-    async def _poll_progress(self, name: ReplicaName, build: Build) -> None:
-        while True:
-            progress = await self.retries.run(
-                f"the progress of {name.replica_id}", partial(self._driver.progress, name)
-            )
-            build.progress = progress or build.progress
-            await asyncio.sleep(PROGRESS_SECONDS)
-
-    def _health_receiver(self, name: ReplicaName, build: Build) -> Callable[[replica_pb2.ReplicaHealth], None]:
-        def receive(health: replica_pb2.ReplicaHealth) -> None:
-            before = build.health
-            build.health, build.health_at = health, self._clock()
-            state = STATES.get(health.state, State.UNHEALTHY)
-            step_seconds = health.load.predicted_step_ms / 1e3
-            connected = health.routers >= self._known_routers(build)
-            self.reconciler.health_received(name, state, step_seconds, self._clock(), connected=connected)
-            if before is None or before.state != health.state:
-                log.info(str(state), replica=name.replica_id, generation=name.generation)
-                self._wake.set()
-
-        return receive
-
-    def _known_routers(self, build: Build) -> int:
-        """The number of routers by the list, or by other builds: they know routers that are cut off from here."""
-        since = self._clock() - self._spec.health.silence_seconds  # what a silent build reported may be over
-        others = (other for other in self._builds.values() if other is not build and other.health_at >= since)
-        return max([len(self._membership.routers), *(other.health.routers for other in others if other.health)])
-
     async def _clean_up(self, name: ReplicaName) -> None:
         """Ends the remaining parts of a build that failed: other ranks, placement group, watchers."""
         build = self._builds.pop(name, Build())
         build.cancel_tasks()
-        await self._stop_build(name, CLEANUP_SECONDS)
+        await self._repeated.stop(name, CLEANUP_SECONDS)
         self._wake.set()
 
     def _begin_end(self, name: ReplicaName, *, drain: bool, held: bool) -> None:
@@ -284,13 +283,13 @@ class Supervisor:
         async with self._place_locks[name.replica_id]:
             build = self._builds.pop(name, Build())
             build.cancel_tasks()
-            await self._stop_build(name)
+            await self._repeated.stop(name)
             self.reconciler.stopped(name, self._clock())
         self._wake.set()
 
-    async def _stop_build(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
-        """Repeated until nothing of the build exists: the next one needs its memory."""
-        await self.retries.run(f"the end of {name.replica_id}", partial(self._driver.stop, name, seconds))
+    def _check_role(self, name: ReplicaName, reported: int) -> None:
+        if self.roles.differs(name, reported):
+            self._spawn(name, self.roles.correct(name))
 
     def _spawn(self, name: ReplicaName, work: Coroutine[Any, Any, None]) -> None:
         task = self._background.start(work)

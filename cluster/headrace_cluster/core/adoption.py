@@ -2,23 +2,28 @@
 
 rank reports, groups ─▶ plan_adoption   ─▶ builds to adopt; every other rank and placement group is ended by name
 ControllerSnapshot   ─▶ restore_records ─▶ the records of a new reconciler, for adopted and for new builds
+
+No build is ended because its ranks do not reply: a rank that does not is taken as the snapshot has it, and the health
+judge decides. A build that may have come up after the snapshot is asked again.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.reconciler import Reconciler
-from headrace_cluster.core.record import Record
-from headrace_cluster.core.snapshot import ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.core.record import Record, State
+from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.quantities import counted
 from headrace_proto.role import Role
 
-Reports = Mapping[tuple[ReplicaName, int], RankReport | None]
+Reports = Mapping[tuple[ReplicaName, int], RankReport | None]  # None: the rank does not reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,6 @@ class AdoptionPlan:
     state: AdoptedState
     ended_ranks: list[tuple[ReplicaName, int]]
     ended_groups: list[ReplicaName]
-    waits: str = ""  # why this is not all: the caller does this, then fails, and the next try goes on
 
 
 def plan_adoption(
@@ -36,44 +40,52 @@ def plan_adoption(
     groups: Collection[ReplicaName],
     expected: Mapping[str, bytes],
     authorities: Collection[bytes],
-    most_silent: int,
+    snapshot: ControllerSnapshot | None,
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
 
-    most_silent: builds that a try ends because a rank did not reply. Of more than that it ends so many and adopts
-    nothing yet: the next try finds whether the others still do not reply. Raises AdoptionError.
+    snapshot: of the last controller. Raises AdoptionError.
     """
     # Ray ends ranks without a placement group.
     placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
-    builds = choose_builds(placed, expected, authorities)
-    silent = sorted({name for (name, _), report in reports.items() if report is None})
-    if len(silent) > most_silent:
-        ended = silent[:most_silent]
-        return AdoptionPlan(
-            AdoptedState(),
-            [rank for rank in reports if rank[0] in ended],
-            [name for name in ended if name in groups],
-            f"{counted(len(silent), 'replica')} do not reply: {most_silent} are ended, then the others are asked again",
-        )
+    recorded = snapshot.reports if snapshot is not None else {}
+    builds = choose_builds(placed, expected, authorities, recorded)
     kept = {build.name for build in builds}
+    adopted = {name.replica_id for name in kept}
+    silent = [name for name in _silent(placed) if name.replica_id in expected.keys() - adopted]
+    kept |= set(silent)
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
-        AdoptedState(builds, {name.replica_id: name.generation for name in found}),
+        AdoptedState(builds, {name.replica_id: name.generation for name in found}, silent),
         [rank for rank in reports if rank[0] not in kept],
         [name for name in sorted(groups) if name not in kept],
     )
 
 
+def _silent(reports: Reports) -> list[ReplicaName]:
+    """Of each replica the newest build that may be up: some ranks do not reply, and the others are up."""
+    found: dict[str, ReplicaName] = {}
+    for name in sorted({name for (name, _), report in reports.items() if report is None}):
+        if all(report is None or _is_up(report) for (build, _), report in reports.items() if build == name):
+            found[name.replica_id] = name
+    return list(found.values())
+
+
 def choose_builds(
-    reports: Reports, expected: Mapping[str, bytes], authorities: Collection[bytes]
+    reports: Reports,
+    expected: Mapping[str, bytes],
+    authorities: Collection[bytes],
+    recorded: Mapping[tuple[ReplicaName, int], RankReport] | None = None,
 ) -> list[AdoptedBuild]:
     """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
-    reports: of every rank that has not ended, by build and rank; None for one that did not reply. expected: the
-    fingerprint of each replica of the spec. authorities: the fingerprints that this controller has. Raises
-    AdoptionError when what serves would be ended by mistake.
+    reports: of every rank that has not ended, by build and rank. recorded: of ranks that were up, by the last
+    controller; of those that do not reply now these count. expected: the fingerprint of each replica of the spec.
+    authorities: the fingerprints that this controller has. Raises AdoptionError when what serves would be ended by
+    mistake.
     """
-    _check_silence(reports)
+    _check_silence(reports, recorded or {})
+    reports = {rank: _known(report, (recorded or {}).get(rank), authorities) for rank, report in reports.items()}
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
         ranks = {rank: report for (build, rank), report in reports.items() if build == name}
@@ -86,15 +98,36 @@ def choose_builds(
             raise AdoptionError(
                 f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
             )
-        facts = [RankFacts(r, report.pid, report.node, _device(report)) for r, report in enumerate(up)]
+        facts = [
+            RankFacts(rank, report.pid, report.node, report.started.device if report.started is not None else "")
+            for rank, report in enumerate(up)
+        ]
         same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
         if up[0].role not in set(Role):
             raise AdoptionError(f"{name.replica_id} has a role of another version of Headrace: {up[0].role[:40]!r}")
         build = AdoptedBuild(
-            name, facts, started, Role(up[0].role), up[0].draining, up[0].held, up[0].model, up[0].tp, up[0].pp, same
+            name,
+            facts,
+            started,
+            Role(up[0].role),
+            up[0].draining,
+            up[0].held,
+            up[0].model,
+            up[0].tp,
+            up[0].pp,
+            same,
+            role_number=up[0].role_number,
+            reports=up,
         )
         found.setdefault(name.replica_id, []).append(build)
     return [build for builds in found.values() for build in _continuing(builds)]
+
+
+def _known(report: RankReport | None, recorded: RankReport | None, authorities: Collection[bytes]) -> RankReport | None:
+    """What is known of a rank. Its authorities may have been renewed since the record; it is of this cluster."""
+    if report is not None or recorded is None:
+        return report
+    return msgspec.structs.replace(recorded, authorities=tuple(authorities))
 
 
 def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
@@ -111,13 +144,16 @@ def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:
     return [*older, newest]
 
 
-def _check_silence(reports: Reports) -> None:
-    """One rank that does not reply has failed. When many do not, this controller may be cut off."""
-    silent = [rank for rank, report in reports.items() if report is None]
-    if len(silent) > 1 and 2 * len(silent) >= len(reports):
-        raise AdoptionError(
-            f"{len(silent)} of {counted(len(reports), 'rank')} do not reply; nothing is ended, and they are asked again"
-        )
+def _check_silence(reports: Reports, recorded: Mapping[tuple[ReplicaName, int], RankReport]) -> None:
+    """When many do not reply, this controller may be cut off. Those in the record are adopted whatever their number."""
+    builds = {name for name, _ in reports}
+    silent = {name for (name, _), report in reports.items() if report is None}
+    unknown = {rank[0] for rank, report in reports.items() if report is None and rank not in recorded}
+    all_silent = len(reports) > 1 and not any(reports.values())
+    many_unknown = len(unknown) > 1 and 2 * len(unknown) >= len(builds)
+    if unknown and (all_silent or many_unknown):
+        found = f"{len(silent)} of {counted(len(builds), 'build')}"
+        raise AdoptionError(f"{found} did not reply; nothing is ended, and they are asked again")
 
 
 def restore_records(
@@ -130,7 +166,7 @@ def restore_records(
         known = replicas.get(record.replica_id)
         if known is not None:
             record.role, record.held, record.ever_ready = Role(known.role), known.held, known.ever_ready
-            record.rolling = known.rolling
+            record.rolling, record.role_number = known.rolling, known.role_number
             record.generation = known.generation
             record.built = known.built
             if known.drain_seconds is not None:
@@ -152,7 +188,39 @@ def restore_records(
         else:
             adopted.add(replica_id)
             _restore_current(reconciler, known, build, adopted_state.generations.get(replica_id, 0), now)
+    for name in adopted_state.silent:
+        _forget_earlier(reconciler.records[name.replica_id], replicas.get(name.replica_id), name.generation)
+        reconciler.silent(name, now)
+    _keep_decoders(reconciler, replicas, adopted)
     return drains
+
+
+def restore_late(reconciler: Reconciler, build: AdoptedBuild, now: float) -> None:
+    """A build of `AdoptedState.silent` is up and continues."""
+    _restore_current(reconciler, None, build, build.name.generation, now)
+
+
+def _keep_decoders(reconciler: Reconciler, replicas: Mapping[str, ReplicaSnapshot], adopted: Collection[str]) -> None:
+    """Of roles that leave a model without a replica that decodes, those of the record, else of the spec, are used.
+
+    A rank of the release before does not number the calls for its role: one that failed may have arrived late.
+    """
+    recorded = {replica_id: Role(known.role) for replica_id, known in replicas.items()}
+    desired = {replica.replica_id: replica.role for replica in reconciler.desired}
+    for model in {record.model.name for record in reconciler.records.values()}:
+        records = [record for record in reconciler.records.values() if record.model.name == model]
+        up = [record for record in records if record.replica_id in adopted]
+        if up and not any(record.role.decodes and not record.held for record in up):
+            _use_roles(up, recorded)
+        if not any(record.role.decodes for record in records):
+            _use_roles(records, desired)
+
+
+def _use_roles(records: Iterable[Record], roles: Mapping[str, Role]) -> None:
+    for record in records:
+        role = roles.get(record.replica_id, record.role)
+        if record.role is not role:
+            record.role, record.role_number = role, record.role_number + 1
 
 
 def _restore_current(
@@ -161,10 +229,10 @@ def _restore_current(
     """known: of the snapshot. seen: the newest generation in Ray."""
     record = reconciler.records.get(build.name.replica_id) or _undesired(reconciler, build)
     record.outdated = not build.same
-    if known is not None and known.generation < build.name.generation:
-        record.held = record.rolling = False  # they were of an earlier build
-    # The rank's report is newer than the snapshot: an operator's last call may have come after it.
-    record.role = build.role
+    _forget_earlier(record, known, build.name.generation)
+    # The rank may know a newer decision than the snapshot: an operator's last call may have come after it.
+    if build.role_number is None or build.role_number >= record.role_number:
+        record.role, record.role_number = build.role, build.role_number or record.role_number
     if build.draining and not (record.held or record.rolling):
         record.rolling = build.held is False
         record.held = not record.rolling
@@ -175,13 +243,25 @@ def _restore_current(
         reconciler.surges.mark_controller_lost(record)
 
 
-def take_snapshot(reconciler: Reconciler, created: int, drains: Mapping[ReplicaName, float]) -> ControllerSnapshot:
-    """The inverse of `restore_records`. drains: their remaining seconds."""
+def _forget_earlier(record: Record, known: ReplicaSnapshot | None, generation: int) -> None:
+    """A drain or rollout of the snapshot was of an earlier build than the one of this generation."""
+    if known is not None and known.generation < generation:
+        record.held = record.rolling = False
+
+
+def take_snapshot(
+    reconciler: Reconciler,
+    created: int,
+    drains: Mapping[ReplicaName, float],
+    reports: Mapping[ReplicaName, Sequence[RankReport]] | None = None,
+) -> ControllerSnapshot:
+    """The inverse of `restore_records`. drains: their remaining seconds. reports: of the ranks of each build."""
     replicas = {
         record.replica_id: ReplicaSnapshot(
             generation=record.generation,
             built=record.built,
             role=str(record.role),
+            role_number=record.role_number,
             held=record.held,
             rolling=record.rolling,
             surging=reconciler.surges.following(record) is not None,
@@ -191,7 +271,17 @@ def take_snapshot(reconciler: Reconciler, created: int, drains: Mapping[ReplicaN
         )
         for record in reconciler.records.values()
     }
-    return ControllerSnapshot(created=created, replicas=replicas)
+    up = [record for record in reconciler.builds() if not record.down]
+    builds = [_build_snapshot(record, reports[record.name]) for record in up if reports and reports.get(record.name)]
+    return ControllerSnapshot(created=created, replicas=replicas, builds=builds)
+
+
+def _build_snapshot(record: Record, reports: Sequence[RankReport]) -> BuildSnapshot:
+    """With what may have changed after the ranks reported."""
+    draining = record.state is State.DRAINING
+    held = record.held if draining else None
+    ranks = [msgspec.structs.replace(report, role=str(record.role), draining=draining, held=held) for report in reports]
+    return BuildSnapshot(replica_id=record.replica_id, generation=record.generation, ranks=ranks)
 
 
 def _leaving_seconds(reconciler: Reconciler, record: Record, drains: Mapping[ReplicaName, float]) -> float | None:
@@ -208,7 +298,3 @@ def _undesired(reconciler: Reconciler, build: AdoptedBuild) -> Record:
 
 def _is_up(report: RankReport) -> bool:
     return report.started is not None and not report.ended
-
-
-def _device(report: RankReport) -> str:
-    return report.started.device if report.started is not None else ""

@@ -1,18 +1,20 @@
 """The interface between the controller and a backend that runs ranks: Ray in production, fakes in tests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.core.rank_config import ProfileOutcome, RankReport
 from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaStarted
 
 STOP_SECONDS = 5.0
+ROLE_SECONDS = 5.0  # for a rank to confirm its role
 NOTE_SECONDS = 2.0  # without a place, until the reason is shown
 PLACE_POLL_SECONDS = 0.1
 LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
@@ -66,7 +68,9 @@ class AdoptedBuild:
     tp: int = 1
     pp: int = 1
     same: bool = True  # as the spec describes it now; otherwise it is replaced in order, while it serves
+    role_number: int | None = None  # of the decision about its role; none: it does not say
     leaving: bool = False  # a newer build, adopted too, has taken over from it: it drains
+    reports: Sequence[RankReport] = ()  # of its ranks in order, for the next controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class AdoptedState:
 
     builds: list[AdoptedBuild] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not
+    silent: list[ReplicaName] = field(default_factory=list)  # not adopted and not ended: they may be up
 
 
 class ReplicaDriver(Protocol):
@@ -95,11 +100,19 @@ class ReplicaDriver(Protocol):
         """
         ...
 
-    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+    async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
         """Takes over from an earlier controller: of each replica the newest build that is up, in the spec or not.
 
-        Everything else of this cluster is ended by name. Called before anything is launched. Raises AdoptionError,
-        and ends nothing, when the ranks cannot be judged now.
+        Ranks that do not reply are taken as the snapshot has them. Everything else of this cluster is ended by name,
+        except builds that may be up. Called before anything is launched. Raises AdoptionError, and ends nothing, when
+        the ranks cannot be judged now.
+        """
+        ...
+
+    async def report(self, name: ReplicaName) -> AdoptedBuild | None:
+        """What the ranks of a build report now; None when it is not up.
+
+        Raises AdoptionError when one does not reply: the call is to be repeated.
         """
         ...
 
@@ -123,8 +136,11 @@ class ReplicaDriver(Protocol):
         """Records the next steps of every rank; returns the outcomes in rank order. Never raises."""
         ...
 
-    async def set_role(self, name: ReplicaName, role: Role) -> None:
-        """Sends a replica its new role; its requests are not affected. Raises RoleError when it does not reply."""
+    async def set_role(self, name: ReplicaName, role: Role, number: int) -> None:
+        """Sends a replica its new role; its requests are not affected. Raises RoleError when it does not reply.
+
+        number: of the decision. A call without a reply may arrive later; the replica ignores it after a newer one.
+        """
         ...
 
     async def drain(self, name: ReplicaName, *, held: bool) -> None:

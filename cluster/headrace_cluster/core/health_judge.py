@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
@@ -17,7 +18,7 @@ class HealthJudge:
     def __init__(self, health: HealthSpec, router_reports: RouterReports) -> None:
         self._health = health
         self._router_reports = router_reports
-        self._silence: dict[str, Silence] = {}
+        self._silence: dict[ReplicaName, Silence] = {}  # a next build may take over between `look` and `judge`
         self._replaced: list[float] = []  # when, within the last minute
 
     def look(self, records: Iterable[Record], now: float) -> None:
@@ -32,7 +33,7 @@ class HealthJudge:
 
     def judge(self, record: Record, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
-        silence = self._silence.get(record.replica_id)
+        silence = self._silence.get(record.name)
         if silence is not None:
             # Without the seconds so far: `serve` prints each sentence once.
             silent = f"{record.replica_id} has sent no health message for more than {record.silence_limit:g} s"
@@ -46,9 +47,15 @@ class HealthJudge:
         limit = self._health.replace_seconds * (ALL_SILENT_FACTOR if silence is Silence.ALL_SILENT else 1)
         if record.state is not State.UNHEALTHY or now - record.since <= limit:
             return ""
-        self._replaced = [when for when in self._replaced if now - when < BUDGET_SECONDS]
-        if len(self._replaced) >= self._health.stops_per_minute:
+        if not self.may_stop(now):
             record.cause = record.cause.removesuffix(_WAITS) + _WAITS
             return ""
-        self._replaced.append(now)
         return f"{record.replica_id} was unhealthy for {now - record.since:.0f} s"
+
+    def may_stop(self, now: float) -> bool:
+        """Whether another replica may be stopped in this minute; if so, it counts."""
+        self._replaced = [when for when in self._replaced if now - when < BUDGET_SECONDS]
+        if len(self._replaced) >= self._health.stops_per_minute:
+            return False
+        self._replaced.append(now)
+        return True

@@ -55,6 +55,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     pp: int
     role: str
+    role_number: int | None = None  # of the decision that gave it this role; none: it does not say
     started: ReplicaStarted | None  # none: `start` has not finished, or it failed
     draining: bool
     held: bool | None = None  # an operator drained it; false: it drains to be replaced; none: it does not say

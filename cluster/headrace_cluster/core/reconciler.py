@@ -10,31 +10,17 @@ Each event carries its generation, so that a late event of an old build never ch
 from collections.abc import Iterable, Iterator
 
 from headrace_cluster.core.health_judge import HealthJudge
-from headrace_cluster.core.naming import ReplicaName, replica_id
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Action, DesiredReplica, Launch, Record, State, Stop, another_answers
 from headrace_cluster.core.rolling import next_outdated
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.surges import Surges
-from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
 
+SILENT_SECONDS = 60.0  # for the ranks of a build of an earlier controller to reply, until it may be ended
 ROUTERS_SECONDS = 4.0  # after an adoption, for routers to find this controller: they try again within 3 s
 START_TRIES = 3  # of a replica that was never ready, when it dies without a named error
-
-
-def desired_replicas(spec: ClusterSpec) -> list[DesiredReplica]:
-    """The replicas of the spec. Ids are unique even if two model names end alike; they name no role: roles change."""
-    found: list[DesiredReplica] = []
-    taken: dict[str, int] = {}
-    for model in spec.models:
-        prefix = replica_id(model.name, 0).removesuffix("-0")
-        for pool in model.pools:
-            first = taken.get(prefix, 0)
-            ids = (replica_id(model.name, first + index) for index in range(pool.replicas))
-            found += [DesiredReplica(found_id, model.shaped(pool), pool.role) for found_id in ids]
-            taken[prefix] = first + pool.replicas
-    return found
 
 
 class Reconciler:
@@ -87,6 +73,12 @@ class Reconciler:
         yield from self.records.values()
         yield from self.surges.builds()
 
+    def drained(self, model: str) -> bool:
+        """Whether an operator drained all replicas of the model that answer requests."""
+        records = (self.records[entry.replica_id] for entry in self._desired.values() if entry.model.name == model)
+        answering = [record.held for record in records if record.role.decodes]
+        return bool(answering) and all(answering)
+
     def hold(self, replica_id: str) -> None:
         """Drains the replica and keeps it down."""
         self.records[replica_id].held = True
@@ -121,9 +113,19 @@ class Reconciler:
         record.generation = name.generation
         record.built = max(record.built, name.generation)  # a newer one may have been starting: never reuse a number
         record.ever_ready = True
+        record.silent, record.cause = False, ""
         record.last_health, record.silence_limit = now, self._health.silence_seconds
         record.enter(State.READY, now)
         self._routers_known_at = now + ROUTERS_SECONDS
+
+    def silent(self, name: ReplicaName, now: float) -> None:
+        """A build of an earlier controller may be up, but its ranks do not reply, and no record says what they are."""
+        record = self.records[name.replica_id]
+        record.generation = name.generation
+        record.built = max(record.built, name.generation)
+        record.silent = True
+        record.cause = f"the ranks of {name.replica_id} do not reply to this controller; they are asked again"
+        record.enter(State.STARTING, now)
 
     def adopted_beside(self, name: ReplicaName, now: float) -> Record:
         """The next build of an adopted one is up, too: it takes over as if this controller had started it."""
@@ -272,10 +274,15 @@ class Reconciler:
         if record.state is State.DEAD:
             if self.fatal or now < record.not_before:
                 return []
-            record.rolling = record.outdated = False
+            record.rolling = record.outdated = record.silent = False
             record.generation = record.built = max(record.generation, record.built) + 1
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]
+        if record.state is State.STARTING and record.silent:
+            waited = now - record.since
+            if waited <= SILENT_SECONDS or not self._health_judge.may_stop(now):
+                return []
+            return self._replace(record, f"the ranks of {record.replica_id} did not reply for {waited:.0f} s", now)
         if record.state is State.STARTING and now - record.since > self._health.start_seconds:
             why = f"{record.replica_id} was not ready after {self._health.start_seconds:g} s"
             return self._replace(record, why, now)

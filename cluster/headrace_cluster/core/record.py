@@ -75,8 +75,10 @@ class Record:
     held: bool = False  # an operator drained it
     rolling: bool = False  # it is ended, then built again
     outdated: bool = False  # its build was adopted, and the spec describes another one now
+    role_number: int = 0  # of the decision about its role: its rank ignores an earlier one that arrives late
     built: int = 0  # generation of the newest build of this replica: this record's or one beside it
     connected: float | None = None  # time since which every router is connected to it
+    silent: bool = False  # of an earlier controller, perhaps up: its ranks have not replied yet
 
     @property
     def name(self) -> ReplicaName:
@@ -129,18 +131,18 @@ class Record:
 
 def another_answers(records: Mapping[str, Record], record: Record) -> bool:
     """Whether requests for the model can go to another replica."""
-    return any(other.answers for other in _peers(records, record))
+    return any(other.answers for other in peers(records, record))
 
 
 def unconnected_peer(records: Mapping[str, Record], record: Record) -> str:
     """A sentence if another replica can take the requests as soon as routers are connected to it; else empty."""
-    peers = _peers(records, record)
-    peer = next((other for other in peers if other.stays), None)
-    if peer is None or any(other.answers for other in peers):
+    others = peers(records, record)
+    peer = next((other for other in others if other.stays), None)
+    if peer is None or any(other.answers for other in others):
         return ""
     return f"not every router is connected to {peer.replica_id} yet; try again in a few seconds"
 
 
-def _peers(records: Mapping[str, Record], record: Record) -> list[Record]:
+def peers(records: Mapping[str, Record], record: Record) -> list[Record]:
     """Other replicas of its model."""
     return [other for other in records.values() if other is not record and other.model.name == record.model.name]

@@ -29,6 +29,11 @@ class RouterReports:
         self._reports = {key: entry for key, entry in self._reports.items() if now - entry[0] <= FRESH_SECONDS}
         self._reports[router_id] = now, received
 
+    def receiving(self, now: float) -> set[str]:
+        """The routers that receive from any replica."""
+        fresh = (entry for entry in self._reports.items() if now - entry[1][0] <= FRESH_SECONDS)
+        return {router_id for router_id, (_, received) in fresh if any(received.values())}
+
     def receives(self, name: ReplicaName, now: float) -> bool | None:
         """Whether any router receives from this build; None if no router has it on its list now."""
         fresh = (received for at, received in self._reports.values() if now - at <= FRESH_SECONDS)
@@ -36,14 +41,14 @@ class RouterReports:
         return any(found) if found else None
 
 
-def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[str, Silence]:
-    """By replica id, for each in `up` that has been silent for too long.
+def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:
+    """By build, for each in `up` that has been silent for too long.
 
     One that alone is silent has failed. When many are silent at once the controller may be cut off, unless routers
     report the same. Routers that receive from no replica at all prove little: they may be cut off together with it.
     """
     silent = [record for record in up if now - record.last_health > record.silence_limit]
-    received = {record.replica_id: router_reports.receives(record.name, now) for record in silent}
+    received = {record.name: router_reports.receives(record.name, now) for record in silent}
     many = len(silent) > 1 and 2 * len(silent) >= len(up)
     any_received = len(silent) < len(up) or any(received.values())
 
@@ -54,4 +59,4 @@ def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: floa
             return Silence.LOST
         return Silence.UNKNOWN if by_router is None else Silence.ALL_SILENT
 
-    return {replica_id: judge(by_router) for replica_id, by_router in received.items()}
+    return {name: judge(by_router) for name, by_router in received.items()}

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.revisions import ResolvedRevision
 
 
@@ -10,6 +12,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: int
     role: str  # prefill | decode | both
+    role_number: int = 0  # of the decision about its role
     held: bool  # an operator drained it
     built: int = 0  # generation of its newest build, which may have started beside this one
     rolling: bool = False  # it ends in order to be built again
@@ -19,11 +22,29 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     ever_ready: bool = False  # if true, a build that does not start does not end the cluster
 
 
+class BuildSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A build that is up, for a controller to which its ranks do not reply."""
+
+    replica_id: str
+    generation: int
+    ranks: list[RankReport]  # in rank order; role and drain as the controller knew them
+
+
 class ControllerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """For the next controller of the same cluster. The first controller has none."""
 
     created: int  # unix seconds: the date of the models in /v1/models
     replicas: dict[str, ReplicaSnapshot] = {}
+    builds: list[BuildSnapshot] = []
+
+    @property
+    def reports(self) -> dict[tuple[ReplicaName, int], RankReport]:
+        """The recorded report of each rank, by build and rank."""
+        return {
+            (ReplicaName(build.replica_id, build.generation), rank): report
+            for build in self.builds
+            for rank, report in enumerate(build.ranks)
+        }
 
 
 class Keeper(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ class Surges:
         """Makes the next build the current one and returns it; the old one drains, if it is up."""
         following = self._next.pop(record.replica_id)
         self._allow_gap.discard(record.replica_id)
-        following.role, following.ever_ready = record.role, True
+        following.role, following.role_number, following.ever_ready = record.role, record.role_number, True
         if record.running:
             self.leaving[record.replica_id] = record
         return following

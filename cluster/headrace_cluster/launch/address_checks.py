@@ -37,8 +37,7 @@ def check_keys(spec: ClusterSpec) -> None:
     """Whether routers may listen on their interface, and can read their keys. Raises a HeadraceError."""
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
-    spec.auth.load()
-    spec.auth.load_metrics()
+    spec.auth.load_all()
 
 
 def check_ports(spec: ClusterSpec, *, with_router: bool) -> None:

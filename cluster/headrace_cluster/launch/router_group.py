@@ -54,22 +54,25 @@ class RouterGroup:
     def places(self, known: Sequence[RouterPlace]) -> list[RouterPlace]:
         """The addresses of our routers, in order, from the controller's list; empty until it contains all of them."""
         by_id = {place.id: place for place in known}
-        if any(process.router_id not in by_id for process in self._processes):
-            return []
-        found = [by_id[process.router_id] for process in self._processes]
-        for process, place in zip(self._processes, found, strict=True):
-            metrics = _split(place.metrics)[1] if place.metrics != place.http else None
-            process.fix_ports(_split(place.http)[1], _split(place.grpc)[1] if place.grpc else 0, metrics)
-        return found
+        found = []
+        for process in self._processes:
+            if (place := by_id.get(process.router_id)) is not None:
+                metrics = _split(place.metrics)[1] if place.metrics != place.http else None
+                process.note_listed(_split(place.http)[1], _split(place.grpc)[1] if place.grpc else 0, metrics)
+                found.append(place)
+        return found if len(found) == len(self._processes) else []
 
     def ready(self, places: Sequence[RouterPlace]) -> bool:
         """Whether every router reports ready on its own address."""
         context = pinned(self._tls_cert) if self._tls_cert is not None else None
         return bool(places) and all(_is_ready(place.metrics, context) for place in places)
 
-    def watch(self, *, may_restart: bool) -> list[str]:
-        """Restarts routers that ended; a sentence for each newly detected end. Raises RouterFailedError."""
-        return [event for process in self._processes if (event := process.watch(may_restart=may_restart))]
+    def watch(self) -> list[str]:
+        """Restarts routers that ended; a sentence for each newly detected end.
+
+        Raises RouterFailedError for one that ended and that `places` has never found.
+        """
+        return [event for process in self._processes if (event := process.watch())]
 
     def stop(self, abort: Callable[[], bool] = lambda: False) -> None:
         """Waits for requests in flight within the routers' own limit, then ends all routers.

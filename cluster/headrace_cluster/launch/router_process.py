@@ -89,6 +89,7 @@ class RouterProcess:
         self._configure = configure
         self._secrets = secrets
         self._ports: dict[str, int | None] = {}  # that are other than those of the spec
+        self._was_up = False  # the controller has listed it, whatever happened then
         self._config: RouterConfig | None = None  # of the last start
         self._label = label
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,14 +122,15 @@ class RouterProcess:
         self._started_at = time.monotonic()
         self._restart_at = None
 
-    def fix_ports(self, http: int, grpc: int, metrics: int | None = None) -> None:
-        """Sets the ports that the system assigned, so that a restarted router listens on the same ones."""
+    def note_listed(self, http: int, grpc: int, metrics: int | None = None) -> None:
+        """It is up, on these ports: a restarted router listens on the same ones."""
         self._ports = {"port": http, "grpc_port": grpc, "metrics_port": metrics}
+        self._was_up = True
 
-    def watch(self, *, may_restart: bool) -> str:
+    def watch(self) -> str:
         """Restarts it after it died; returns a sentence when the end was just detected, else an empty string.
 
-        Raises RouterFailedError if it ended without a request to stop and may not be restarted: it never served.
+        Raises RouterFailedError if it ended without a request to stop and was never up: the next one would end, too.
         """
         now = time.monotonic()
         if self._restart_at is not None:
@@ -137,7 +139,7 @@ class RouterProcess:
         if code is None:
             return ""
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        if not may_restart:
+        if not self._was_up:
             path = self._config.logs.path if self._config is not None else ""
             raise RouterFailedError(f"{self._label} ended ({how}); its log: {path or 'above'}")
         if now - self._started_at > STABLE_SECONDS:

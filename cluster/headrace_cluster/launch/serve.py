@@ -10,7 +10,7 @@ from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerArgs
 from headrace_cluster.launch.banner import banner, starting
-from headrace_cluster.launch.controller_monitor import ControllerMonitor
+from headrace_cluster.launch.controller_watch import JOIN_SECONDS, ControllerWatch
 from headrace_cluster.launch.display import (
     log_unexpected,
     restore_cursor,
@@ -19,7 +19,7 @@ from headrace_cluster.launch.display import (
     use_log_format,
 )
 from headrace_cluster.launch.router_group import RouterGroup
-from headrace_cluster.launch.running_cluster import RunningCluster, await_ready
+from headrace_cluster.launch.running_cluster import RunningCluster
 from headrace_cluster.launch.server_record import ServerRecord, kept_secret
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
@@ -57,12 +57,16 @@ class Serve:
         self._run_folder = contextlib.ExitStack()  # closes the folder of this run, once Ray's logs are in it
         self._cleanup: Cleanup | None = None
         self._ray: RayConnection | None = None
+        self._controller: ControllerWatch | None = None
+        self._cluster: RunningCluster | None = None
+        self._failure: Exception | None = None  # which ends this process
         self._exit_lock = threading.Lock()  # acquired by the thread that ends this process, never released
 
     def run(self) -> int:
         """Runs until a stop is requested; returns the exit status. Raises HeadraceError after a permanent failure.
 
-        0 after an orderly stop, 128 + the signal's number when a signal ended the start, or shortened the stop.
+        0 after an orderly stop, 128 + the signal's number when a signal ended the start before any replica was ready,
+        or shortened the stop.
         """
         use_log_format(self._spec.logs.format)
         try:
@@ -79,10 +83,10 @@ class Serve:
             self._show_log_folder()
             if not local_ray.is_connected():
                 raise
-            show_message(str(error), "error")
+            self._show_failure(error)
             os._exit(1)
         except Exception as error:
-            log_unexpected(error)
+            self._show_failure(error)
             self._show_log_folder()
             if local_ray.is_connected():
                 os._exit(1)
@@ -115,24 +119,28 @@ class Serve:
         """stack: gets the end of each phase."""
         try:
             cluster = self._start(cleanup, stack)
-        except BaseException:
-            self._signals.enter_stop()
-            self._choose_end()
-            if self._signals.number:
-                show_message("stopping")
-            raise
-        try:
-            self._signals.enter_serving()
             self._show_ready(cluster)
-            cluster.watch(self._signals.requested, self._secrets)
+            cluster.watch(self._signals.requested)
         except KeyboardInterrupt:
-            pass  # the signal requests a stop
+            if not self._signals.serving:
+                raise  # it ends the start; otherwise it requests a stop
+        except Exception as error:
+            self._failure = error
+            raise
         finally:
             self._signals.enter_stop()
+            if self._controller is not None:
+                self._controller.end()
             self._choose_end()
+            self._show_stop()
+
+    def _show_stop(self) -> None:
+        if self._signals.serving and self._cluster is not None:
             how = "stopping" if self._destroys else "detaching"
-            note = cluster.drain_note(self._spec.routers.shutdown_seconds)
+            note = self._cluster.drain_note(self._spec.routers.shutdown_seconds)
             show_message(f"{how}{note}; once more to stop at once")
+        elif self._signals.number:
+            show_message("stopping")
 
     # -- up ---------------------------------------------------------------------------------------------------
 
@@ -158,10 +166,13 @@ class Serve:
             opened = controller.open()
             display.update("Ray", "up", 1.0)
             self._record.add_controller(opened, ray, self._secrets, cleanup)
+            watch = self._controller = ControllerWatch(controller)
+            stack.push(lambda _kind, error, _trace: _end_watch(watch, ray, error))
             stack.callback(self._limit_close)  # once the routers have ended
             routers = self._start_routers(ray, logs, stack) if self._with_router else None
-            monitor = ControllerMonitor(controller, show_message)
-            return await_ready(ray, monitor, routers, display, self._record)
+            cluster = self._cluster = RunningCluster(ray, watch, routers, self._secrets)
+            cluster.await_ready(display, self._record, self._signals.enter_serving)
+            return cluster
 
     def _open_logs(self) -> RunFolder:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""
@@ -191,13 +202,14 @@ class Serve:
 
     def _start_routers(self, ray: RayConnection, logs: RunFolder, stack: contextlib.ExitStack) -> RouterGroup:
         routers = RouterGroup(self._spec, self._record.state.control_address, self._secrets, logs.path)
-        stack.callback(routers.stop, abort=lambda: not ray.alive)
+        stack.callback(routers.stop, abort=lambda: ray.lost_replicas)
         self._forced_ends.append(lambda: routers.abort_requests(ABORT_SECONDS))
         routers.start()
         return routers
 
     def _show_ready(self, cluster: RunningCluster) -> None:
         view, server, logs = cluster.view, self._record.state, self._spec.logs
+        assert view is not None  # it is ready
         seconds = time.monotonic() - self._began
         shown = banner(server, view.started, view.roles, seconds, keys=KeyRules.of(self._spec), verbose=logs.verbose)
         shown.show(logs.format)
@@ -220,9 +232,24 @@ class Serve:
         for force_end in reversed(self._forced_ends):
             force_end()
         restore_cursor()
+        if self._failure is not None and not self._signals.repeated:
+            self._show_log_folder()
+            self._show_failure(self._failure)
+            os._exit(1)
         show_message(self._ended)
         os._exit(0 if self._signals.serving and not self._signals.repeated else self._signals.status)
+
+    def _show_failure(self, error: Exception) -> None:
+        if isinstance(error, HeadraceError):
+            show_message(str(error), "error")
+        else:
+            log_unexpected(error)
 
     def _show_log_folder(self) -> None:
         if folder := self._record.state.log_folder:
             show_message(f"logs: {folder}")
+
+
+def _end_watch(watch: ControllerWatch, ray: RayConnection, error: BaseException | None) -> None:
+    """Before the controller is ended. The thread may wait for Ray's GCS: it is waited for only when that helps."""
+    ray.blocked = not watch.stop(JOIN_SECONDS if ray.ends_in_order(error) else 0.0)

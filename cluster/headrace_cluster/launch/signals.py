@@ -29,7 +29,7 @@ class StopSignals:
         self.number = 0  # of the last signal; 0: none was received
         self.repeated = False
         self.stops_all = False
-        self.serving = False  # the start is complete: a stop takes as long as requests in flight do
+        self.serving = False  # a stop takes as long as requests in flight do
         self._interrupting = True
         self._start_limit = start_limit
         self._force = force
@@ -47,7 +47,7 @@ class StopSignals:
         threading.Thread(target=self._read, name="stop-signals", daemon=True).start()
 
     def enter_serving(self) -> None:
-        """The start is complete."""
+        """Clients may have requests in flight from now on. Idempotent."""
         self.serving = True
 
     def enter_stop(self) -> None:

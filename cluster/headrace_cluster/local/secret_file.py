@@ -12,7 +12,7 @@ MAX_SECRETS = 2
 
 
 class ClusterSecrets:
-    """The secrets that are valid, the one that signs first. For one thread."""
+    """The secrets that are valid, the one that signs first. For one thread; any may read `current`."""
 
     def __init__(self, path: Path | None) -> None:
         """path: none = a new secret, in memory until `save`. Raises SpecError when the file cannot be used."""

@@ -14,7 +14,7 @@ from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RAY_FOLDER, link_ray_logs
 from headrace_cluster.ray import local_ray
-from headrace_cluster.ray.gcs_restart import GcsRestart, GcsWatch, start_gcs
+from headrace_cluster.ray.gcs_restart import GcsRestart, GcsWatch, reserve_space, start_gcs
 from headrace_cluster.ray.local_ray import RayLink
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 
@@ -28,6 +28,7 @@ class RayConnection:
     token_file = ""  # of our own Ray
     serves = False  # whether any replica of the cluster was up since this process started, or before
     stop_requested = False  # by an operator, for the whole cluster
+    blocked = False  # a call in another thread has not returned, and this process ends: Ray is not shut down meanwhile
 
     def __init__(self, spec: ClusterSpec, link: RayLink) -> None:
         self.link = link
@@ -53,12 +54,17 @@ class RayConnection:
 
     def ends_in_order(self, error: BaseException | None) -> bool:
         """Whether calls of Ray end the actors, after `error` or, without one, after a requested stop."""
-        return True
+        return not self.blocked
 
     @property
     def alive(self) -> bool:
         """False once our own Ray has lost a process: no call of it can finish."""
         return True
+
+    @property
+    def lost_replicas(self) -> bool:
+        """Whether our own Ray's raylet has ended, and with it every replica: no request in flight can finish."""
+        return False
 
     def end_actors(self) -> None:
         """Ends every actor and placement group of the cluster by name, and its record. Never raises."""
@@ -103,8 +109,8 @@ class OwnRay(RayConnection):
         super().__init__(spec, local_ray.start_own(spec, token_file, cleanup.ray_folder))
         link_ray_logs(logs, cleanup.ray_folder)
         self.token_file = str(token_file)
-        start = partial(start_gcs, cleanup.ray_folder)
-        self._gcs = GcsWatch(GcsRestart(lambda: local_ray.dead_processes() == ["gcs_server"], start))
+        start, reserve = partial(start_gcs, cleanup.ray_folder), partial(reserve_space, cleanup.ray_folder)
+        self._gcs = GcsWatch(GcsRestart(lambda: local_ray.dead_processes() == ["gcs_server"], start, reserve))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,7 +119,7 @@ class OwnRay(RayConnection):
         super().__exit__(kind, error, trace)
 
     def check(self) -> list[str]:
-        if "raylet" in local_ray.dead_processes():
+        if self.lost_replicas:
             raise RayLostError(
                 "Ray's raylet ended, and with it every replica; start again, or join a Ray that is supervised "
                 "(--ray-address)"
@@ -125,11 +131,15 @@ class OwnRay(RayConnection):
 
     def ends_in_order(self, error: BaseException | None) -> bool:
         # After an interrupt of the start it may be partly up: a call of it may then wait for a minute.
-        return not isinstance(error, KeyboardInterrupt) and self.alive
+        return not self.blocked and not isinstance(error, KeyboardInterrupt) and self.alive
 
     @property
     def alive(self) -> bool:
         return not local_ray.dead_processes()
+
+    @property
+    def lost_replicas(self) -> bool:
+        return "raylet" in local_ray.dead_processes()
 
 
 def open_cleanup(spec: ClusterSpec) -> Cleanup:

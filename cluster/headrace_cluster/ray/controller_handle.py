@@ -32,7 +32,11 @@ POLL_SECONDS = 0.5
 
 
 class ControllerHandle:
-    """The controller of one cluster, and the next one after it was lost. Use it with `with`, in one thread."""
+    """The controller of one cluster, and the next one after it was lost. Use it with `with`.
+
+    Every call of Ray may wait until Ray's GCS answers, `poll` and `restart` included: they have a thread of their own,
+    between `open` and the end.
+    """
 
     def __init__(
         self,
@@ -78,8 +82,12 @@ class ControllerHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ray.destroys and self._ray.ends_in_order(error):
+        if not self._ray.destroys:
+            return
+        if self._ray.ends_in_order(error):
             self.close()
+        else:
+            self._ray.force_end()
 
     def open(self) -> Opened:
         """Has it listen and build replicas; later controllers listen on the same ports. Raises ListenError."""
@@ -126,6 +134,8 @@ class ControllerHandle:
                     f"another process has taken over the cluster '{self._spec.cluster}', which goes on; this one ends"
                 )
             self._end()
+            if self._ray.blocked:  # this call was waited for, and the cluster ends without it
+                raise ControllerLostError("this process ends")
             self._actor = self._create()
             self.open()
         except (ray.exceptions.RayError, ValueError) as error:  # Ray does not answer; a timeout; a name in use

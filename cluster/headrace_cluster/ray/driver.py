@@ -20,6 +20,7 @@ from headrace_cluster.core.driver import (
     NOTE_SECONDS,
     PLACE_POLL_SECONDS,
     STOP_SECONDS,
+    AdoptedBuild,
     AdoptedState,
     Progress,
     RankFacts,
@@ -34,6 +35,7 @@ from headrace_cluster.core.rank_config import (
     replica_config,
 )
 from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.run_logs import rank_log_path
@@ -70,6 +72,7 @@ class RayDriver:
         self._log_folder = log_folder
         self._on_gpus: set[str] = set()  # models with a replica on GPUs
         self._groups: dict[ReplicaName, RankGroup] = {}
+        self._expected: dict[str, bytes] = {}  # fingerprint of each replica of the spec
 
     async def launch(
         self,
@@ -128,19 +131,26 @@ class RayDriver:
             return 1
         return 0
 
-    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+    async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
         """See ReplicaDriver."""
-        expected = {}
         for replica in replicas:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
-            expected[replica.replica_id] = fingerprint(config)
-        authorities = self._authority().fingerprints
+            self._expected[replica.replica_id] = fingerprint(config)
         adopted_state, groups = await ray_resources.adopt(
-            self._spec.cluster, expected, authorities, self._spec.health.stops_per_minute
+            self._spec.cluster, self._expected, self._authority().fingerprints, snapshot
         )
-        self._on_gpus |= {build.model for build in adopted_state.builds if build.ranks[0].device.startswith("cuda")}
+        self._note_gpus(adopted_state.builds)
         self._groups |= {group.name: group for group in groups}
         return adopted_state
+
+    async def report(self, name: ReplicaName) -> AdoptedBuild | None:
+        """See ReplicaDriver."""
+        build = await ray_resources.ask(self._groups[name], self._expected, self._authority().fingerprints)
+        self._note_gpus([build] if build is not None else [])
+        return build
+
+    def _note_gpus(self, builds: Iterable[AdoptedBuild]) -> None:
+        self._on_gpus |= {build.model for build in builds if build.ranks[0].device.startswith("cuda")}
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
@@ -149,7 +159,7 @@ class RayDriver:
 
     async def install_credentials(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
-        await self._groups[name].install_credentials(partial(self._credentials, name))
+        await self._groups[name].renew_credentials(partial(self._credentials, name))
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
@@ -165,12 +175,12 @@ class RayDriver:
         group = self._groups.get(name)
         return await group.profile(steps, seconds) if group is not None else []
 
-    async def set_role(self, name: ReplicaName, role: Role) -> None:
+    async def set_role(self, name: ReplicaName, role: Role, number: int) -> None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
         if group is None:
             raise RoleError(f"{name.replica_id} has just ended: ask again when it is ready")
-        await group.set_role(role)
+        await group.set_role(role, number)
 
     async def drain(self, name: ReplicaName, *, held: bool) -> None:
         """See ReplicaDriver."""

@@ -15,7 +15,7 @@ from headrace_cluster.core.backoff import Backoff
 
 POLL_SECONDS = 0.25
 BACKOFF = Backoff(1.0, 30.0)  # between attempts; before the first attempt there is no pause
-STABLE_SECONDS = 60.0  # one that ran so long starts the pauses from the beginning
+STABLE_SECONDS = 60.0  # one that ran so long starts the pauses from the beginning, and needs its reserve no more
 RECONNECT_SECONDS = 86_400  # for which raylet, driver and actors wait for the next one; 60 by default, then they end
 RESERVED_BYTES = 64 << 20  # on disk, for the next one: without space it ends as soon as it has started
 
@@ -24,8 +24,7 @@ log = structlog.get_logger(__name__)
 
 def keep_state_in(ray_folder: Path) -> None:
     """Makes the next Ray of this process keep the state of its GCS in its folder, and its processes wait for a GCS."""
-    with contextlib.suppress(OSError), _reserved_space(ray_folder).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
+    reserve_space(ray_folder)
     os.environ.update(
         RAY_gcs_storage="rocksdb",
         RAY_gcs_storage_path=str(ray_folder / "gcs"),
@@ -33,19 +32,35 @@ def keep_state_in(ray_folder: Path) -> None:
     )
 
 
+def reserve_space(ray_folder: Path) -> bool:
+    """Whether the disk has space for the next GCS; without it what is left stays free."""
+    path = _reserved_space(ray_folder)
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return False
+    return True
+
+
 class GcsRestart:
-    """Decides when another GCS starts. For one thread."""
+    """Decides when another GCS starts, and when space is reserved for the one after it. For one thread."""
 
     def __init__(
         self,
         is_dead: Callable[[], bool],
         start: Callable[[], None],
+        reserve: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random.random,
     ) -> None:
-        """start: of another one; may raise."""
+        """start: of another one, which gets the reserved space; may raise. reserve: space again, or false."""
         self._is_dead = is_dead
         self._start = start
+        self._reserve = reserve
+        self._reserve_at: float | None = None  # None while space is reserved
         self._clock = clock
         self._random = random
         self._failures = 0
@@ -54,10 +69,15 @@ class GcsRestart:
     def poll(self) -> str:
         """What was done, for the operator; empty: nothing."""
         now = self._clock()
-        if not self._is_dead() or now < self._next:
+        if not self._is_dead():
+            if self._reserve_at is not None and now >= self._reserve_at:
+                self._reserve_at = None if self._reserve() else now + STABLE_SECONDS
+            return ""
+        if now < self._next:
             return ""
         self._failures = 1 if now - self._next > STABLE_SECONDS else self._failures + 1
         self._next = now + BACKOFF.seconds(self._failures, self._random)
+        self._reserve_at = now + STABLE_SECONDS
         try:
             self._start()
         except Exception as error:

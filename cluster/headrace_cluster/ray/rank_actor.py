@@ -56,6 +56,8 @@ class RankActor:
         self._replica_class = replica_class
         self._replica: Any = None
         self._role: str = self._config.role
+        self._role_number = 0
+        self._role_lock = threading.Lock()
         self._draining = False
         self._held: bool | None = None
         self._started: ReplicaStarted | None = None
@@ -85,6 +87,7 @@ class RankActor:
             tp=self._config.tp,
             pp=self._config.pp,
             role=self._role,
+            role_number=self._role_number,
             started=self._started,
             draining=self._draining,
             held=self._held,
@@ -104,17 +107,18 @@ class RankActor:
         """
         return self._guarded(lambda: self._install(msgspec.msgpack.decode(encoded, type=RankCredentials)))
 
-    def open_rendezvous(self) -> bytes:
-        """For rank 0 of several: an encoded StartOutcome with the rendezvous for the start of all ranks."""
+    def open_rendezvous(self, encoded: bytes) -> bytes:
+        """For rank 0 of several: the rendezvous for the start of all ranks. encoded: a StartArgs.
+
+        Returns an encoded StartOutcome.
+        """
+        self._bind(msgspec.msgpack.decode(encoded, type=StartArgs))
         return self._guarded(lambda: StartOutcome(rendezvous=self._make().open_rendezvous()))
 
     def start(self, encoded: bytes) -> bytes:
         """Loads the model and listens. encoded: a StartArgs. Returns an encoded StartOutcome once ready or failed."""
         args = msgspec.msgpack.decode(encoded, type=StartArgs)
-        if args.gpu is not None:
-            # CUDA reads this at its first use, which is later.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(args.visible_gpus)
-            self._config = replace(self._config, device=f"cuda:{args.gpu}")
+        self._bind(args)
         return self._guarded(lambda: StartOutcome(started=self._start(args.rendezvous)))
 
     def progress(self) -> tuple[str, float]:
@@ -128,10 +132,17 @@ class RankActor:
         """
         return self._cause if self._ended.wait(seconds) else None
 
-    def set_role(self, role: str) -> None:
-        """Sets how routers use the replica from now on. For rank 0."""
-        self._replica.set_role(role)
-        self._role = role
+    def set_role(self, role: str, number: int | None = None) -> None:
+        """Sets how routers use the replica from now on. For rank 0.
+
+        number: of the decision; a call with an earlier number than the last one changes nothing. The release before
+        sends none.
+        """
+        with self._role_lock:
+            if number is not None and number < self._role_number:
+                return
+            self._replica.set_role(role)
+            self._role, self._role_number = role, self._role_number if number is None else number
 
     def drain(self, held: bool | None = None) -> None:
         """Stops accepting requests. held: whether an operator drains it; the release before does not say."""
@@ -151,6 +162,17 @@ class RankActor:
         """Ends the engine; the controller ends the process."""
         if self._replica is not None:
             self._replica.stop()
+
+    def _bind(self, args: StartArgs) -> None:
+        """Decides the device, before anything is built for it and before CUDA is used, which reads the variable once.
+
+        A rank without a GPU runs on the CPU: what `auto` would find on its machine may belong to another rank.
+        """
+        if args.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(args.visible_gpus)
+            self._config = replace(self._config, device=f"cuda:{args.gpu}")
+        elif self._config.device == "auto":
+            self._config = replace(self._config, device="cpu")
 
     def _profile_on_signal(self) -> None:
         """Records the default number of steps; the result is in the log."""

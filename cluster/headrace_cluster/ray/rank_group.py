@@ -12,11 +12,11 @@ import msgspec
 import ray
 import ray.util
 
-from headrace_cluster.core.driver import STOP_SECONDS, Progress, RankFacts, StartFailedError
+from headrace_cluster.core.driver import ROLE_SECONDS, STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome, RankCredentials, StartArgs, StartOutcome
-from headrace_cluster.errors import RoleError
+from headrace_cluster.errors import RenewalError, RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
@@ -24,7 +24,7 @@ from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it
-ROLE_SECONDS = 5.0
+CREATE_SECONDS = 120.0  # from the place of a build until all its processes answer; they import no engine before that
 WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repeated
 UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
 DEATH_SECONDS = 2.0  # after one rank ended, for Ray to report that another was killed
@@ -66,35 +66,57 @@ class RankGroup:
         self._places = places
         self._log_folder = log_folder
 
+    @property
+    def actors(self) -> Sequence[Any]:
+        """In rank order."""
+        return self._actors
+
+    def place(self, places: Sequence[RankPlace], log_folder: str) -> None:
+        """The ranks are there, by what they report."""
+        self._places, self._log_folder = places, log_folder or self._log_folder
+
     async def locate(self) -> list[RankFacts]:
-        """Waits for every rank's process. Raises StartFailedError when one could not be created."""
+        """Waits for every rank's process. Raises StartFailedError when one could not be created, or not in time."""
         try:
-            facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
+            async with asyncio.timeout(CREATE_SECONDS):
+                facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
         except ray.exceptions.RayError as error:
             raise StartFailedError(
                 f"a rank of {self.name.replica_id} could not be created: {error}", final=False
+            ) from error
+        except TimeoutError as error:  # the GCS was lost meanwhile, and its leases keep the place: a new place helps
+            raise StartFailedError(
+                f"{self.name.replica_id} has a place, but Ray created no process for a rank within "
+                f"{CREATE_SECONDS:g} s; it is built again; if this repeats, see Ray's logs",
+                final=False,
             ) from error
         self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
         return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
 
     async def install_credentials(self, issue: Callable[[bytes], RankCredentials]) -> None:
-        """Makes rank 0, which has the server, a member of the cluster, or gives it another certificate.
+        """Makes rank 0, which has the server, a member of the cluster.
 
         issue: called with its certificate request. Raises StartFailedError.
         """
+        await self._start_outcome(0, self._exchange_certificate(issue))
 
-        async def exchange() -> bytes:
-            request = await self._actors[0].certificate_request.remote()
-            encoded: bytes = await self._actors[0].install_credentials.remote(msgspec.msgpack.encode(issue(request)))
-            return encoded
-
-        await self._start_outcome(0, exchange())
+    async def renew_credentials(self, issue: Callable[[bytes], RankCredentials]) -> None:
+        """Gives rank 0 of a build that is up another certificate. issue: see above. Raises RenewalError."""
+        try:
+            outcome = msgspec.msgpack.decode(await self._exchange_certificate(issue), type=StartOutcome)
+        except ray.exceptions.RayError as error:
+            raise RenewalError(
+                f"{self._label(0)} does not answer, or has ended: its certificate stays as it was"
+            ) from error
+        if outcome.error:
+            raise RenewalError(f"{self._label(0)} refused its next certificate: {outcome.error}")
 
     async def start(self) -> ReplicaStarted:
         """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
         rendezvous = None
         if len(self._actors) > 1:
-            rendezvous = (await self._start_outcome(0, self._actors[0].open_rendezvous.remote())).rendezvous
+            call = self._actors[0].open_rendezvous.remote(self._start_args(0))
+            rendezvous = (await self._start_outcome(0, call)).rendezvous
         calls = [asyncio.ensure_future(self._start_rank(rank, rendezvous)) for rank in range(len(self._actors))]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -137,11 +159,16 @@ class RankGroup:
         calls = (self._profile_rank(rank, steps, seconds) for rank in range(len(self._actors)))
         return await asyncio.gather(*calls)
 
-    async def set_role(self, role: Role) -> None:
-        """Sends the role to rank 0, which represents the replica. Raises RoleError."""
+    async def set_role(self, role: Role, number: int) -> None:
+        """Sends the role to rank 0, which represents the replica. number: see ReplicaDriver. Raises RoleError."""
+        call = self._actors[0].set_role.remote
         try:
             async with asyncio.timeout(ROLE_SECONDS):
-                await self._actors[0].set_role.remote(str(role))
+                try:
+                    reply = call(str(role), number)
+                except TypeError:  # a rank of the release before
+                    reply = call(str(role))
+                await reply
         except TimeoutError as error:
             raise RoleError(f"{self._label(0)} does not answer: its role stays as it was") from error
         except ray.exceptions.RayError as error:
@@ -175,13 +202,22 @@ class RankGroup:
             if place.process is not None:
                 place.process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
 
+    async def _exchange_certificate(self, issue: Callable[[bytes], RankCredentials]) -> bytes:
+        request = await self._actors[0].certificate_request.remote()
+        encoded: bytes = await self._actors[0].install_credentials.remote(msgspec.msgpack.encode(issue(request)))
+        return encoded
+
     async def _start_rank(self, rank: int, rendezvous: Rendezvous | None) -> ReplicaStarted:
-        binding = bind_gpus([(place.node, place.gpus) for place in self._places])[rank]
-        args = StartArgs(rendezvous) if binding is None else StartArgs(rendezvous, binding.visible, binding.index)
-        outcome = await self._start_outcome(rank, self._actors[rank].start.remote(msgspec.msgpack.encode(args)))
+        outcome = await self._start_outcome(rank, self._actors[rank].start.remote(self._start_args(rank, rendezvous)))
         if outcome.started is None:
             raise StartFailedError(f"{self._label(rank)} reported nothing about its start", final=True)
         return outcome.started
+
+    def _start_args(self, rank: int, rendezvous: Rendezvous | None = None) -> bytes:
+        """Encoded."""
+        binding = bind_gpus([(place.node, place.gpus) for place in self._places])[rank]
+        args = StartArgs(rendezvous) if binding is None else StartArgs(rendezvous, binding.visible, binding.index)
+        return msgspec.msgpack.encode(args)
 
     async def _start_outcome(self, rank: int, call: Coroutine[Any, Any, bytes]) -> StartOutcome:
         try:

@@ -1,20 +1,22 @@
 """Ray resources of an earlier controller: finds ranks and placement groups by name, adopts or ends them."""
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 
-from headrace_cluster.core.adoption import plan_adoption
+from headrace_cluster.core.adoption import choose_builds, plan_adoption
 from headrace_cluster.core.driver import REPORT_SECONDS, REPORT_TRIES, RETRY_SECONDS, AdoptedBuild, AdoptedState
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
+from headrace_proto.quantities import counted
 
 
 class RankEndedError(Exception):
@@ -22,11 +24,14 @@ class RankEndedError(Exception):
 
 
 async def adopt(
-    cluster: str, expected: Mapping[str, bytes], authorities: Collection[bytes], most_silent: int
+    cluster: str,
+    expected: Mapping[str, bytes],
+    authorities: Collection[bytes],
+    snapshot: ControllerSnapshot | None,
 ) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, authorities, most_silent: see `plan_adoption`. Raises AdoptionError.
+    expected, authorities, snapshot: see `plan_adoption`. Raises AdoptionError.
     """
     actors = ray_names.rank_actors(cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
@@ -40,14 +45,32 @@ async def adopt(
     for _ in range(REPORT_TRIES):
         await asyncio.gather(*(ask(rank) for rank, report in list(reports.items()) if report is None))
     groups = ray_names.groups(cluster)
-    plan = plan_adoption(reports, groups, expected, authorities, most_silent)
+    plan = plan_adoption(reports, groups, expected, authorities, snapshot)
     for name, rank in plan.ended_ranks:
         ray_names.kill_actor(name.rank(rank), cluster)
     for name in plan.ended_groups:
         ray_names.remove_group(name.group(cluster))
-    if plan.waits:
-        raise AdoptionError(plan.waits)
-    return plan.state, [_group(cluster, build, actors, reports) for build in plan.state.builds]
+    names = [build.name for build in plan.state.builds] + plan.state.silent
+    adopted = {name: RankGroup(name, cluster, _handles(name, actors)) for name in names}
+    for build in plan.state.builds:
+        replied = [reports[build.name, facts.rank] is not None for facts in build.ranks]
+        _place(adopted[build.name], build, replied)
+    return plan.state, list(adopted.values())
+
+
+async def ask(group: RankGroup, expected: Mapping[str, bytes], authorities: Collection[bytes]) -> AdoptedBuild | None:
+    """See `ReplicaDriver.report`. expected, authorities: see `plan_adoption`."""
+    try:
+        found = await asyncio.gather(*(_report(actor) for actor in group.actors))
+    except RankEndedError:
+        return None
+    if silent := found.count(None):
+        raise AdoptionError(f"{silent} of {counted(len(found), 'rank')} of {group.name.replica_id} do not reply")
+    builds = choose_builds({(group.name, rank): report for rank, report in enumerate(found)}, expected, authorities)
+    if not builds:
+        return None
+    _place(group, builds[0], [True] * len(found))
+    return builds[0]
 
 
 async def _report(actor: Any) -> RankReport | None:
@@ -79,17 +102,15 @@ async def _reachable_report(actor: Any) -> bytes:
             return encoded
 
 
-def _group(
-    cluster: str,
-    build: AdoptedBuild,
-    actors: Mapping[tuple[ReplicaName, int], Any],
-    reports: Mapping[tuple[ReplicaName, int], RankReport | None],
-) -> RankGroup:
-    places, log_folder = [], ""
-    for facts in build.ranks:
-        report = reports[build.name, facts.rank]
-        places.append(RankPlace.of(facts.pid, facts.node, report.gpus if report is not None else ()))
-        if report is not None and report.log_path:
-            log_folder = str(Path(report.log_path).parent)
-    handles = [actors[build.name, facts.rank] for facts in build.ranks]
-    return RankGroup(build.name, cluster, handles, places, log_folder)
+def _handles(name: ReplicaName, actors: Mapping[tuple[ReplicaName, int], Any]) -> list[Any]:
+    return [actor for (build, _), actor in sorted(actors.items(), key=lambda item: item[0]) if build == name]
+
+
+def _place(group: RankGroup, build: AdoptedBuild, replied: Sequence[bool]) -> None:
+    """replied: which ranks are alive for certain. Of the others the process id may be another process's by now."""
+    places = [
+        RankPlace.of(report.pid, report.node, report.gpus) if alive else RankPlace(report.pid, report.node, report.gpus)
+        for report, alive in zip(build.reports, replied, strict=True)
+    ]
+    log_path = next((report.log_path for report in build.reports if report.log_path), "")
+    group.place(places, str(Path(log_path).parent) if log_path else "")

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import read_private
-from headrace_router.access.watched_files import WatchedFiles
 
 SALT_BYTES = 16
 NAME_DIGITS = 8  # of its salt, in the name of a tenant without one
@@ -85,35 +84,23 @@ class AuthConfig(BaseModel):
     def has_metrics_keys(self) -> bool:
         return self.metrics_key is not None or self.metrics_key_file is not None
 
-    def watched(self) -> "WatchedFiles[Keys]":
-        """The keys of both kinds, read again when a file changes. Raises KeysFileError, PrivateFileError.
+    def load_all(self) -> "Keys":
+        """The keys of both kinds, for a start. Raises KeysFileError, PrivateFileError."""
+        keys = Keys(self.load(), self.load_metrics())
+        keys.check_apart()
+        return keys
 
-        A file must have a key at first; it may lose its last one later, which is revoked like any other, but it has a
-        comment then.
-        """
-        loaded = False
-
-        def load() -> Keys:
-            nonlocal loaded
-            keys = Keys(self.load(may_be_empty=loaded), self.load_metrics(may_be_empty=loaded))
-            loaded = True
-            return keys
-
-        return WatchedFiles("files of keys", (self.keys_file, self.metrics_key_file), load)
-
-    def load(self, *, may_be_empty: bool = False) -> tuple[ApiKey, ...]:
+    def load(self, *, may_have_none: bool = False) -> tuple[ApiKey, ...]:
         """All API keys, including the file's. Raises KeysFileError, PrivateFileError."""
         if self.keys_file is None:
             return self.keys
-        return self.keys + _read_keys(self.keys_file, "API keys", may_be_empty=may_be_empty)
+        return self.keys + _read_keys(self.keys_file, "API keys", may_have_none=may_have_none)
 
-    def load_metrics(self, *, may_be_empty: bool = False) -> tuple[ApiKey, ...]:
+    def load_metrics(self, *, may_have_none: bool = False) -> tuple[ApiKey, ...]:
         """All metrics keys, including the file's. Raises KeysFileError, PrivateFileError."""
         keys: tuple[ApiKey, ...] = () if self.metrics_key is None else (self.metrics_key,)
         if self.metrics_key_file is not None:
-            keys += _read_keys(self.metrics_key_file, "metrics keys", may_be_empty=may_be_empty)
-        if {entry.key for entry in keys} & {entry.key for entry in self.load(may_be_empty=may_be_empty)}:
-            raise KeysFileError("a metrics key is also an API key: create one that is valid for /metrics only")
+            keys += _read_keys(self.metrics_key_file, "metrics keys", may_have_none=may_have_none)
         return keys
 
 
@@ -123,6 +110,11 @@ class Keys:
 
     api: tuple[ApiKey, ...] = ()
     metrics: tuple[ApiKey, ...] = ()
+
+    def check_apart(self) -> None:
+        """Raises KeysFileError if a key is of both kinds."""
+        if {entry.key for entry in self.api} & {entry.key for entry in self.metrics}:
+            raise KeysFileError("a metrics key is also an API key: create one that is valid for /metrics only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +229,13 @@ def _digest(raw: bytes) -> bytes:
     return hashlib.sha256(raw).digest()
 
 
-def _read_keys(path: Path, what: str, *, may_be_empty: bool) -> tuple[ApiKey, ...]:
+def _read_keys(path: Path, what: str, *, may_have_none: bool) -> tuple[ApiKey, ...]:
     try:
         text = read_private(path, f"the file of {what}").decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeysFileError(f"the file of {what} {path} cannot be read: {reason}") from error
-    if may_be_empty and not text:  # as a write on a full disk leaves it
+    if may_have_none and not text.strip():  # as a write that has begun, or a full disk, leaves it
         raise KeysFileError(f"the file of {what} {path} is empty: add one a line; to revoke all, add a comment alone")
     keys: list[ApiKey] = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
@@ -257,6 +249,6 @@ def _read_keys(path: Path, what: str, *, may_be_empty: bool) -> tuple[ApiKey, ..
                 f"line {number} of the file of {what} {path} is no key: write KEY or NAME:KEY, with 8 to 512 printable "
                 "characters"
             ) from error
-    if not (keys or may_be_empty):
+    if not (keys or may_have_none):
         raise KeysFileError(f"the file of {what} {path} holds no key: add one a line")
     return tuple(keys)

@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Generic
 
-from headrace_proto.trial import TRIAL_TOKENS
+from headrace_proto.trial import TRIAL_SECONDS, TRIAL_TOKENS, WHOLE_ANSWER
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.suspect import Suspect
@@ -19,7 +19,8 @@ class ChoiceLosses(Generic[C]):
         self._choice = object()  # what the table keeps of this choice: not its prompt
         self._trial: Suspect | None = None  # whose trial the running attempt is
         self._trial_end: int | None = None  # output tokens after which others may run
-        self._ran_alone = False  # the last attempt, at its start
+        self._alone_until = 0.0
+        self._ran_alone = False  # the last attempt, at its end
         self._isolated: tuple[ReplicaState[C], bytes] | None = None  # where the running attempt is alone, and its id
 
     @property
@@ -32,6 +33,12 @@ class ChoiceLosses(Generic[C]):
         suspect = self._find()
         return suspect is not None and suspect.alone
 
+    @property
+    def trial_tokens(self) -> int:
+        """New tokens of an attempt that runs alone after which others may run beside it."""
+        suspect = self._find()
+        return WHOLE_ANSWER if suspect is not None and suspect.whole else TRIAL_TOKENS
+
     def check(self) -> None:
         """Raises PoisonousRequestError if the request is refused now."""
         if self._suspects:
@@ -42,42 +49,50 @@ class ChoiceLosses(Generic[C]):
         suspect = self._find()
         return suspect is not None and suspect.must_wait(urgent=urgent)
 
-    def add(self, replica: ReplicaState[C]) -> None:
-        """The replica failed while the choice ran there."""
-        self._suspects.add(self._fingerprint, replica, self._choice, alone=self._ran_alone)
+    def add(self, replica: ReplicaState[C], output_tokens: int) -> None:
+        """The replica failed while the choice ran there, and had so many tokens."""
+        self._suspects.add(self._fingerprint, replica, self._choice, output_tokens, alone=self._ran_alone)
 
-    def start(self, replica: ReplicaState[C], attempt_id: bytes, output_tokens: int, *, alone: bool) -> None:
+    def start(
+        self, replica: ReplicaState[C], attempt_id: bytes, output_tokens: int, *, alone: bool, now: float
+    ) -> None:
         """An attempt starts: the trial, if one is needed and none runs."""
-        self._ran_alone = alone
         suspect = self._find()
         if suspect is not None and suspect.start_trial(self._choice):
             self._trial = suspect
         if alone:
-            replica.isolated_attempt = attempt_id
+            replica.isolate(attempt_id)
             self._isolated = replica, attempt_id
+            self._alone_until = now + TRIAL_SECONDS
         if alone or self._trial is not None:
-            self._trial_end = output_tokens + TRIAL_TOKENS
+            self._trial_end = output_tokens + self.trial_tokens
 
-    def receive(self, output_tokens: int) -> None:
+    def receive(self, output_tokens: int, now: float) -> None:
         """The attempt has produced tokens."""
         if self._trial_end is not None and output_tokens >= self._trial_end:
-            self.end_attempt(passed=True)
+            self._end_trial(passed=True)
+        elif self._isolated is not None and now >= self._alone_until:
+            self._end_trial(passed=False)
 
-    def end_attempt(self, *, passed: bool = False) -> None:
-        """It has ended, or passed its trial. Idempotent."""
-        if self._trial is not None:
-            self._trial.end_trial(passed=passed, alone=self._isolated is not None)
-        if self._isolated is not None:
-            replica, attempt_id = self._isolated
-            if replica.isolated_attempt == attempt_id:
-                replica.isolated_attempt = b""
-        self._trial = self._isolated = self._trial_end = None
+    def end_attempt(self, output_tokens: int = 0, *, complete: bool = False) -> None:
+        """It has ended. Idempotent. complete: with the whole answer."""
+        self._end_trial(passed=complete and self._trial is not None and output_tokens >= self._trial.reach)
 
     def complete(self) -> None:
         """The choice has its whole answer."""
         suspect = self._find()
         if suspect is not None:
             suspect.complete(self._choice)
+
+    def _end_trial(self, *, passed: bool) -> None:
+        self._ran_alone = self._isolated is not None
+        if self._trial is not None:
+            self._trial.end_trial(passed=passed, alone=self._ran_alone)
+        if self._isolated is not None:
+            replica, attempt_id = self._isolated
+            if replica.isolated_attempt == attempt_id:
+                replica.isolated_attempt = b""
+        self._trial = self._isolated = self._trial_end = None
 
     def _find(self) -> Suspect | None:
         return self._suspects.find(self._fingerprint) if self._suspects else None

@@ -132,6 +132,7 @@ class ChoiceRun(Generic[C]):
             priority=request.priority,
             deadline_ms=self._remaining_ms(),
             alone=self._retry.alone,
+            trial_tokens=self._losses.trial_tokens if self._retry.alone else 0,
         )
         if source is not None:
             submit.source.CopyFrom(source.message())
@@ -140,7 +141,7 @@ class ChoiceRun(Generic[C]):
             self.prompt.replica = replica
         self._producing = False
         self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
-        self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone)
+        self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone, now=self._timers.now())
         if source is not None:
             source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens)
 
@@ -166,7 +167,7 @@ class ChoiceRun(Generic[C]):
         self._listener.add_tokens(attempt, token_ids, logprobs, finish, error)
         if self._output.done and not finish:
             attempt.end(Outcome.FINISHED)  # a stop string: the replica would continue
-        self._losses.receive(self._output_tokens)
+        self._losses.receive(self._output_tokens, self._timers.now())
 
     def _start_producing(self, attempt: Attempt) -> None:
         """The attempt's first tokens: its prompt is computed."""
@@ -196,7 +197,7 @@ class ChoiceRun(Generic[C]):
         self.attempt = None
         self._release_kept()
         self._remove_remote_prompt(attempt)
-        self._losses.end_attempt(passed=self._output.done)
+        self._losses.end_attempt(self._output_tokens, complete=self._output.done)
         self._placement.sweep()
         if attempt.error is not None:
             raise attempt.error
@@ -212,7 +213,7 @@ class ChoiceRun(Generic[C]):
         else:
             self._previous = replica if begun and outcome is Outcome.LOST else None
             if outcome is Outcome.LOST and self._replica_failed:
-                self._losses.add(replica)
+                self._losses.add(replica, self._output_tokens)
             if not begun:
                 self._losses.check()
             self._retry.ended(replica, outcome, begun)  # a stream's own limit comes before that of its fingerprint

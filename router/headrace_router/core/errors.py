@@ -111,6 +111,10 @@ class NoReplicaError(OverloadedError, code="no_replica_ready", grpc_code="UNAVAI
     """No replica of the model is ready."""
 
 
+class DrainedError(NoReplicaError, code="model_drained", retry_after=None):
+    """An operator drained all replicas of the model."""
+
+
 class ReplicaLostError(OverloadedError, kind="server_error", code="replica_lost", grpc_code="UNAVAILABLE"):
     """The replica that ran the request was lost."""
 

@@ -1,7 +1,8 @@
 """A bounded queue that serves tenants fairly: pure.
 
 Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): an item starts, in virtual time, when the tenant's item
-before it ends, and not before now; the item that starts first is next. A tenant with much work delays its own only.
+before it ends, and not before it came; the item that starts first is next. A tenant with much work delays its own only,
+and pays for what it gets: not for items that are removed before.
 """
 
 from collections import deque
@@ -13,7 +14,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
-    start: float
+    arrival: float  # virtual
+    cost: float
     item: T
 
 
@@ -23,7 +25,7 @@ class FairQueue(Generic[T]):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._waiting: dict[str, deque[_Entry[T]]] = {}  # by tenant; none is empty
-        self._ends: dict[str, float] = {}  # virtual, of the last item of tenants; those in the past are dropped
+        self._ends: dict[str, float] = {}  # virtual, of the last item that was taken of each tenant
         self._now = 0.0  # virtual
         self._count = 0
 
@@ -43,25 +45,23 @@ class FairQueue(Generic[T]):
                 return item
             refused = self._waiting[longest][-1].item
             self.remove(longest, refused)
-        start = max(self._now, self._ends.get(tenant, 0.0))
-        self._ends[tenant] = start + cost
-        self._waiting.setdefault(tenant, deque()).append(_Entry(start, item))
+        self._waiting.setdefault(tenant, deque()).append(_Entry(self._now, cost, item))
         self._count += 1
         return refused
 
     def heads(self) -> dict[str, T]:
         """The next item of each tenant that waits, in their order."""
-        order = sorted(self._waiting.items(), key=lambda entry: entry[1][0].start)
-        return {tenant: entries[0].item for tenant, entries in order}
+        return {tenant: self._waiting[tenant][0].item for tenant in sorted(self._waiting, key=self._start)}
 
     def take(self, tenant: str | None = None) -> T | None:
         """Removes the next item, of all or of a tenant that waits; None when there is none."""
         if not self._waiting:
             return None
         tenant = self._next() if tenant is None else tenant
-        entry = self._waiting[tenant].popleft()
+        start, entry = self._start(tenant), self._waiting[tenant].popleft()
         self._forget(tenant)
-        self._now = max(self._now, entry.start)
+        self._now = max(self._now, start)
+        self._ends[tenant] = start + entry.cost
         if not self._count:
             self._ends.clear()  # no tenant waits, so none has used more than its share
         return entry.item
@@ -76,7 +76,11 @@ class FairQueue(Generic[T]):
         return False
 
     def _next(self) -> str:
-        return min(self._waiting, key=lambda name: self._waiting[name][0].start)
+        return min(self._waiting, key=self._start)
+
+    def _start(self, tenant: str) -> float:
+        """Of the tenant's next item."""
+        return max(self._waiting[tenant][0].arrival, self._ends.get(tenant, 0.0))
 
     def _forget(self, tenant: str) -> None:
         """After an item was removed."""

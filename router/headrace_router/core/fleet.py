@@ -6,7 +6,7 @@ from typing import Generic, Protocol
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterReport
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.errors import ModelNotFoundError, NoReplicaError, RevisionReplacedError
+from headrace_router.core.errors import DrainedError, ModelNotFoundError, NoReplicaError, RevisionReplacedError
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
@@ -154,11 +154,16 @@ class Fleet(Generic[C]):
         )
 
     def card(self, name: str) -> C:
-        """The card of the revision that new requests use. Raises ModelNotFoundError or NoReplicaError."""
+        """The card of the revision that new requests use. Raises ModelNotFoundError, NoReplicaError or DrainedError."""
         model = self.model(name)
         ready = [replica for replica in self._of_model(model.name) if replica.ready and replica.card is not None]
         revision = self._models.revision(model.name, ready)
         card = next((replica.card for replica in ready if replica.revision == revision), None)
+        if card is None and self._models.drained(model.name):
+            raise DrainedError(
+                f"All replicas of '{model.name}' are drained by the operator of this server; use another model, or ask "
+                "the operator."
+            )
         if card is None:
             raise NoReplicaError(f"No replica of '{model.name}' is ready; try again in a moment.")
         return card
@@ -208,13 +213,17 @@ class Fleet(Generic[C]):
     def _place_alone(
         self, candidates: list[ReplicaState[C]], request: ChoiceRequest, output_tokens: int
     ) -> ReplicaState[C]:
-        """One that runs nothing. Until there is one, new requests avoid the one with the least to do."""
+        """One that was reserved and runs nothing: until there is one, all routers' requests avoid the reserved one.
+
+        An idle one is reserved, too: two routers that lose a replica would use the same one at once, and a choice that
+        ends it would seem to be that of each.
+        """
         free = [replica for replica in candidates if not replica.isolated]
-        idle = [replica for replica in free if not replica.requests and not replica.attempts]
+        idle = [replica for replica in free if replica.reserved_here and not replica.requests and not replica.attempts]
         if idle:
             return idle[self._policy.choose(idle, request, output_tokens)]
-        if len(candidates) > 1 and free:
-            min(free, key=lambda replica: (not replica.reserved, replica.requests)).reserve()
+        if free:
+            min(free, key=lambda replica: (not replica.reserved_here, replica.reserved, replica.requests)).reserve()
         raise MustWaitError
 
     def prefill_source(

@@ -17,6 +17,7 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_proto.stall import STALL_SECONDS, stall_limit
+from headrace_proto.trial import RESERVED_SECONDS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.sampling_options import default_options
 from headrace_router.core.step_speed import StepSpeed
@@ -24,7 +25,6 @@ from headrace_router.core.submit_queue import SubmitQueue
 
 _SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
-RESERVED_SECONDS = 3.0  # longer than the pause between two searches of a choice that must run alone
 
 
 class ReplicaState(Generic[C]):
@@ -156,12 +156,24 @@ class ReplicaState(Generic[C]):
 
     @property
     def reserved(self) -> bool:
-        """Whether a choice waits to run there alone."""
+        """Whether a choice of any router runs there alone, or waits to."""
+        return self.reserved_here or self.load.reserved
+
+    @property
+    def reserved_here(self) -> bool:
+        """Whether a choice of this router waits to run there alone."""
         return self._clock() < self._reserved_until
 
     def reserve(self) -> None:
-        """For a short time, for a choice that must run alone."""
+        """For a short time, for a choice that must run alone: longer than the pause between two searches."""
         self._reserved_until = self._clock() + RESERVED_SECONDS
+        if self.connected:
+            self.submit_queue.reserve()
+
+    def isolate(self, attempt_id: bytes) -> None:
+        """The attempt runs there alone from now on."""
+        self.isolated_attempt = attempt_id
+        self._reserved_until = 0.0
 
     @property
     def leaving(self) -> bool:

@@ -28,11 +28,13 @@ class ServedModels:
         self._started = started
         self._listed: dict[str, ServedModel] = {}
         self._named_revisions: dict[str, str] = {}  # where the spec names one
+        self._drained: set[str] = set()
 
     def update(self, entries: Iterable[ModelEntry]) -> None:
         """Of a new member list."""
         entries = list(entries)
         self._named_revisions = {entry.name: entry.revision for entry in entries if entry.revision}
+        self._drained = {entry.name for entry in entries if entry.drained}
         self._listed = {
             entry.name: ServedModel(entry.name, tuple(entry.aliases), entry.created or self._started)
             for entry in entries
@@ -49,6 +51,10 @@ class ServedModels:
             length = min(known.max_model_len or facts.max_model_len, facts.max_model_len)
             found[known.name] = ServedModel(known.name, known.aliases, known.created, length, replica.defaults)
         return sorted(found.values(), key=lambda model: model.name)
+
+    def drained(self, model: str) -> bool:
+        """Whether an operator drained all of its replicas."""
+        return model in self._drained
 
     def named_revision(self, model: str) -> str:
         """The one that the spec names; empty if it names none."""

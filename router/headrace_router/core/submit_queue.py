@@ -15,6 +15,7 @@ class SubmitQueue:
         """`on_put` is called after a message was added."""
         self._submits: list[Submit] = []
         self._cancels: list[bytes] = []
+        self._reserve = False
         self._sent: deque[bytes] = deque()  # attempts of this stream that the replica has not reported
         self._reported = 0  # submits of this stream
         self._on_put = on_put
@@ -32,16 +33,22 @@ class SubmitQueue:
         self._cancels.append(attempt_id)
         self._on_put()
 
+    def reserve(self) -> None:
+        """A submit will have to run alone there."""
+        self._reserve = True
+        self._on_put()
+
     def clear(self) -> None:
         """Drops everything: the stream has ended."""
         self._submits.clear()
         self._cancels.clear()
+        self._reserve = False
         self._sent.clear()
         self._reported = 0
 
     def take(self) -> RouterFrame | None:
         """The queued messages as one frame, up to about 1 MiB of prompts; None when there are none."""
-        if not (self._submits or self._cancels):
+        if not (self._submits or self._cancels or self._reserve):
             return None
         tokens = count = 0
         for submit in self._submits:
@@ -51,8 +58,10 @@ class SubmitQueue:
                 break
         submits, self._submits = self._submits[:count], self._submits[count:]
         cancels, self._cancels = self._cancels, []
+        reserve, self._reserve = self._reserve, False
         self._sent.extend(submit.attempt_id for submit in submits)
-        return RouterFrame(submits=submits, cancels=[Cancel(attempt_id=attempt_id) for attempt_id in cancels])
+        sent = [Cancel(attempt_id=attempt_id) for attempt_id in cancels]
+        return RouterFrame(submits=submits, cancels=sent, reserve=reserve)
 
     def take_reported(self, count: int) -> list[bytes]:
         """The attempts that are new among the first `count` submits of this stream, which the replica has by now."""

@@ -36,10 +36,12 @@ class SuspectTable:
                 return None
         return suspect
 
-    def add(self, fingerprint: bytes, replica: ReplicaState[Any], choice: object, *, alone: bool) -> None:
-        """The replica was lost while the choice ran there."""
+    def add(
+        self, fingerprint: bytes, replica: ReplicaState[Any], choice: object, output_tokens: int, *, alone: bool
+    ) -> None:
+        """The replica was lost while the choice ran there, and had so many tokens."""
         suspect = self.find(fingerprint) or Suspect()
-        suspect.add(replica, choice, alone=alone)
+        suspect.add(replica, choice, output_tokens, alone=alone)
         suspect.until = self._clock() + SUSPECT_SECONDS
         self._suspects.pop(fingerprint, None)
         self._suspects[fingerprint] = suspect

@@ -1,5 +1,6 @@
 """One answer during generation: token ids in, text and logprobs out, until it is complete."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class Choice:
         self._stops = StopMatcher(stop)
         self._has_stops = bool(stop)
         self._min_tokens = request.sampling.min_tokens
-        self._pending: list[tuple[int, TokenLogprobs | None, int]] = []  # token, logprobs, where its text begins
+        self._pending: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # token, logprobs, where its text begins
         self._raw_length = 0  # characters detokenized
         self._shown_length = 0  # characters in updates
 
@@ -128,11 +129,9 @@ class Choice:
 
     def _release(self, update: ChoiceUpdate, *, everything: bool) -> None:
         """Adds the tokens whose text has become visible, at least in part, to the update."""
-        count = len(self._pending)
-        if not everything:
-            count = sum(start < self._shown_length for _, _, start in self._pending)
-        for token_id, entry, _ in self._pending[:count]:
+        pending = self._pending
+        while pending and (everything or pending[0][2] < self._shown_length):
+            token_id, entry, _ = pending.popleft()
             update.token_ids.append(token_id)
             if entry is not None:
                 update.logprobs.append(entry)
-        del self._pending[:count]

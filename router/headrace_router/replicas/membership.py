@@ -86,4 +86,6 @@ async def _report(stub: Any, router_id: str, certificate: RouterCertificate, fle
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return
+        except Exception:  # a reply of another release: without reports this router would soon not count any more
+            log.exception("a report to the controller, or the renewal of the certificate, failed")
         await asyncio.sleep(REPORT_SECONDS)

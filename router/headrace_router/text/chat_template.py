@@ -16,7 +16,17 @@ from headrace_router.text.template_budget import TemplateSizeError, render_budge
 from headrace_router.text.template_sandbox import SizedSandbox
 from headrace_router.text.traced_text import traced_json
 
-_FAILURES = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError)
+# Of filters, methods and operators.
+_FAILURES = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    MemoryError,
+)
 
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
@@ -63,20 +73,22 @@ class ChatTemplate:
                 "The chat template does something that the sandbox forbids: it makes too much text of these messages, "
                 "or takes too many steps. Send fewer or shorter ones; if those fail too, use /v1/completions instead.",
                 param="messages",
-            ) from error
+            ) from _without_frames(error)
         except jinja2.exceptions.SecurityError as error:
             raise ChatTemplateError(
                 "The model's chat template does something that the sandbox forbids, whatever the messages are: use "
                 "/v1/completions with a prompt in the model's own format.",
                 param="messages",
-            ) from error
+            ) from _without_frames(error)
         except jinja2.TemplateError as error:
             reason = (error.message or "no reason given")[:300]
             raise ChatTemplateError(
                 f"The model's chat template rejects these messages: {reason}", param="messages"
-            ) from error
+            ) from _without_frames(error)
         except _FAILURES as error:
-            raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from error
+            raise ChatTemplateError(
+                "The model's chat template fails on these messages.", param="messages"
+            ) from _without_frames(error)
 
 
 class _GenerationTag(Extension):
@@ -133,6 +145,15 @@ def _tojson(
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     return traced_json(value, dump)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without what the template made, which is freed now, and not when the response was read."""
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__ = None
+        part = part.__context__
+    return error
 
 
 def _raise_exception(message: object) -> None:

@@ -39,11 +39,13 @@ class ControlTokens:
 
     def _without_space(self, text: str, start: int, end: int) -> tuple[int, int]:
         """The span of a token without the characters around its name that are normalized to white space."""
+        part = text[start:end]
+        start, end = end - len(part.lstrip()), start + len(part.rstrip())  # most of it, at once
         while start < end and not self._normalized(text[start]):
             start += 1
         while start < end and not self._normalized(text[end - 1]):
             end -= 1
-        return start, end
+        return start, max(start, end)
 
     def _is_spelled(self, part: str) -> bool:
         """Whether the text is the name of the unknown token, not something that the vocabulary lacks."""

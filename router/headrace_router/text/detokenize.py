@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -16,6 +16,7 @@ from headrace_router.text.line_json import line_json
 
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+HELD_TOKENS = 16  # without a complete character: they are none
 CONTEXT_TOKENS = 8  # of the prompt: they determine whether the first word keeps its leading space
 
 
@@ -82,7 +83,7 @@ class TokenTable:
         """A detokenizer for the tokens that follow a prompt."""
         if self._byte_level:
             return _ByteLevel(self)
-        return _General(self._tokenizer, prompt_token_ids[-CONTEXT_TOKENS:])
+        return _General(self._tokenizer, self._special, prompt_token_ids[-CONTEXT_TOKENS:])
 
 
 class _ByteLevel:
@@ -100,16 +101,45 @@ class _ByteLevel:
 
 
 class _General:
-    """Any other decoder pipeline, through the tokenizer's own stream."""
+    """Any other decoder pipeline, through the tokenizer's own stream.
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    The stream decodes all tokens again that it has held back, and fails where bytes after a character are none: such
+    tokens are decoded by themselves, and a new stream begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: Set[int], context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
+        self._special = special
+        self._context: list[int] = []
+        self._held: list[int] = []  # since the last piece
+        self._begin(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
         with panics_as_errors():
-            pieces = [self._stream.step(self._tokenizer, token_id) for token_id in token_ids]
-        return "".join(piece for piece in pieces if piece)
+            return "".join([self._step(token_id) for token_id in token_ids if token_id not in self._special])
+
+    def _step(self, token_id: int) -> str:
+        self._held.append(token_id)
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # of the library, which has no other kind
+            return self._decode_held()
+        if piece is not None:
+            self._context = [*self._context, *self._held][-CONTEXT_TOKENS:]
+            self._held = []
+            return piece
+        return "" if len(self._held) < HELD_TOKENS else self._decode_held()
+
+    def _decode_held(self) -> str:
+        text = self._tokenizer.decode(self._held, skip_special_tokens=True)
+        complete = text and not text.endswith("\ufffd")  # else the stream would repeat what comes before the next token
+        self._begin([*self._context, *self._held][-CONTEXT_TOKENS:] if complete else self._context)
+        return text
+
+    def _begin(self, context: Sequence[int]) -> None:
+        self._context = list(context)
+        self._held = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
 
 
 @lru_cache(maxsize=1)

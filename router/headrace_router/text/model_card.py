@@ -1,6 +1,5 @@
 """A router's data on a model: facts, tokenizer and chat template, as a replica describes them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -10,11 +9,13 @@ from tokenizers import Tokenizer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
+from headrace_proto.tokenizer_bounds import TokenizerBoundsError, read_tokenizer
 from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
+from headrace_router.text.normalized_size import NormalizedSize, normalizer_steps
 from headrace_router.text.prompt_text import RenderedChat
 from headrace_router.text.text_encoder import TextEncoder
 from headrace_router.text.token_reach import token_reach
@@ -28,16 +29,20 @@ class LoadedTokenizer:
     """A tokenizer and what is derived from it; cached by digest, since replicas of a model share it."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
+        """Raises ModelFactsError."""
         try:
-            spec = json.loads(tokenizer_json)
+            spec = read_tokenizer(text := tokenizer_json.decode())
             with panics_as_errors():
-                self.tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+                self.tokenizer = Tokenizer.from_str(text)
+                self.size = NormalizedSize(normalizer_steps(spec))
+            self.unknown = _unknown_token(spec)
+            self.reach = token_reach(spec)
+        except TokenizerBoundsError as error:
+            raise ModelFactsError(str(error)) from error
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelFactsError("the replica's tokenizer.json is not valid") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.unknown = _unknown_token(spec)
-        self.reach = token_reach(spec)
         decoder = spec.get("decoder")
         self.tokens = TokenTable(self.tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel")
 
@@ -62,7 +67,7 @@ class ModelCard:
             with panics_as_errors():
                 control = ControlTokens(loaded.tokenizer, facts.chat_template, loaded.unknown)
                 bos = facts.bos_token_id if facts.add_bos and facts.HasField("bos_token_id") else None
-                self.encoder = TextEncoder(loaded.tokenizer, control, context, bos)
+                self.encoder = TextEncoder(loaded.tokenizer, control, context, loaded.size, bos)
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 

@@ -3,6 +3,45 @@
 from collections.abc import Sequence
 
 
+class _Stop:
+    """One stop string, and how much of it the text so far ends with (Knuth, Morris, Pratt 1977).
+
+    The cost of a piece is proportional to its length, whatever the text and the string are. The table is made as far as
+    it is needed: few texts reach far into a stop string.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.state = 0  # characters of `text` that the stream ends with
+        self._borders = [0]  # for each beginning of `text`: the longest shorter one that it ends with
+
+    def push(self, piece: str) -> int:
+        """The end of the first match in the piece, -1 if there is none."""
+        text, state, position = self.text, self.state, 0
+        while position < len(piece):
+            if not state:
+                position = piece.find(text[0], position)
+                if position < 0:
+                    break
+            while state and text[state] != piece[position]:
+                state = self._border(state)
+            state += text[state] == piece[position]
+            position += 1
+            if state == len(text):
+                return position
+        self.state = state
+        return -1
+
+    def _border(self, length: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) < length:
+            border, character = borders[-1], text[len(borders)]
+            while border and text[border] != character:
+                border = borders[border - 1]
+            borders.append(border + (text[border] == character))
+        return borders[length - 1]
+
+
 class StopMatcher:
     """Receives pieces of text, returns the text that is safe to send.
 
@@ -15,8 +54,8 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        """stops: none is empty."""
+        self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
         self.matched = False
 
@@ -29,25 +68,19 @@ class StopMatcher:
         """Adds a piece and returns what may be sent. Returns nothing more after a match."""
         if self.matched:
             return ""
-        text = self._held + piece
-        match = min(((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
-        if match is not None:
+        before, text = len(self._held), self._held + piece
+        ends = [(end, before + end - len(stop.text)) for stop in self._stops if (end := stop.push(piece)) >= 0]
+        if ends:
             self.matched = True
             self._held = ""
-            return text[: match[1]]
-        keep = self._possible_start(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(ends)[1]]
+        shown = len(text) - max((stop.state for stop in self._stops), default=0)
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """The text still held back: it was no stop string after all."""
+        for stop in self._stops:
+            stop.state = 0
         held, self._held = self._held, ""
         return held
-
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest suffix of `text` that a stop string starts with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0

@@ -4,14 +4,14 @@ A list that contains another one twice is compared with both, so a small value m
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
 from jinja2.runtime import Context
 from jinja2.utils import pass_context
 
-from headrace_router.text.template_budget import CALL, MANY, PASS, allow, spend, text_size
+from headrace_router.text.template_budget import CALL, ENTRY, MANY, PASS, allow, spend, text_size
 from headrace_router.text.template_sizes import check_numbers
 
 SEARCHED = 16  # characters that are compared or searched in the time in which one is made
@@ -34,7 +34,7 @@ def compare(context: Context, left: Any, *rest: Any) -> Any:
     result = True
     for name, right in zip(rest[::2], rest[1::2], strict=True):
         if name in {"in", "notin"}:
-            right = _searched(left, right)
+            right = check_searched(left, right)
         else:
             _check_pair(left, right)
         result = _OPERATORS[name](left, right)
@@ -47,10 +47,26 @@ def compare(context: Context, left: Any, *rest: Any) -> Any:
 def check_compared(*values: Any) -> None:
     """Counts values that are compared with others, hashed or searched. Raises TemplateSizeError."""
     for value in values:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, str):
             spend(len(value) // SEARCHED)
+        elif isinstance(value, range):
+            spend(len(value))
         elif isinstance(value, MANY):
-            allow(text_size(value))
+            spend(allow(text_size(value)) // SEARCHED)
+
+
+def check_searched(value: Any, values: Any) -> Any:
+    """Counts a search of one value in others, and returns them. Raises TemplateSizeError."""
+    spend(CALL)
+    if isinstance(values, Iterator):
+        values = read_all(values)
+    if isinstance(value, MANY) and not isinstance(value, str):
+        check_compared(value, values)
+    elif isinstance(values, str):
+        check_compared(values)
+    elif isinstance(values, MANY):
+        spend(len(values) * (1 + len(value) // SEARCHED if isinstance(value, str) else 1))
+    return values
 
 
 def counted_tests(tests: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -63,38 +79,44 @@ def counted_tests(tests: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     return {"in": _in, **{name: _checked(tests[name], check) for name, check in checks.items()}}
 
 
-def counted_entries(values: Iterable[Any], cost: int = PASS) -> Iterator[Any]:
-    """The same values, each of which is counted when it is read."""
-    for value in values:
-        spend(cost)
-        yield value
+class CountedEntries(Iterator[Any]):
+    """The same values, each of which is counted when it is read.
+
+    It is no generator: CPython frees generators that read from each other by recursion, without a bound, while it
+    frees a chain in which each other one is an object with bounded recursion.
+    """
+
+    def __init__(self, values: Iterator[Any]) -> None:
+        self._values = values
+
+    def __next__(self) -> Any:
+        spend(PASS)
+        return next(self._values)
+
+
+def read_all(values: Any) -> Any:
+    """The arguments that a call is given as one value, or the parts that a text joins."""
+    if isinstance(values, str):
+        allow(ENTRY // 4 * len(values))
+    return list(CountedEntries(iter(values)))
+
+
+def read_once(values: Any) -> Any:
+    """The same values, read if they are read once only, so that what is made of them can be counted before."""
+    return read_all(values) if isinstance(values, Iterator) else values
 
 
 @pass_context
 def _in(context: Context, value: Any, values: Any) -> bool:
-    return value in _searched(value, values)
+    return value in check_searched(value, values)
 
 
 def _check_pair(left: Any, right: Any) -> None:
     spend(CALL)
-    if isinstance(left, (str, bytes)) and isinstance(right, (str, bytes)):
+    if isinstance(left, str) and isinstance(right, str):
         spend(min(len(left), len(right)) // SEARCHED)
     elif isinstance(left, MANY) and isinstance(right, MANY):
         check_compared(left, right)
-
-
-def _searched(value: Any, values: Any) -> Any:
-    """The values, in which one is searched."""
-    spend(CALL)
-    if isinstance(values, Iterator):
-        values = list(counted_entries(values))
-    if isinstance(value, MANY) and not isinstance(value, (str, bytes)):
-        check_compared(value, values)
-    elif isinstance(values, (str, bytes)):
-        check_compared(values)
-    elif isinstance(values, MANY):
-        spend(len(values) * (1 + len(value) // SEARCHED if isinstance(value, (str, bytes)) else 1))
-    return values
 
 
 def _check_division(value: Any, divisor: int = 2) -> None:

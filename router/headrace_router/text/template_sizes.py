@@ -11,11 +11,12 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-from headrace_router.text.template_budget import ENTRY, allow, refuse_number, text_size
+from headrace_router.text.template_budget import ENTRY, PASS, PIECE, allow, refuse_number, spend, text_size
 
 _LARGEST_NUMBER_BITS = 1 << 12
 _LARGEST_PRECISION = 300
 _LARGEST_DIGITS = 8
+_LONGEST_ATTRIBUTE = 256
 _LONGEST_PATTERN = 64  # of what is searched for from the end, or removed from the ends
 # Key, width and precision of a printf-style conversion.
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\d+|\*)?(?:\.(\d+|\*))?")
@@ -25,7 +26,7 @@ _NESTED_KEY = re.compile(r"%\([^()]*\(")
 def as_text(value: Any) -> Any:
     """The value, written as text if it is none. Raises TemplateSizeError."""
     allow(text_size(value))
-    return value if isinstance(value, (str, bytes)) else str(value)
+    return value if isinstance(value, str) else str(value)
 
 
 def check_numbers(operator: str, left: Any, right: Any) -> None:
@@ -53,7 +54,8 @@ def total(left: Any, right: Any) -> int:
 
 def printf(text: Any, *args: Any, **kwargs: Any) -> int:
     """Of `%` and the filter `format`: each conversion may write the largest value, in the largest width."""
-    plain = str(text, "latin-1") if isinstance(text, bytes) else str(text)
+    plain = str(text)
+    spend(len(plain) + allow(ENTRY * plain.count("%")))
     if _NESTED_KEY.search(plain):
         raise SecurityError("the key of a conversion has parentheses")
     widths = [number for conversion in _CONVERSION.findall(plain) for number in conversion if number]
@@ -89,13 +91,8 @@ def join(separator: Any, parts: list[Any]) -> int:
 
 
 def translate(text: Any, table: Any) -> int:
-    if isinstance(table, bytes):
-        return len(text)
+    spend(len(text))
     return len(text) * max(map(text_size, dict(table).values()), default=1)
-
-
-def to_bytes(number: int, length: int = 1, byteorder: str = "big", *, signed: bool = False) -> int:
-    return refuse_number(length)
 
 
 def strftime(day: date, written: str) -> int:
@@ -105,11 +102,13 @@ def strftime(day: date, written: str) -> int:
 
 def indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
     lines = len(as_text(text).splitlines())
+    spend(ENTRY * lines)
     return text_size(text) + (lines + 1) * (len(width) if isinstance(width, str) else refuse_number(width))
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> int:
-    return text_size(value, len(indent) if isinstance(indent, str) else refuse_number(indent or 0))
+    between = len(indent) if isinstance(indent, str) else refuse_number(indent or 0)
+    return text_size(value, between + text_size(options.get("separators") or ""))
 
 
 def rounded(value: Any, precision: int = 0, method: str = "common") -> int:
@@ -126,7 +125,7 @@ def summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
 
 
 def integer(value: Any, default: Any = 0, base: int = 10) -> int:
-    if isinstance(value, (str, bytes)) and len(value) > _LARGEST_NUMBER_BITS:
+    if isinstance(value, str) and len(value) > _LARGEST_NUMBER_BITS:
         raise SecurityError("a number is too large")
     return 0
 
@@ -140,9 +139,60 @@ def written(value: Any, *args: Any, **kwargs: Any) -> int:
     return text_size(value)
 
 
+def words(value: Any) -> int:
+    """Of filters that make a list of the words, which takes more memory than the text."""
+    size = text_size(value)
+    spend(PIECE * size)
+    return PIECE // 2 * size
+
+
+def url(value: Any) -> int:
+    """Of the filter `urlencode`: three characters for each byte, of which a character has up to four."""
+    return 3 * text_size(value) * (1 if isinstance(value, str) and value.isascii() else 4)
+
+
+def without_tags(value: Any) -> int:
+    """Of the filter `striptags`, which copies the text for each tag."""
+    text = as_text(value)
+    spend(text.count("<") * (PASS + len(text) // PASS) + text.count("&") * PASS)
+    return len(text)
+
+
+def classified(text: str) -> int:
+    """Of methods that look at each character, and make nothing."""
+    spend(len(text))
+    return 0
+
+
+def fields(text: str) -> None:
+    """Counts the steps of `format`: each field, and each attribute of one."""
+    spend(PASS * sum(map(text.count, "{}.[")))
+
+
+def divided(text: str, sep: Any = None, maxsplit: int = -1) -> int:
+    """Of the methods that make a list of a text."""
+    parts = text.count(sep) if isinstance(sep, str) and sep else len(text) // 2
+    return ENTRY // 4 * (parts if maxsplit < 0 else min(parts, maxsplit))
+
+
+def divided_from_end(text: str, sep: Any = None, maxsplit: int = -1) -> int:
+    searched(text, sep)
+    return divided(text, sep, maxsplit)
+
+
+def lines(text: str, keepends: bool = False) -> int:
+    return divided(text)
+
+
+def attribute(name: str) -> None:
+    """What a filter reads of each entry. Raises SecurityError."""
+    if len(name) > _LONGEST_ATTRIBUTE:
+        raise SecurityError("the name of an attribute is too long")
+
+
 def searched(text: Any, pattern: Any = None, *args: Any, sep: Any = None, **kwargs: Any) -> int:
     """Of methods whose time grows with the product of both lengths: CPython searches from the end without an index."""
-    if any(isinstance(each, (str, bytes)) and len(each) > _LONGEST_PATTERN for each in (pattern, sep)):
+    if any(isinstance(each, str) and len(each) > _LONGEST_PATTERN for each in (pattern, sep)):
         raise SecurityError("a text that is searched for is too long")
     return len(text)
 
@@ -155,17 +205,19 @@ def trimmed(value: Any, chars: Any = None) -> int:
 
 METHODS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
-    "expandtabs": expandtabs, "replace": replace, "join": join, "translate": translate, "to_bytes": to_bytes,
-    "strftime": strftime,
-    **dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"), searched),
+    "expandtabs": expandtabs, "replace": replace, "join": join, "translate": translate, "strftime": strftime,
+    "split": divided, "rsplit": divided_from_end, "splitlines": lines,
+    **dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition"), searched),
+    **dict.fromkeys((name for name in dir(str) if name.startswith("is")), classified),
 }  # fmt: skip
 FILTERS: dict[str, Callable[..., int]] = {
     "center": padded, "replace": replace, "format": printf, "indent": indent, "tojson": tojson, "round": rounded,
-    "sum": summed, "int": integer, "list": listed, "trim": trimmed,
-    **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "striptags", "truncate"), written),
-    **dict.fromkeys(("capitalize", "lower", "title", "upper", "urlencode", "wordcount"), written),
+    "sum": summed, "int": integer, "list": listed, "trim": trimmed, "urlencode": url, "striptags": without_tags,
+    **dict.fromkeys(("e", "escape", "forceescape", "safe", "string", "truncate"), written),
+    **dict.fromkeys(("capitalize", "lower", "upper"), written),
+    **dict.fromkeys(("title", "wordcount"), words),
 }  # fmt: skip
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes)) else ENTRY // 4 * len(value)
+    return len(value) if isinstance(value, str) else ENTRY // 4 * len(value)

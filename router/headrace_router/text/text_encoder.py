@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
+from headrace_router.text.normalized_size import NormalizedSize
 from headrace_router.text.prompt_text import PromptText, RenderedChat, UserText
 
 _ROUNDS = 32  # each one at least halves the spans that it found
@@ -47,10 +48,18 @@ class TextEncoder:
     other text is encoded once, unchanged.
     """
 
-    def __init__(self, tokenizer: Tokenizer, control: ControlTokens, context: ContextSize, bos: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        control: ControlTokens,
+        context: ContextSize,
+        size: NormalizedSize,
+        bos: int | None,
+    ) -> None:
         """bos: the token that begins each bare prompt; none if the model needs none."""
         self._control = control
         self._context = context
+        self._size = size
         # An added token between two characters keeps the tokenizer from joining them. No text contains its random name.
         self._cut = f"\U0010fffe{secrets.token_hex(16)}\U0010fffe"
         self._tokenizer = _copy(tokenizer)
@@ -63,7 +72,7 @@ class TextEncoder:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one.
 
-        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError.
+        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, GrownTextError.
         """
         self._check_length(text, "prompt")
         # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
@@ -75,13 +84,14 @@ class TextEncoder:
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
-        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, UntraceableChatError.
+        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, GrownTextError, UntraceableChatError.
         """
         self._check_length(chat.text, "messages")
         return self._encode(chat, "messages")
 
     def _check_length(self, text: str, param: str) -> None:
         self._context.check_chars(len(text), param)
+        self._size.check(text, param)
         if self._context.tokens is None:
             return
         sample = _SAMPLE_CHARS * self._context.tokens

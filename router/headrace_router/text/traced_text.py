@@ -8,7 +8,7 @@ _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # charact
 
 
 class UntraceableTextError(ValueError):
-    """There are more different characters than private ones, or a template makes bytes of them."""
+    """There are more different characters than private ones."""
 
 
 class TextTrace:
@@ -121,8 +121,6 @@ def _like_plain(name: str) -> Callable[..., Any]:
         result = getattr(self._plain, name)(*plain_args, **{key: _as_plain(arg) for key, arg in kwargs.items()})
         if isinstance(result, str):
             return self._trace.text(result)
-        if isinstance(result, bytes):
-            raise UntraceableTextError
         if isinstance(result, (list, tuple)):
             return type(result)(map(self._trace.text, result))
         return result

@@ -9,6 +9,7 @@ from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, Progress, R
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome
 from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
@@ -30,10 +31,15 @@ class FakeDriver:
         self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
         self.role_gate = asyncio.Event()  # cleared: calls of set_role block
         self.role_gate.set()
+        self.numbers: defaultdict[ReplicaName, list[int]] = defaultdict(list)  # of the decisions about a role
+        self.latest: defaultdict[ReplicaName, int] = defaultdict(int)  # number of the decision that a replica has
         self.unresponsive: set[ReplicaName] = set()  # calls of set_role fail
         self.without_place: set[str] = set()  # replicas for which there are no free resources
+        self.process_gate = asyncio.Event()  # cleared: the processes of builds that have a place do not answer
+        self.process_gate.set()
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next calls, by method
         self.adopted_state = AdoptedState()  # of an earlier controller
+        self.reports: dict[ReplicaName, AdoptedBuild] = {}  # of builds; without one it is not up
         self._deaths: dict[ReplicaName, asyncio.Future[str]] = {}
 
     def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
@@ -49,11 +55,17 @@ class FakeDriver:
         self.adopted_state.generations[name.replica_id] = name.generation
         return replica
 
-    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
+    async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
         self.adopt_request = [replica.replica_id for replica in replicas]
         for build in self.adopted_state.builds:
             self._deaths[build.name] = asyncio.get_running_loop().create_future()
+        for name in self.adopted_state.silent:
+            self._deaths[name] = asyncio.get_running_loop().create_future()
         return self.adopted_state
+
+    async def report(self, name: ReplicaName) -> AdoptedBuild | None:
+        self._fail("report")
+        return self.reports.get(name)
 
     async def launch(
         self,
@@ -71,6 +83,7 @@ class FakeDriver:
             on_wait(f"waiting for a place: {name.replica_id} needs 1 GPU")
             await asyncio.sleep(0.02)
         on_wait("")
+        await self.process_gate.wait()
         config = ReplicaConfig(
             replica_id=name.replica_id,
             generation=name.generation,
@@ -104,12 +117,15 @@ class FakeDriver:
         self.calls.append(("profile", name))
         return self.profiles
 
-    async def set_role(self, name: ReplicaName, role: Role) -> None:
+    async def set_role(self, name: ReplicaName, role: Role, number: int) -> None:
         self.calls.append(("role", name))
+        self.numbers[name].append(number)
         await self.role_gate.wait()
         if name in self.unresponsive:
             raise RoleError(f"{name.replica_id} does not answer")
-        self.replicas[name].set_role(str(role))
+        if number >= self.latest[name]:
+            self.latest[name] = number
+            self.replicas[name].set_role(str(role))
 
     async def drain(self, name: ReplicaName, *, held: bool) -> None:
         self._fail("drain")

@@ -28,8 +28,13 @@ class ProcessCluster(InProcessCluster):
         self.roles: dict[str, Role] = {}
         self._version = 0
 
-    def launch(self, name: str, role: Role = Role.ROLE_BOTH, **options: Any) -> None:
-        """Starts a replica, or its next generation; `publish` sends it to the router."""
+    def launch(
+        self, name: str, role: Role = Role.ROLE_BOTH, fork_server: ForkServer | None = None, **options: Any
+    ) -> None:
+        """Starts a replica, or its next generation; `publish` sends it to the router.
+
+        fork_server: another one than the cluster's.
+        """
         self._generations[name] = self._generations.get(name, 0) + 1
         self.roles[name] = role
         fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "kv_cache_memory": 8 << 20}
@@ -40,7 +45,7 @@ class ProcessCluster(InProcessCluster):
             source=str(self._folder),
             **fields | options,
         )
-        self.groups[name] = RankGroup(self._fork_server, config)
+        self.groups[name] = RankGroup(fork_server or self._fork_server, config)
         self.groups[name].start()
 
     def share_replicas(self, other: "ProcessCluster") -> None:

@@ -33,7 +33,7 @@ from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
 from support import identities
-from support.worker.recorders import make_recorder
+from support.worker.recording_device import ReplayingDevice, replaying_device
 
 REPORTS = os.dup(1)  # logs go to stderr
 os.dup2(2, 1)
@@ -52,10 +52,8 @@ def run_rank(order: dict[str, Any]) -> str:
         if stage == order.get("hold"):
             time.sleep(1000)
 
-    recorder = None
-    if order.get("record") is not None:
-        recorder = make_recorder(order["record"], lambda: report_facts(stage="recording fails"))
-    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY, order["rank"], report, recorder)
+    device = replaying_device(order.get("record"), lambda: report_facts(stage="recording fails"))
+    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY, order["rank"], report, lambda name: device)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):
@@ -77,8 +75,8 @@ def run_rank(order: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         replica.stop()
-        if recorder is not None:
-            report_facts(replays=recorder.replays)
+        if isinstance(device, ReplayingDevice):
+            report_facts(replays=device.steps.replays)
     return "stopped"
 
 

@@ -21,19 +21,20 @@ from headrace_worker.offline import Completion, OfflineEngine
 from headrace_worker.ranks.join import join_team
 from support.child_environment import child_environment
 from support.ranks.checked_run import checked_run
-from support.worker.recorders import make_recorder
+from support.worker.recording_device import ReplayingDevice, replaying_device
 
 
 class ForkServer:
     """The process that forks ranks, and the facts that they reported."""
 
-    def __init__(self, model_types: Collection[str] = ()) -> None:
+    def __init__(self, model_types: Collection[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        """environment: changes of it."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.ranks.fork_server", *model_types],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=child_environment(OMP_NUM_THREADS="1"),
+            env=child_environment(OMP_NUM_THREADS="1", **environment or {}),
         )
         self._updated = threading.Condition()
         self._forked: list[int] = []
@@ -174,10 +175,11 @@ class ProcessReplica:
             self.fork_server.start(self.config, rank, opened.rendezvous, record=faults[rank])
             for rank in range(1, ranks)
         ]
-        self.recorder = make_recorder(faults[0]) if faults[0] is not None else None
-        self.team = join_team(self.config, 0, opened.rendezvous, opened)
+        self.device = replaying_device(faults[0])
+        self.device.use()
+        self.team = join_team(self.config, self.device, 0, opened.rendezvous, opened)
         try:
-            assembly = assemble(self.config, team=self.team, recorder=self.recorder)
+            assembly = assemble(self.config, team=self.team, device=self.device)
             self.team.barrier()
         except Exception as error:
             self.team.detector.fail(str(error))
@@ -199,5 +201,5 @@ class ProcessReplica:
 
     def replays(self) -> list[list[int]]:
         """For every rank, once it has ended: the number of replays of each recorded step."""
-        assert self.recorder is not None
-        return [self.recorder.replays, *(self.fork_server.wait_for(pid, "replays", 10) for pid in self.pids)]
+        assert isinstance(self.device, ReplayingDevice)
+        return [self.device.steps.replays, *(self.fork_server.wait_for(pid, "replays", 10) for pid in self.pids)]

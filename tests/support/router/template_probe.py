@@ -12,6 +12,7 @@ from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 from support.child_environment import child_environment
 
 MEMORY = 512 << 20  # bytes beyond those of the imported modules
+SECONDS = 600  # far beyond what all templates of one call take
 
 
 def probe(sources: list[str], budget: int = template_budget.ALL_TEXT) -> list[tuple[str, float]]:
@@ -21,7 +22,13 @@ def probe(sources: list[str], budget: int = template_budget.ALL_TEXT) -> list[tu
     """
     command = [sys.executable, "-m", "support.router.template_probe", str(budget)]
     done = subprocess.run(
-        command, input=json.dumps(sources), capture_output=True, text=True, env=child_environment(), check=True
+        command,
+        input=json.dumps(sources),
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+        check=True,
+        timeout=SECONDS,
     )
     return [(ended, peak) for ended, peak in json.loads(done.stdout)]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.core.plan import RowInit, RowSampling
+from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.sampler import SampleOutput, Sampler
 
 
@@ -13,7 +14,7 @@ class Bench:
     """Rows with tokens; ``draw`` samples one token for each of some rows and appends it."""
 
     def __init__(self, vocab: int, max_rows: int = 80) -> None:
-        self.sampler = Sampler(vocab, max_rows, torch.device("cpu"))
+        self.sampler = Sampler(vocab, max_rows, CpuDevice())
         self.tokens = torch.zeros((max_rows, 128), dtype=torch.int32)
         self.lengths = [0] * max_rows
 

@@ -1,5 +1,6 @@
 """What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I9, I12, I13, I19, I20)."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from headrace_cluster.core.adoption import AdoptionPlan, Reports
@@ -7,6 +8,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record, State
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.role import Role
 from support.simulation.rank_process import RankProcess, address_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ class ControlChecks:
         self.affected: set[str] = set()  # routers that a fault touched
         self.operated: set[str] = set()  # replicas, from an operator's drain until they are ready again
         self.drained: set[str] = set()  # those of them whose drain was accepted and not ended
+        # Those that a replica may have: of the spec, or of the last call that was accepted, and of later ones.
+        self.roles: defaultdict[str, set[Role]] = defaultdict(lambda: {Role.BOTH})
+        self.records_lost = False  # the GCS did not answer: what a controller could not record is lost with it
         # Builds that were up and not replaced in order: when a controller began to end them, and which one.
         self.stops: dict[ReplicaName, tuple[float, SimController]] = {}
         self._cluster = cluster
@@ -134,9 +139,13 @@ class ControlChecks:
     def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
         """A controller has chosen what continues: of each replica, the last two builds that are up (I19).
 
-        The newest one may not have every router yet, and the one before may have requests.
+        The newest one may not have every router yet, and the one before may have requests. A build whose ranks do not
+        reply is not ended for that.
         """
         kept = {build.name for build in plan.state.builds}
+        for name in sorted({name for (name, _), report in reports.items() if report is None}):
+            if self._is_up(name) and name in plan.ended_groups and not self._another_continues(name, kept):
+                self._world.fail(f"{name} is up, and a new controller ends it because its ranks do not reply")
         whole = [name for name in self._up if self._is_whole(name, reports)]
         for name in whole:
             newer = [other for other in whole if other.replica_id == name.replica_id and other > name]
@@ -144,13 +153,20 @@ class ControlChecks:
             if name not in kept and settled and len(newer) < 2 and name in self._cluster.ray.groups:
                 self._world.fail(f"{name} is up, and a new controller does not adopt it")
 
-    def _is_whole(self, name: ReplicaName, reports: Reports) -> bool:
-        """Whether all its ranks are up, and were when they reported."""
+    def _another_continues(self, name: ReplicaName, kept: set[ReplicaName]) -> bool:
+        return any(other.replica_id == name.replica_id and other != name for other in kept)
+
+    def _is_up(self, name: ReplicaName) -> bool:
+        """Whether all its ranks are up, perhaps stopped for a while."""
         ranks = self._cluster.ranks_of(name)
         up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
-        found = [reports.get((name, rank.rank)) for rank in ranks]
+        return bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks)
+
+    def _is_whole(self, name: ReplicaName, reports: Reports) -> bool:
+        """Whether all its ranks are up, and were when they reported."""
+        found = [reports.get((name, rank.rank)) for rank in self._cluster.ranks_of(name)]
         answered = all(report is not None and report.started is not None for report in found)
-        return bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks) and answered
+        return self._is_up(name) and answered
 
     # -- routers -----------------------------------------------------------------------------------------------
 
@@ -209,7 +225,11 @@ class ControlChecks:
         """In schedules without faults of replicas: all of them but one serve at every time (I20)."""
         if not self.harmless or self._cluster.stopping:
             return
-        ready, count = {state.replica_id for state in router.fleet.replicas if state.ready}, self._cluster.size
+        replicas, count = router.fleet.replicas, self._cluster.size
+        ready = {state.replica_id for state in replicas if state.ready or state.ready_source}
+        served = router.name in self._all_ready - self.affected and ready and not self.records_lost
+        if served and not any(state.ready for state in replicas):
+            self._world.fail(f"no replica decodes at {router.name}")
         if len(ready) >= count:
             self._all_ready.add(router.name)
         elif router.name in self._all_ready - self.affected and len(ready) < max(1, count - 1 - len(self.operated)):

@@ -51,6 +51,9 @@ class ControlFaults:
             self.drain_and_lose,
             self.drain_and_lose,
             self.roll,
+            self.roll_twice,
+            self._operator.change_role,
+            self.change_roles,
             self.kill_controller,
             self.freeze_controller,
             self.silence_gcs,
@@ -83,9 +86,11 @@ class ControlFaults:
             self._cluster.network.cut(address_of(build), controller.name, read_at)
 
     def silence_gcs(self) -> None:
+        self._cluster.checks.records_lost = True
         self._cluster.ray.silent_until = self._world.now + self.seconds(LONG, "the GCS answers nothing")
 
     def fail_gcs(self) -> None:
+        self._cluster.checks.records_lost = True
         self._cluster.ray.failing_until = self._world.now + self.seconds(BRIEF, "the GCS answers errors")
 
     def cut_controller_from_replica(self) -> None:
@@ -132,9 +137,7 @@ class ControlFaults:
         reconciler, random = controller.supervisor.reconciler, self._world.random
         records = list(reconciler.records.values())
         ready = [record.replica_id for record in records if record.state is State.READY]
-        # As the command line: the next one is not rolled before every router is connected to the last one.
-        busy = any(record.rolling or record.state is not State.READY or not record.connected for record in records)
-        if not ready or busy or reconciler.surges.leaving or self._surging():
+        if not ready:
             return
         replica_id = random.choice(ready)
         self.log(f"{replica_id} is rolled")
@@ -142,6 +145,18 @@ class ControlFaults:
             controller.call(lambda: controller.supervisor.drains.roll(replica_id, allow_gap=False))
         except DrainError as error:
             self.log(str(error))
+
+    def change_roles(self) -> None:
+        """An operator changes roles; the controller is killed meanwhile, or not."""
+        for _ in range(self._world.random.randrange(2, 5)):
+            self._cluster.fault_later(self._world.random.uniform(0.0, 9.0), self._operator.change_role)
+        if self._world.chance(0.5):
+            self._cluster.fault_later(self._world.random.uniform(0.0, 15.0), self.kill_controller)
+
+    def roll_twice(self) -> None:
+        """Two operators build replicas again at about the same time."""
+        self.roll()
+        self._cluster.fault_later(self._world.random.choice((0.0, 0.1, 1.0, 4.0)), self.roll)
 
     def roll_and_lose(self) -> None:
         """The controller is killed about when its record has the rollout, or while the old build drains."""
@@ -167,12 +182,6 @@ class ControlFaults:
             self.kill_controller()
         elif tries:
             self._cluster.fault_later(0.05, lambda: self._lose_leaving(tries - 1))
-
-    def _surging(self) -> bool:
-        controller = self._cluster.controller
-        assert controller is not None
-        reconciler = controller.supervisor.reconciler
-        return any(reconciler.surges.following(record) is not None for record in reconciler.records.values())
 
     # -- targets -----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """One seed of a cluster with a controller: its faults, its recovery and its stop.
 
 `PYTHONPATH=tests .venv/bin/python -m support.simulation.control_schedule SEED` prints its events;
-`… FIRST --until STOP` runs many; `--operated` adds operators that drain replicas.
+`… FIRST --until STOP` runs many; `--operated` adds operators.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class ControlSchedule:
     """`run` it once."""
 
     def __init__(self, seed: int, *, operated: bool = False, tracing: bool = False) -> None:
-        """operated: operators drain replicas meanwhile; the same seed is another schedule then."""
+        """operated: operators change replicas meanwhile; the same seed is another schedule then."""
         self.world = World(seed, tracing=tracing, max_events=MAX_EVENTS)
         random = self.random = self.world.random
         self._family = OPERATED if operated else seed % 5  # of its faults
@@ -113,8 +113,8 @@ class ControlSchedule:
             return self.random.choices(cuts, k=count)
         if family == 4:
             return [self.replica_faults.kill_rank if self.count > 1 else self.control_faults.pause_controller]
-        if self.count > 2 and self.random.random() < 0.3:
-            return [self.replica_faults.freeze_all]
+        if self.count > 2 and self.random.random() < 0.5:
+            return [self.random.choice((self.replica_faults.freeze_all, self.replica_faults.freeze_minority))]
         kinds = self.replica_faults.kinds
         return self.random.choices(kinds + self.random.choice(([], self.control_faults.kinds)), k=count)
 
@@ -166,8 +166,14 @@ class ControlSchedule:
         names = {record.name for record in records}
         if names != {name for name, _ in cluster.ray.ranks} or names != set(cluster.ray.groups):
             return f"Ray has {sorted({name for name, _ in cluster.ray.ranks})}, {sorted(cluster.ray.groups)}"
+        for record in records:
+            if record.role not in cluster.checks.roles[record.replica_id]:
+                return f"{record.name} has the role {record.role}, which no operator gave it"
+            if any(rank.role is not record.role for rank in cluster.ranks_of(record.name) if rank.rank == 0):
+                return f"the rank of {record.name} has another role"
         for router in cluster.live_routers:
-            if {state.replica_id for state in router.fleet.replicas if state.ready} != {n.replica_id for n in names}:
+            used = {state.replica_id for state in router.fleet.replicas if state.ready or state.ready_source}
+            if used != {name.replica_id for name in names}:
                 return f"{router.name} does not use all replicas"
         return ""
 
@@ -204,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
-    parser.add_argument("--operated", action="store_true", help="operators drain replicas meanwhile")
+    parser.add_argument("--operated", action="store_true", help="operators change replicas meanwhile")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if options.until is None:

@@ -86,7 +86,8 @@ class Invariants:
             "running": len(self._replica.scheduler.running),
             "exposed chunks": len(self._replica.ranks.exposures),
         }
-        known = exchange.fetcher._peers.pairs | {peer.pair for peer in exchange.granter._peers.values()}
+        known = {peer.pair for peer in exchange.fetcher.peers._peers.values()}
+        known |= {peer.pair for peer in exchange.granter._peers.values()}
         for worker in self._replica.ranks.transfer_workers:
             left["unknown pairs"] = len(set(worker.connections) - known)
             left["live fetches of transfer workers"] = sum(

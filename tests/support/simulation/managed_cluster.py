@@ -105,6 +105,7 @@ class ManagedCluster(Cluster):
         shape = Shape(name.replica_id, 1, 1, BLOCKS, ROWS, 64, 0, STEP_SECONDS, config.revision or "r")
         replica = SimReplica(self, shape, self._model, name.generation)
         replica.address = rank.address
+        replica.identity.role = rank.role.number
         replica.reports_submits = self.world.chance(0.8)
         self._replicas[replica.address] = replica
         started = ReplicaStarted(
@@ -131,6 +132,12 @@ class ManagedCluster(Cluster):
         self.checks.build_up(name)
         if self.world.tracing:
             self.world.log(f"{name} is up")
+
+    def set_role(self, rank: RankProcess) -> None:
+        """Its health messages report the role of its rank."""
+        replica = self.replica_at(rank.address)
+        if replica is not None:
+            replica.identity.role = rank.role.number
 
     def drain(self, rank: RankProcess) -> None:
         """Refuses new attempts."""

@@ -28,6 +28,8 @@ class RankProcess:
         self.started: ReplicaStarted | None = None
         self.authorities: tuple[bytes, ...] = ()  # that it trusts since it has a certificate
         self.loaded = False
+        self.role = Role(config.role)
+        self.role_number = 0
         self.draining = False
         self.held: bool | None = None
         self.cause: str | None = None  # its loop has ended; the process still exists
@@ -56,12 +58,18 @@ class RankProcess:
             model=self.config.model,
             tp=self.config.tp,
             pp=self.config.pp,
-            role=str(Role(self.config.role)),
+            role=str(self.role),
+            role_number=self.role_number,
             started=self.started,
             draining=self.draining,
             held=self.held,
             ended=self.cause is not None,
         )
+
+    def set_role(self, role: Role, number: int) -> None:
+        """As production's rank: not after a newer decision."""
+        if number >= self.role_number:
+            self.role, self.role_number = role, number
 
     def watch(self, on_end: Callable[[bool], None]) -> None:
         """Calls once when the rank has ended; true: its process was killed. The loop's end is reported directly."""

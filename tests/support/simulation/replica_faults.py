@@ -11,6 +11,7 @@ from support.simulation.sim_ray import SimNode
 from support.simulation.sim_replica import SimReplica
 
 PAUSES = (0.5, 1.5, 3.0, 8.0, 25.0, 60.0)
+MINORITY_PAUSES = (8.0, 25.0, 60.0)  # longer than a new controller asks the ranks
 CUTS = (0.5, 3.0, 10.0, 25.0)
 LATE_SECONDS = (1.0, 20.0)  # until a node comes in place of a lost one
 
@@ -27,6 +28,7 @@ class ReplicaFaults:
             self.kill_rank,
             self.freeze_replica,
             self.freeze_replica,
+            self.freeze_minority,
             self.lose_node,
             self.occupy_places,
             self.fail_starts,
@@ -55,6 +57,15 @@ class ReplicaFaults:
         """One after the other, for longer than a replica may be silent."""
         for number, build in enumerate(self._control.builds()):
             self._cluster.fault_later(3.0 * number, partial(self._freeze, build, 60.0))
+
+    def freeze_minority(self) -> None:
+        """Fewer than half are stopped, the controller is lost, and the next one adopts meanwhile."""
+        builds = self._control.builds()
+        random = self._world.random
+        stopped = random.sample(builds, (len(builds) - 1) // 2) if len(builds) > 2 else []
+        for build in stopped:
+            self._freeze(build, self._control.seconds(MINORITY_PAUSES, f"{build} is stopped"))
+        self._cluster.fault_later(random.choice((0.0, 0.5, 3.0, 10.0)), self._control.kill_controller)
 
     def _freeze(self, build: ReplicaName, seconds: float) -> None:
         self._cluster.checks.disturb(build, seconds)

@@ -63,7 +63,8 @@ class ScheduledCluster(Cluster):
             for name in self._shapes
             if name not in self._removed
         ]
-        self.router.update(control.MemberList(members=members, epoch=b"controller", version=self._listed))
+        for router in self.routers:
+            router.update(control.MemberList(members=members, epoch=b"controller", version=self._listed))
 
     def kill(self, replica: SimReplica, back_after: float | None) -> None:
         """At once; every connected process detects it. back_after: seconds until its next build; None = never."""

@@ -14,11 +14,11 @@ from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.core.view import View
-from headrace_cluster.errors import DrainError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.errors import HeadraceError
 from support import identities
 from support.simulation.health_stream import HealthStream
 from support.simulation.sim_driver import SimDriver
@@ -136,14 +136,14 @@ class SimController:
         with self.loop.entered():
             work()
 
-    def operate(self, path: str, replica_id: str, respond: Callable[[DrainError | None, bool], None]) -> None:
+    def operate(self, path: str, body: dict[str, str], respond: Callable[[HeadraceError | None, bool], None]) -> None:
         """One call of the admin API. respond: gets its error, or whether the next controller would know of it."""
 
         async def call() -> None:
             operation = self._operations[path]
             try:
-                document = await operation.run(operation.body.model_validate({"replica": replica_id}))
-            except DrainError as error:
+                document = await operation.run(operation.body.model_validate(body))
+            except HeadraceError as error:
                 respond(error, True)
             else:
                 respond(None, document["recorded"])

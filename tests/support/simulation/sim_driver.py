@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace_cluster.core.adoption import plan_adoption
+from headrace_cluster.core.adoption import choose_builds, plan_adoption
 from headrace_cluster.core.driver import (
     LATE_POLL_SECONDS,
     NOTE_SECONDS,
@@ -12,7 +12,9 @@ from headrace_cluster.core.driver import (
     REPORT_SECONDS,
     REPORT_TRIES,
     RETRY_SECONDS,
+    ROLE_SECONDS,
     STOP_SECONDS,
+    AdoptedBuild,
     AdoptedState,
     Progress,
     RankFacts,
@@ -22,6 +24,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import waiting_sentence
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, fingerprint, replica_config
 from headrace_cluster.core.record import DesiredReplica
+from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import AdoptionError, PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
@@ -59,6 +62,7 @@ class SimDriver:
         self._ray = controller.cluster.ray
         self._world = controller.cluster.world
         self._groups: dict[ReplicaName, list[RankProcess]] = {}
+        self._expected: dict[str, bytes] = {}
 
     async def launch(
         self,
@@ -89,8 +93,8 @@ class SimDriver:
             raise StartFailedError(f"a rank of {name.replica_id} could not be created", final=False)
         return [RankFacts(rank.rank, rank.pid, rank.node) for rank in ranks]
 
-    async def adopt(self, replicas: Iterable[DesiredReplica]) -> AdoptedState:
-        expected = {
+    async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
+        self._expected = {
             replica.replica_id: fingerprint(
                 rank_config(ReplicaName(replica.replica_id, 0), replica.model, replica.role)
             )
@@ -104,17 +108,26 @@ class SimDriver:
             reports |= zip(silent, found, strict=True)
             reports = {key: report for key, report in reports.items() if report is not None or ranks[key].alive}
         groups = await self.call_gcs(lambda: set(self._ray.groups))
-        plan = plan_adoption(reports, groups, expected, AUTHORITIES, self._controller.spec.health.stops_per_minute)
+        plan = plan_adoption(reports, groups, self._expected, AUTHORITIES, snapshot)
         self._cluster.checks.adopted(self._controller, plan, reports)
         for key in plan.ended_ranks:
             await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023
         for name in plan.ended_groups:
             await self.call_gcs(lambda: self._ray.remove_group(name))  # noqa: B023
-        if plan.waits:
-            raise AdoptionError(plan.waits)
-        for build in plan.state.builds:
-            self._groups[build.name] = [ranks[build.name, facts.rank] for facts in build.ranks]
+        for build in (*(build.name for build in plan.state.builds), *plan.state.silent):
+            self._groups[build] = [ranks[key] for key in sorted(ranks) if key[0] == build]
         return plan.state
+
+    async def report(self, name: ReplicaName) -> AdoptedBuild | None:
+        ranks = self._groups[name]
+        found = await asyncio.gather(*(self._report(rank) for rank in ranks))
+        if not all(rank.alive for rank in ranks):
+            return None
+        if None in found:
+            raise AdoptionError(f"{name.replica_id} does not reply")
+        reports = {(name, number): report for number, report in enumerate(found)}
+        builds = choose_builds(reports, self._expected, AUTHORITIES)
+        return builds[0] if builds else None
 
     async def _report(self, rank: RankProcess) -> RankReport | None:
         """A rank that cannot be reached is asked again within its time."""
@@ -176,8 +189,21 @@ class SimDriver:
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
         return []
 
-    async def set_role(self, name: ReplicaName, role: Role) -> None:
-        raise RoleError("the simulation changes no roles")
+    async def set_role(self, name: ReplicaName, role: Role, number: int) -> None:
+        """A call may reach the rank after its time, and after later ones."""
+        ranks = self._groups.get(name)
+        if not ranks:
+            raise RoleError(f"{name.replica_id} has just ended")
+        rank = ranks[0]
+
+        def execute() -> bool:
+            rank.set_role(role, number)
+            self._cluster.set_role(rank)
+            return True
+
+        late = self._world.random.choice((0.0, 0.0, 0.0, 1.0, ROLE_SECONDS + 1.0, 2 * ROLE_SECONDS))
+        if not await self._call_rank(rank, execute, ROLE_SECONDS, late):
+            raise RoleError(f"rank 0 of {name.replica_id} does not answer: its role stays as it was")
 
     async def drain(self, name: ReplicaName, *, held: bool) -> None:
         def drain(rank: RankProcess) -> None:
@@ -211,8 +237,11 @@ class SimDriver:
             raise SimRayError("the GCS fails")
         return work()
 
-    async def _call_rank(self, rank: RankProcess, work: Callable[[], T], seconds: float) -> T | None:
-        """Calls a rank's process directly; None if it does not answer within `seconds`, or has ended."""
+    async def _call_rank(self, rank: RankProcess, work: Callable[[], T], seconds: float, late: float = 0.0) -> T | None:
+        """Calls a rank's process directly; None if it does not answer within `seconds`, or has ended.
+
+        late: seconds until the call reaches the rank, beyond the usual delay.
+        """
         reply: asyncio.Future[Any] = self._controller.loop.create_future()
 
         def answer(result: object) -> None:
@@ -225,7 +254,7 @@ class SimDriver:
                 self._post(lambda: answer(result))
 
         if rank.alive and self._cluster.network.connected(self._controller.name, rank.address):
-            self._world.at(self._world.delay(), execute, rank)
+            self._world.at(late + self._world.delay(), execute, rank)
         elif not rank.alive:
             self._post(lambda: answer(None))
         try:

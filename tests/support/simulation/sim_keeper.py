@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from headrace_cluster.core.view import UNWATCHED_SECONDS, View
 from headrace_cluster.errors import ControllerLostError, ControllerTakenError
 from headrace_cluster.launch.controller_monitor import ControllerMonitor
-from headrace_cluster.launch.running_cluster import WATCH_SECONDS
+from headrace_cluster.launch.controller_watch import WATCH_SECONDS
 from headrace_cluster.ray.controller_handle import OPEN_SECONDS, POLL_SECONDS, VIEW_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.errors import HeadraceError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headrace_proto.errors import DeviceError, ModelLoadError, ModelUnsupportedError
 from headrace_worker.core.config import ReplicaConfig
@@ -92,6 +92,29 @@ def test_damaged_file(folder: Path, replica: Replica) -> None:
 def test_missing_tokenizer(folder: Path, replica: Replica) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        load(replica(folder))
+
+
+def test_a_tokenizer_that_routers_refuse_is_not_read(
+    folder: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would tokenize with it, which takes all memory."""
+    path = folder / "tokenizer.json"
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 4000}
+    spec = json.loads(path.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": [step] * 3}}
+    path.write_text(json.dumps(spec))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("was read"))
+    with pytest.raises(ModelLoadError, match="normalizer can make a text much longer"):
+        load(replica(folder))
+
+
+def test_what_transformers_makes_of_a_tokenizer_is_checked(
+    folder: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Replace("a", "a" * 4000)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    with pytest.raises(ModelLoadError, match="decoder can make a text much longer"):
         load(replica(folder))
 
 
@@ -199,19 +222,18 @@ def test_tp_without_ranks_is_refused(folder: Path, replica: Replica) -> None:
 
 
 def test_device_and_dtype_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
     with pytest.raises(DeviceError, match="device 'tpu' is unknown"):
-        device.choose_device("tpu")
+        device.open_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="--device cuda"):
-        device.choose_device("cuda")
-    assert device.choose_device("auto") == cpu
+        device.open_device("cuda")
+    assert device.open_device("auto").torch_device == torch.device("cpu")
     with pytest.raises(DeviceError, match="dtype 'int3' is unknown"):
-        device.choose_dtype("int3", cpu)
+        device.choose_dtype("int3", "cpu")
     for flags, expected in (({"avx2"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)):
         monkeypatch.setattr(dtypes, "cpu_flags", lambda flags=flags: frozenset(flags))
-        assert device.choose_dtype("auto", cpu) == expected
-    assert device.choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
+        assert device.choose_dtype("auto", "cpu") == expected
+    assert device.choose_dtype("auto", "cuda") == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from headrace_worker.core.kv.sizing import size_kv
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
 from headrace_worker.core.transfer.orders import Drop, Order
+from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.model.attention import StepContext, StepContextError, attend, step_context
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner import Runner, warm_up
@@ -44,7 +45,7 @@ def make_layout(windows: tuple[int, ...] = (0,), layers: int = 2, block_size: in
 
 
 def test_a_row_is_reset_when_it_is_reassigned() -> None:
-    rows = RowState(make_layout((0, 6)), max_rows=3, max_len=16, device=CPU)
+    rows = RowState(make_layout((0, 6)), max_rows=3, max_len=16, device=CpuDevice())
     rows.initialise(RowInit(1, 1, list(range(5, 15)), 10, GREEDY))
     rows.update_table(TableUpdate(0, 1, 0, [7, 8, 9]))
     rows.update_table(TableUpdate(1, 1, 1, [4]))
@@ -57,7 +58,7 @@ def test_a_row_is_reset_when_it_is_reassigned() -> None:
 
 
 def test_gather_flattens_mixed_work() -> None:
-    rows = RowState(make_layout((0, 6)), max_rows=4, max_len=16, device=CPU)
+    rows = RowState(make_layout((0, 6)), max_rows=4, max_len=16, device=CpuDevice())
     for group, tables in enumerate([{0: [5, 6, 7], 2: [8], 3: [9, 10]}, {0: [15, 16, 17], 2: [18], 3: [19, 20]}]):
         for row, blocks in tables.items():
             rows.update_table(TableUpdate(group, row, 0, blocks))
@@ -159,7 +160,7 @@ def test_kv_size_is_a_share_of_the_free_memory_but_no_more_than_useful() -> None
     assert share.num_blocks == 30 and "30%" in share.note
     configured = size_kv(layout, free=1 << 40, kv_cache_memory=layout.block_bytes * 40 + 1, **options)
     assert configured.num_blocks == 40 and configured.num_bytes == 40 * layout.block_bytes
-    reserved = size_kv(layout, free=layout.block_bytes * 120, activation_bytes=layout.block_bytes * 20, **options)
+    reserved = size_kv(layout, free=layout.block_bytes * 120, reserved=layout.block_bytes * 20, **options)
     assert reserved.num_blocks == 30
 
 

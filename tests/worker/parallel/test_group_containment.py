@@ -11,6 +11,7 @@ import torch
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.device.choice import open_device
 from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
 from support.child_environment import child_environment
@@ -31,11 +32,11 @@ def _pair(device: str, gpu: int) -> tuple[Team, "subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "support.ranks.pair_peer", theirs, rendezvous]
     peer = subprocess.Popen(command, env=child_environment())
     config = ReplicaConfig(replica_id="r", model="m", source="", device=device, tp=2)
-    return join_team(config, 0, opened.rendezvous, opened), peer
+    return join_team(config, open_device(device), 0, opened.rendezvous, opened), peer
 
 
 def _exchange(team: Team) -> None:
-    total = team.context.tp.all_reduce(torch.ones(1000, device=team.device))
+    total = team.context.tp.all_reduce(torch.ones(1000, device=team.device.torch_device))
     assert total.sum().item() == 2000
     team.host.gather(torch.ones(4))
 

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.device.choice import use_device
 from headrace_worker.offline import Completion
-from headrace_worker.ranks import stage
 from headrace_worker.ranks.recording import CollectiveRecorder, RecordingFailedError
-from headrace_worker.runner.runner import Runner
 from support.ranks.guided_workload import guided_workload, outcome
 from support.ranks.prompts import prompts
 from support.ranks.varied_prompts import same, varied_prompts
@@ -158,35 +154,6 @@ def test_a_rank_killed_while_it_records(at: str, rank: int, rank_group: Callable
     assert f"rank {rank} (process {victim})" in group.fork_server.ended(other, 10)
     group.fork_server.wait_for(other, "exited", 6)
     assert group.fork_server.when(other, "exited") - started <= SECONDS
-
-
-def test_every_thread_that_computes_sets_its_gpu(
-    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread starts with the first GPU of its process, which is another rank's."""
-    configured: set[int] = set()
-    computed: set[int] = set()
-    forward = Runner.forward
-
-    def record_and_forward(*args: Any) -> Any:
-        computed.add(threading.get_ident())
-        return forward(*args)
-
-    monkeypatch.setattr(stage, "use_device", lambda device: configured.add(threading.get_ident()))
-    monkeypatch.setattr(Runner, "forward", record_and_forward)
-    with process_replica(save_tiny("llama"), 2, 1, async_scheduling="on") as replica:
-        configured.clear()  # from the start, which is on this thread
-        computed.clear()
-        replica.run(prompts(3), 4)
-    assert computed and computed <= configured and threading.get_ident() not in computed
-
-
-def test_the_current_gpu_is_set_for_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name in ("cpu", "cuda:1"):
-        use_device(torch.device(name))
-    assert current == [torch.device("cuda:1")]
 
 
 class FakeAllGather:

@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace_worker.comm.group import Sending
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, Sent, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_routes
+from headrace_worker.device.cpu import CpuDevice
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer import peer_connection as module
 from headrace_worker.kv_transfer.chunk_bytes import PieceMac, Trailer
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
+from support.worker.recording_device import RecordingDevice
 
 SHARDS = KvShards(4, 8, "float32", (0,), (RankShard(((0, 1),), (0, 2)),))
 
@@ -28,10 +32,11 @@ class QueuePairGroup:
     def __init__(self, *_: object) -> None:
         pass
 
-    def send(self, piece: Tensor, to: int) -> None:
+    def send(self, piece: Tensor, to: int) -> Sending:
         self.lane.put(piece.clone())
+        return Sending(None, piece)
 
-    def finish(self, sending: None) -> None:
+    def finish(self, sending: Sending) -> None:
         pass
 
     def expect(self, piece: Tensor, source: int) -> Tensor:
@@ -47,20 +52,20 @@ class QueuePairGroup:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[PeerConnection, Tensor, list[TransferReport]]]:
-    """make(sends): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]]:
+    """make(sends, device): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
 
     class FakePairGroup(QueuePairGroup):
         lane: "queue.Queue[Tensor | None]" = queue.Queue()
 
     monkeypatch.setattr(module, "PairGroup", FakePairGroup)
 
-    def end(sends: bool) -> tuple[PeerConnection, Tensor, list[TransferReport]]:
+    def end(sends: bool, device: RankDevice | None = None) -> tuple[PeerConnection, Tensor, list[TransferReport]]:
         pool = torch.randn(2, 8, 2, 4, 8) if sends else torch.zeros(2, 8, 2, 4, 8)
         caches: Any = {layer: LayerCache(0, pool, 0) for layer in (0, 1)}
         reports: list[TransferReport] = []
         order = OpenPair(1, Rendezvous("", 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
-        connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, reports.append)
+        connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, device or CpuDevice(), reports.append)
         connection.start()
         return connection, pool, reports
 
@@ -83,6 +88,46 @@ def test_a_chunk_arrives(make: Callable[[bool], tuple[PeerConnection, Tensor, li
     assert isinstance(reports[0], Received) and reports[0].good
     assert torch.equal(theirs[:, [6, 2]], mine[:, [3, 5]])
     assert not theirs[:, [0, 1, 3, 4, 5, 7]].any()
+    source.close()
+    target.close()
+
+
+def test_copies_do_not_queue_behind_steps_and_are_done_when_they_are_reported(
+    make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]],
+) -> None:
+    """Blocks may be in use until what was launched before the order is done."""
+    devices = RecordingDevice(), RecordingDevice()
+    for device in devices:
+        device.use()  # the step thread, which queues orders
+    source, mine, _ = make(True, devices[0])
+    target, theirs, reports = make(False, devices[1])
+    source.enqueue(Send(1, 7, 0, ((3, 5),)), None)
+    target.enqueue(Receive(1, 7, 0, (2,), ((6, 2),)), None)
+    _wait(reports, 1)
+    assert torch.equal(theirs[:, [6, 2]], mine[:, [3, 5]])
+    sent, received = (device.calls["headrace-pair-1"] for device in devices)
+    assert sent == ["use", "own_stream", "mark.synchronize default", *["upload", "download", "download.wait"] * 2]
+    assert received[:3] == ["use", "own_stream", "wait_for default"]
+    writes = [call for call in received[3:] if call != "host_memory"]
+    assert writes == ["upload", "upload", "synchronize headrace-pair-1"] * 2
+    source.close()
+    target.close()
+
+
+def test_the_time_to_send_has_no_wait_for_layers(
+    make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]],
+) -> None:
+    class Gate:
+        def wait(self, layer: int) -> None:
+            time.sleep(0.2)
+
+    source, _, sent = make(True)
+    target, _, _ = make(False)
+    source.enqueue(Send(1, 7, 0, ((3, 5),)), Gate())
+    target.enqueue(Receive(1, 7, 0, (2,), ((6, 2),)), None)
+    _wait(sent, 1)
+    assert isinstance(sent[0], Sent) and (sent[0].rank, sent[0].pair, sent[0].blocks) == (0, 1, 2)
+    assert 0 < sent[0].seconds < 0.2
     source.close()
     target.close()
 

@@ -8,6 +8,7 @@ import torch
 
 from headrace_proto.block_hash import BlockHasher
 from headrace_worker.assembly.command_queue import CommandQueue
+from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import StepThread
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.assembly.transfer_reports import to_commands
@@ -21,7 +22,8 @@ from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
-from headrace_worker.device.choice import free_memory, use_device
+from headrace_worker.device.choice import open_device
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
@@ -31,11 +33,9 @@ from headrace_worker.ranks.loaded_facts import loaded_facts
 from headrace_worker.ranks.runner import MultiRankRunner
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.activations import step_bytes
-from headrace_worker.runner.graphs import MIXED_TOKENS, GraphRecorder
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
-from headrace_worker.runner.warmup import GPU_BUDGET, warm_up
+from headrace_worker.runner.warmup import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class RankPart:
     size: KvSize
     max_model_len: int
     max_num_seqs: int
+    notes: list[str]  # sentences for the start
 
 
 def assemble_part(
@@ -73,35 +74,48 @@ def assemble_part(
     report: Progress = ignore_progress,
     model: LoadedModel | None = None,
     team: Team | None = None,
+    device: RankDevice | None = None,
 ) -> RankPart:
-    """Loads the model (unless it is given) and sizes the cache to what all ranks can hold. Raises a HeadraceError."""
-    if team is not None:
-        use_device(team.device)
-    model = model or load(config, report, parallel=team.context if team is not None else SINGLE)
+    """Loads the model (unless it is given) and sizes the cache to what all ranks can hold. Raises a HeadraceError.
+
+    `device`: of the rank, which this thread uses; None: that of `config`, for one rank in this process.
+    """
+    if model is None:
+        device = device or open_device(config.device)
+        device.use()
+        model = load(config, report, parallel=team.context if team is not None else SINGLE, device=device)
     if team is not None:
         team.check_equal(loaded_facts(config, model))
     max_model_len = request_limit(config.max_model_len, model.facts.max_positions)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    report("measuring the memory of steps", 0.0)
+    memory = measure_step_memory(
+        config, model, team, choose_recorder(config, model.device), max_num_seqs, max_model_len
+    )
     report("sizing the KV cache", 0.0)
     # All ranks of a node measure its free memory after all have loaded, and each takes an equal share.
-    sharers = team.local_ranks() if team is not None and model.device.type == "cpu" else 1
+    sharers = team.local_ranks() if team is not None and not model.device.asynchronous else 1
     size = size_kv(
         model.layout,
-        device_type=model.device.type,
+        device_type=model.device.torch_device.type,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_memory=config.kv_cache_memory,
-        activation_bytes=_step_memory(config, model, max_num_seqs) if model.device.type == "cuda" else 0,
-        free=free_memory(model.device) // sharers,
+        reserved=memory.steps + memory.graphs,
+        free=(free := model.device.free_memory()) // sharers,
     )
     if team is not None:
         size = size.reduced(min(team.gather_all(size.num_blocks)), model.layout)
+    notes = []
+    if model.device.asynchronous:
+        left = free - memory.steps - memory.graphs - size.num_bytes
+        notes.append(memory.note(model.weight_bytes, size.num_bytes, left))
     pools = KVPools.of(model, size.num_blocks)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
-    transfers = TransferWorker(rank, config.host, shards, pools.layers, report_transfer)
+    transfers = TransferWorker(rank, config.host, shards, pools.layers, model.device, report_transfer)
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
-    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs)
+    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, notes)
 
 
 def assemble(
@@ -110,16 +124,15 @@ def assemble(
     model: LoadedModel | None = None,
     team: Team | None = None,
     profiler: StepProfiler | None = None,
-    recorder: GraphRecorder | None = None,
     cache_key: bytes = LOCAL_CACHE_KEY,
+    device: RankDevice | None = None,
 ) -> Assembly:
     """A whole engine, or rank 0's part of one that also runs the team's other ranks. Raises a HeadraceError.
 
-    `cache_key`: 32 bytes of the block hash.
-    `recorder`: records steps for replay, instead of the device's own recorder.
+    `cache_key`: 32 bytes of the block hash. `device`: see `assemble_part`.
     """
     commands = CommandQueue()
-    part = assemble_part(config, to_commands(commands), report, model, team)
+    part = assemble_part(config, to_commands(commands), report, model, team, device)
     model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
     ranks = None
     if team is not None:
@@ -127,7 +140,7 @@ def assemble(
         ranks = MultiRankRunner(runner, StageRunner(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report, config.max_num_batched_tokens)
-    notes = record_steps(config, stepper, recorder or choose_recorder(config, model.device), report)
+    notes = record_steps(config, stepper, choose_recorder(config, model.device), report)
     limits = SchedulerLimits(
         part.max_num_seqs,
         warm.max_num_batched_tokens,
@@ -143,19 +156,17 @@ def assemble(
     depth, threaded = choose_depth(config, model.device)
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
     if threaded:
-        steps = StepThread(steps, lambda: torch.set_num_threads(model.threads))
+        steps = StepThread(steps, lambda: _prepare_thread(model))
     engine = Engine(
         Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
     )
     # So that routers have a prediction from the first request on.
     for prefill, decoding, kv_tokens, seconds in warm.steps:
         engine.latency.observe(prefill, decoding, kv_tokens, seconds)
-    notes = [*notes, loop_note(depth, config)]
+    notes = [*part.notes, *notes, loop_note(depth, config)]
     return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, commands, ranks, notes)
 
 
-def _step_memory(config: ReplicaConfig, model: LoadedModel, rows: int) -> int:
-    """Bytes that steps take on a GPU besides weights and cache: the largest one, and the recorded ones."""
-    sizes = {"vocab_size": model.vocab_size, "element_bytes": model.dtype.itemsize, "tp": config.tp}
-    largest = step_bytes(model.config, tokens=config.max_num_batched_tokens or GPU_BUDGET, rows=rows, **sizes)
-    return largest + step_bytes(model.config, tokens=max(rows, MIXED_TOKENS[-1]), rows=0, **sizes)
+def _prepare_thread(model: LoadedModel) -> None:
+    model.device.use()
+    torch.set_num_threads(model.threads)

@@ -45,14 +45,19 @@ class EngineLoop:
         engine: Engine,
         sink: Callable[[StepReport], None],
         commands: CommandQueue,
+        prepare: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`commands`: the queue that the engine's transfers report to; others may use it before the loop exists."""
+        """`commands`: the queue that the engine's transfers report to; others may use it before the loop exists.
+
+        `prepare` runs on the thread first.
+        """
         self.commands = commands
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._engine = engine
         self._sink = sink
+        self._prepare = prepare
         self._clock = clock
         self._stopping = False
         self._draining = False
@@ -76,6 +81,10 @@ class EngineLoop:
     def cancel(self, attempt_id: bytes) -> None:
         """Ends an attempt; unknown ids are ignored, as the attempt may just have ended."""
         self.commands.put(lambda engine: engine.cancel(attempt_id))
+
+    def reserve(self) -> None:
+        """A router has a request that must run alone here."""
+        self.commands.put(Engine.reserve)
 
     def drain(self) -> None:
         """Refuses new requests from now on; current ones continue."""
@@ -110,6 +119,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             while not self._stopping and self.failure is None:
                 self._run_once()
             if self.failure is not None:

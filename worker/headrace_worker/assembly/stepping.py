@@ -1,19 +1,19 @@
 """How steps run: one at a time or one ahead, kernel by kernel or replayed."""
 
 import structlog
-import torch
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 from headrace_worker.ranks.recording import RecordingFailedError
-from headrace_worker.runner.graphs import MIXED_TOKENS, CudaRecorder, GraphRecorder
+from headrace_worker.runner.graphs import MIXED_TOKENS
 from headrace_worker.runner.model_runner import ModelRunner
 
 log = structlog.get_logger(__name__)
 
 
-def choose_depth(config: ReplicaConfig, device: torch.device) -> tuple[int, bool]:
+def choose_depth(config: ReplicaConfig, device: RankDevice) -> tuple[int, bool]:
     """How many steps are in flight when the next is planned, and whether steps need a `StepThread`.
 
     Pipeline stages are in flight anyway. A GPU runs asynchronously. On a CPU host and device share the cores, and a
@@ -21,9 +21,9 @@ def choose_depth(config: ReplicaConfig, device: torch.device) -> tuple[int, bool
     """
     if config.pp > 1:
         return config.pp - 1, False
-    if config.async_scheduling == "off" or (config.async_scheduling == "auto" and device.type == "cpu"):
+    if config.async_scheduling == "off" or (config.async_scheduling == "auto" and not device.asynchronous):
         return 0, False
-    return 1, device.type == "cpu"
+    return 1, not device.asynchronous
 
 
 def loop_note(depth: int, config: ReplicaConfig) -> str:
@@ -35,15 +35,13 @@ def loop_note(depth: int, config: ReplicaConfig) -> str:
     return "Steps: one at a time (--async-scheduling on plans the next one while one runs)."
 
 
-def choose_recorder(config: ReplicaConfig, device: torch.device) -> GraphRecorder | None:
+def choose_recorder(config: ReplicaConfig, device: RankDevice) -> GraphRecorder | None:
     """The device's recorder of steps, the same on every rank; None if it cannot or must not record.
 
     Ranks on GPUs communicate through NCCL, with `--deterministic` too, and NCCL can be recorded. On CPUs there is
     nothing to record: a step is launched by running it.
     """
-    if device.type != "cuda" or config.cuda_graphs == "off":
-        return None
-    return CudaRecorder(device)  # pragma: no cover - needs a GPU
+    return device.recorder() if config.cuda_graphs != "off" else None
 
 
 def record_steps(
@@ -66,7 +64,11 @@ def record_steps(
     except RecordingFailedError as error:
         log.warning("steps_not_recorded", error=str(error))
         return [f"CUDA graphs: off, as {error}."]
-    except Exception as error:  # code of the model that waits for the device cannot be recorded
+    except Exception as error:
+        if runner.device.is_out_of_memory(error):
+            log.warning("steps_not_recorded", error="out of memory")
+            return ["CUDA graphs: off, as there is too little memory for them: give a smaller --kv-cache-memory."]
+        # code of the model that waits for the device cannot be recorded
         log.warning("steps_not_recorded", error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
         return [f"CUDA graphs: off, as this model's code cannot be recorded ({type(error).__name__})."]
     return [

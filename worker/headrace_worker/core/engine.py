@@ -41,6 +41,8 @@ class LoadSnapshot:
     counters: SchedulerCounters
     fetches: FetchCounters
     grants: int
+    reserved: bool  # a request runs alone here, or waits to
+    source_speeds: list[tuple[str, float]]  # address, seconds per token
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class Engine:
         self._depth = depth
         self._launched: deque[_Launched] = deque()
         self._requests: dict[bytes, Request] = {}
-        self._trial = Trial()
+        self._trial = Trial(clock)
         self._failed_steps = 0
         self._last_collect = clock()
         self._predicted = 0.0
@@ -90,6 +92,10 @@ class Engine:
         if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
             self.scheduler.add(request)
         return None
+
+    def reserve(self) -> None:
+        """A router has a request that must run alone here."""
+        self._trial.reserve(self._requests)
 
     def cancel(self, attempt_id: bytes) -> Output | None:
         """Ends an attempt in any phase; None when the engine does not have it (any more)."""
@@ -154,6 +160,8 @@ class Engine:
             counters=scheduler.counters,
             fetches=self.exchange.fetcher.counters,
             grants=self.exchange.granter.granted,
+            reserved=self._trial.reserved(self._requests),
+            source_speeds=self.exchange.source_speeds(),
         )
 
     def take_cache_changes(self) -> list[CacheChange]:

@@ -64,7 +64,7 @@ class Request:
     adapter: str = ""
     prefill_only: bool = False  # for another replica: no token is sampled
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
-    alone: bool = False  # nothing else may run until it has produced some tokens
+    trial_tokens: int = 0  # new ones until anything else may run beside it; 0 = others may from the start
     cached_only: bool = False  # the source sends cached blocks, and computes nothing
     fetched: Fetched = Fetched()  # set when a fetch has ended
     guide: TokenGuide | None = None  # passed in its initial state, and advanced here by the outputs of earlier attempts

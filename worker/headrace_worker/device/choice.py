@@ -5,33 +5,28 @@ import os
 import torch
 
 from headrace_proto.errors import DeviceError
+from headrace_worker.device.cpu import CpuDevice
+from headrace_worker.device.cuda import CudaDevice
 from headrace_worker.device.dtypes import dtype_name
-from headrace_worker.device.memory import available_memory
+from headrace_worker.device.rank_device import RankDevice
 
 
-def choose_device(wanted: str) -> torch.device:
-    """auto = cuda when there is a usable GPU. Raises DeviceError when the requested device is not available."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.split(":")[0] not in ("cpu", "cuda"):
+def open_device(wanted: str) -> RankDevice:
+    """auto = the first GPU that is visible, if any; else cpu, cuda or cuda:N. Raises DeviceError."""
+    kind, _, index = wanted.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not index.isdecimal()):
         raise DeviceError(f"device {wanted!r} is unknown: use auto, cpu or cuda.")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return CpuDevice()
+    if not torch.cuda.is_available():
         reason = "no NVIDIA GPU is usable" if torch.version.cuda else "this torch was built without CUDA"
         raise DeviceError(f"--device cuda: {reason}. Use --device cpu, or install a CUDA build of torch.")
-    return torch.device(wanted)
+    return CudaDevice(int(index or 0))
 
 
-def use_device(device: torch.device) -> None:
-    """Make it this thread's current device. A thread starts with the first visible GPU, and kernels and streams use the
-    current device by default: every thread that computes on another one must call this.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def choose_dtype(wanted: str, device: torch.device, deterministic: bool = False) -> torch.dtype:
+def choose_dtype(wanted: str, device_type: str, deterministic: bool = False) -> torch.dtype:
     """See `dtypes.dtype_name`. Raises DeviceError."""
-    dtype: torch.dtype = getattr(torch, dtype_name(wanted, device.type, deterministic))
+    dtype: torch.dtype = getattr(torch, dtype_name(wanted, device_type, deterministic))
     return dtype
 
 
@@ -42,10 +37,3 @@ def set_threads(wanted: int | None) -> int:
     )
     torch.set_num_threads(count)
     return count
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still allocate on `device`, container limits respected."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()

@@ -1,29 +1,27 @@
-"""Copies between host and device, without waiting."""
+"""Copies to the device, without waiting."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_worker.device.rank_device import RankDevice
+
 _ALIGNMENT = 16  # bytes: required by the widest loads of a kernel
 
 
-def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array as a tensor on `device`: on a CPU without a copy, on CUDA through pinned memory, without waiting."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def to_device(array: NDArray[np.generic], device: RankDevice) -> Tensor:
+    """The array as a tensor on the device: on a CPU without a copy, on a GPU without waiting."""
+    return device.upload(torch.from_numpy(np.ascontiguousarray(array)))
 
 
-def all_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+def all_to_device(arrays: Sequence[NDArray[np.generic]], device: RankDevice) -> list[Tensor]:
     """Several arrays with one copy: on CUDA each copy takes the host about ten microseconds, whatever its size."""
-    if device.type == "cpu":
+    if not device.asynchronous:
         return [to_device(array, device) for array in arrays]
-    return unpack(pack(arrays).pin_memory().to(device, non_blocking=True), arrays)
+    return unpack(device.upload(pack(arrays)), arrays)
 
 
 def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
@@ -48,21 +46,3 @@ def unpack(packed: Tensor, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor
 
 def _padded_bytes(array: NDArray[np.generic]) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class HostCopy:
-    """An asynchronous copy of tensors to the host. It begins at once and waits for nothing that is launched later."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._event: Any = None  # a CUDA event
-        self._tensors = list(tensors)
-        if tensors and tensors[0].is_cuda:
-            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # pinned, by torch
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> list[Tensor]:
-        """The tensors on the host, in their order."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensors

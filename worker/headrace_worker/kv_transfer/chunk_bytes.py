@@ -13,6 +13,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from headrace_worker.device.rank_device import RankDevice
+
 MAC_BYTES = 32
 _TRAILER = struct.Struct("<QIIQ")
 TRAILER_BYTES = _TRAILER.size + MAC_BYTES
@@ -69,27 +71,23 @@ def _identity(trailer: Trailer) -> bytes:
     return _TRAILER.pack(trailer.fetch, trailer.chunk, trailer.complete, trailer.num_bytes)
 
 
-def new_piece(pool: Tensor, blocks: int, heads: int) -> Tensor:
+def new_piece(device: RankDevice, pool: Tensor, blocks: int, heads: int) -> Tensor:
     """An unfilled piece [2, blocks, heads, P, D] in host memory for a pool [2, B, K, P, D]."""
     _, _, _, positions, size = pool.shape
-    return torch.empty((2, blocks, heads, positions, size), dtype=pool.dtype, pin_memory=pool.is_cuda)
+    return device.host_memory((2, blocks, heads, positions, size), pool.dtype)
 
 
-def read_blocks(pool: Tensor, blocks: Sequence[int], heads: tuple[int, int]) -> Tensor:
+def read_blocks(device: RankDevice, pool: Tensor, blocks: Sequence[int], heads: tuple[int, int]) -> Tensor:
     """Copies blocks of a pool [2, B, K, P, D] into a piece in host memory. `heads`: range within the pool's heads."""
-    index = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
+    index = device.upload(torch.tensor(blocks, dtype=torch.int64))
     found = pool[:, :, heads[0] : heads[1]].index_select(1, index)
-    if not found.is_cuda:
-        return found
-    piece = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)  # pragma: no cover - needs a GPU
-    piece.copy_(found, non_blocking=True)
-    torch.cuda.current_stream(pool.device).synchronize()
-    return piece
+    return device.download([found]).wait()[0]
 
 
-def write_blocks(pool: Tensor, blocks: Sequence[int], heads: tuple[int, int], piece: Tensor) -> None:
-    """Copies a piece into blocks of a pool [2, B, K, P, D]; on a GPU waits until the copy is complete."""
-    index = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
-    pool[:, :, heads[0] : heads[1]].index_copy_(1, index, piece.to(pool.device, non_blocking=True))
-    if pool.is_cuda:  # pragma: no cover - needs a GPU
-        torch.cuda.current_stream(pool.device).synchronize()
+def write_blocks(
+    device: RankDevice, pool: Tensor, blocks: Sequence[int], heads: tuple[int, int], piece: Tensor
+) -> None:
+    """Copies a piece into blocks of a pool [2, B, K, P, D]; waits until the copy is complete."""
+    index = device.upload(torch.tensor(blocks, dtype=torch.int64))
+    pool[:, :, heads[0] : heads[1]].index_copy_(1, index, device.upload(piece))
+    device.synchronize()

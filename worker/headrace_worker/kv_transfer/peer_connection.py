@@ -1,6 +1,5 @@
 """Transfers one pair's chunks on its own thread, in the order in which they were queued."""
 
-import contextlib
 import queue
 import threading
 from collections import deque
@@ -16,8 +15,9 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.group import Receiving, Sending
 from headrace_worker.comm.link_keys import derive_key
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, Sent, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, Route
+from headrace_worker.device.rank_device import Mark, RankDevice
 from headrace_worker.kv_transfer.chunk_bytes import (
     TRAILER_BYTES,
     PieceMac,
@@ -27,6 +27,7 @@ from headrace_worker.kv_transfer.chunk_bytes import (
     write_blocks,
 )
 from headrace_worker.kv_transfer.pair_group import PairGroup
+from headrace_worker.kv_transfer.send_clock import SendClock
 from headrace_worker.model.attention import LayerCache
 
 log = structlog.get_logger(__name__)
@@ -48,7 +49,7 @@ class _Task:
 
     order: Send | Receive
     gate: LayerGate | None
-    launched: torch.cuda.Event | None
+    launched: Mark
 
 
 class PeerConnection:
@@ -61,6 +62,7 @@ class PeerConnection:
         host: str,
         shards: KvShards,
         caches: Mapping[int, LayerCache],
+        device: RankDevice,
         report: Callable[[TransferReport], None],
         opened: RendezvousHost | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class PeerConnection:
         self._first_head = shards.ranks[rank].heads[0]
         mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
         self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
-        self._device = next((cache.pool.device for cache in caches.values()), torch.device("cpu"))
+        self._device = device
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while blocks are read or written
         self._queued_chunks: dict[int, int] = {}  # fetch -> chunks that are queued and not transferred
@@ -90,7 +92,7 @@ class PeerConnection:
         if not isinstance(order, Receive) or order.blocks:
             with self._lock:
                 self._queued_chunks[order.fetch] = self._queued_chunks.get(order.fetch, 0) + 1
-        self._queue.put(_Task(order, gate, _record_launch(self._device)))
+        self._queue.put(_Task(order, gate, self._device.mark()))
 
     def drop(self, fetch: int) -> None:
         """Stop a fetch: when this returns, none of its blocks is read or written any more."""
@@ -107,7 +109,10 @@ class PeerConnection:
             self._pair_group.close()
 
     def _run(self) -> None:
-        with _own_stream(self._device):
+        self._device.use()
+        # Copies must not queue behind the running step: layers are marked when they can be read, and blocks that are
+        # written are not read before they are reported.
+        with self._device.own_stream():
             self._transfer_all()
 
     def _transfer_all(self) -> None:
@@ -118,11 +123,11 @@ class PeerConnection:
                 closed = self._closed
             try:
                 while not closed and (task := self._queue.get()) is not None:
-                    if task.launched is not None:  # pragma: no cover - needs a GPU
-                        torch.cuda.current_stream(self._device).wait_event(task.launched)
                     if isinstance(task.order, Send):
+                        task.launched.synchronize()  # not part of the time that it takes to send
                         self._send(pair_group, task.order, task.gate)
                     else:
+                        self._device.wait_for(task.launched)
                         self._receive(pair_group, task.order)
             finally:
                 pair_group.close()
@@ -143,6 +148,7 @@ class PeerConnection:
                 self._report_received(task.order, 0, good=False)
 
     def _send(self, pair_group: PairGroup, order: Send, gate: LayerGate | None) -> None:
+        clock = SendClock()
         for route in self._routes:
             mac = PieceMac(self._key(route))
             complete = True
@@ -154,22 +160,27 @@ class PeerConnection:
                 heads = self._local_heads(route)
                 for layer in layers:
                     if gate is not None:
-                        gate.wait(layer)
+                        with clock.paused():
+                            gate.wait(layer)
                     pool = self._caches[layer].pool
                     with self._lock:
                         complete = complete and order.fetch in self._queued_chunks
                         if complete:
-                            piece = read_blocks(pool, blocks, heads)
+                            piece = read_blocks(self._device, pool, blocks, heads)
                         else:  # the receiver expects a piece: send zeros, and mark the trailer as incomplete
-                            piece = new_piece(pool, len(blocks), heads[1] - heads[0]).zero_()
+                            piece = new_piece(self._device, pool, len(blocks), heads[1] - heads[0]).zero_()
                     mac.add(piece)
                     if sending is not None:
                         pair_group.finish(sending)
+                        clock.sent(sending.tensor.nbytes)
                     sending = pair_group.send(piece, route.target)
             if sending is not None:
                 pair_group.finish(sending)
+                clock.sent(sending.tensor.nbytes)
             trailer = mac.trailer(order.fetch, order.chunk, complete=complete)
             pair_group.finish(pair_group.send(trailer.encode(), route.target))
+        most = max(len(row) for row in order.blocks)
+        self._report(Sent(self._rank, self._order.pair, most, clock.seconds))
         self._count_transferred(order.fetch)
 
     def _receive(self, pair_group: PairGroup, order: Receive) -> None:
@@ -202,7 +213,7 @@ class PeerConnection:
         def expect(place: int) -> None:
             if place < len(parts):
                 group, layer = parts[place]
-                piece = new_piece(self._caches[layer].pool, order.counts[group], heads[1] - heads[0])
+                piece = new_piece(self._device, self._caches[layer].pool, order.counts[group], heads[1] - heads[0])
                 incoming.append((piece, pair_group.expect(piece, route.source)))
 
         expect(0)
@@ -213,7 +224,7 @@ class PeerConnection:
             mac.add(piece)
             with self._lock:
                 if order.fetch in self._queued_chunks:
-                    write_blocks(self._caches[layer].pool, order.blocks[group], heads, piece)
+                    write_blocks(self._device, self._caches[layer].pool, order.blocks[group], heads, piece)
         return mac
 
     def _report_received(self, order: Receive, num_bytes: int, *, good: bool) -> None:
@@ -234,20 +245,3 @@ class PeerConnection:
 
     def _local_heads(self, route: Route) -> tuple[int, int]:
         return route.heads[0] - self._first_head, route.heads[1] - self._first_head
-
-
-def _record_launch(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU
-    event.record(torch.cuda.current_stream(device))  # pragma: no cover
-    return event  # pragma: no cover
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a GPU copies must not queue behind the running step: layers are marked when they can be read, and blocks that
-    are written are not read before they are reported.
-    """
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # pragma: no cover

@@ -10,12 +10,12 @@ A chunk that is sent while its step still runs is sent layer by layer, each as s
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
+from headrace_worker.device.rank_device import Mark, RankDevice
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
 
@@ -23,24 +23,21 @@ from headrace_worker.model.attention import LayerCache
 class WrittenLayers:
     """Which layers of a running step have stored their keys and values: set by the step thread, awaited by senders."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], device: RankDevice) -> None:
+        self._device = device
         self._done = {layer: threading.Event() for layer in layers}
-        self._marks: dict[int, torch.cuda.Event] = {}
+        self._marks: dict[int, Mark] = {}
 
     def mark(self, layer: int, values: Tensor) -> None:
-        """Mark a layer as written; on a GPU, as ordered in the stream. `values`: any tensor on the layer's device."""
-        if values.is_cuda:  # pragma: no cover - needs a GPU
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks[layer] = event
-        self._done[layer].set()
+        """Mark a layer as written, once what its thread has launched is done."""
+        if not self._done[layer].is_set():
+            self._marks[layer] = self._device.mark()
+            self._done[layer].set()
 
     def wait(self, layer: int) -> None:
         """Wait until the layer's blocks can be read."""
         self._done[layer].wait()
-        mark = self._marks.get(layer)
-        if mark is not None:  # pragma: no cover - needs a GPU
-            mark.synchronize()
+        self._marks[layer].synchronize()
 
 
 class TransferWorker:
@@ -52,6 +49,7 @@ class TransferWorker:
         host: str,
         shards: KvShards,
         caches: dict[int, LayerCache],
+        device: RankDevice,
         report: Callable[[TransferReport], None],
     ) -> None:
         """`report` is called on the threads of the connections."""
@@ -59,6 +57,7 @@ class TransferWorker:
         self._rank = rank
         self._host = host
         self._caches = caches
+        self._device = device
         self._report = report
         self._connections: dict[int, PeerConnection] = {}
         self._opened: dict[int, RendezvousHost] = {}
@@ -71,7 +70,7 @@ class TransferWorker:
     def begin_step(self, orders: Sequence[Order], *, computes: bool) -> Callable[[int, Tensor], None] | None:
         """Starts a plan's orders, before its work. Returns what to call as each layer is written, if a sender waits."""
         if computes and any(isinstance(order, Send) for order in orders):
-            self._written = WrittenLayers(list(self._caches))
+            self._written = WrittenLayers(list(self._caches), self._device)
         for order in orders:
             match order:
                 case OpenPair():
@@ -81,6 +80,7 @@ class TransferWorker:
                         self._host,
                         self.shards,
                         self._caches,
+                        self._device,
                         self._report,
                         self._opened.pop(order.pair, None),
                     )

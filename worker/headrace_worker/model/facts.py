@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
 from headrace_proto.rust_panic import panics_as_errors
+from headrace_proto.tokenizer_bounds import read_tokenizer
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_metadata import flag, optional_number, text, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
@@ -44,11 +45,17 @@ def max_positions(config: Any) -> int:
 def read_facts(
     source: ModelSource, config: Any, gguf: GgufFile | None, vocab_size: int, trust_remote_code: bool = False
 ) -> ModelFacts:
-    """Collect the facts. `vocab_size` is the number of logits that the model computes."""
+    """Collect the facts. `vocab_size` is the number of logits that the model computes.
+
+    Raises ModelLoadError, also for a tokenizer that routers would refuse.
+    """
     if gguf is not None:
         defaults = _EMBEDDED_DEFAULTS if source.embedded else {}
-        return _gguf_facts(config, gguf, vocab_size, defaults)
-    return _folder_facts(source, config, vocab_size, trust_remote_code)
+        facts = _gguf_facts(config, gguf, vocab_size, defaults)
+    else:
+        facts = _folder_facts(source, config, vocab_size, trust_remote_code)
+    read_tokenizer(facts.tokenizer_json.decode())
+    return facts
 
 
 def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, int | float]) -> ModelFacts:
@@ -132,6 +139,7 @@ def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> tuple[Any, 
     """
     from transformers import AutoTokenizer
 
+    check_tokenizer_file(source)
     try:
         with panics_as_errors():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -164,6 +172,13 @@ def has_tokenizer(source: ModelSource) -> bool:
             f"{source.name!r} has no tokenizer (tokenizer.json or tokenizer.model): download it into the folder."
         )
     return found
+
+
+def check_tokenizer_file(source: ModelSource) -> None:
+    """Raises ModelLoadError for a tokenizer.json that is not to be read: reading it may take all memory."""
+    path = source.path / "tokenizer.json"
+    if path.is_file():
+        read_tokenizer(path.read_bytes().decode("utf-8", "replace"))
 
 
 def _ids(*values: object) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import request_limit
 from headrace_worker.model.cache_layout import cache_layout
-from headrace_worker.model.facts import has_tokenizer, max_positions
+from headrace_worker.model.facts import check_tokenizer_file, has_tokenizer, max_positions
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.gguf_config import gguf_config, weight_names
 from headrace_worker.model.gguf_file import GgufFile
@@ -60,7 +60,8 @@ def _gguf_headers(source: ModelSource) -> Headers:
 
 def _folder_headers(source: ModelSource) -> Headers:
     config = read_object(source.path / "config.json", source.name)
-    has_tokenizer(source)
+    if has_tokenizer(source):
+        check_tokenizer_file(source)
     layers = config.get("num_hidden_layers")
     handles = open_files(source.weights, "numpy")
     return Headers(float_elements(handles, layers if isinstance(layers, int) else None), config)

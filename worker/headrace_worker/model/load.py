@@ -12,7 +12,8 @@ from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.progress import Progress, ignore_progress
-from headrace_worker.device.choice import choose_device, choose_dtype, set_threads
+from headrace_worker.device.choice import choose_dtype, open_device, set_threads
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
@@ -33,7 +34,7 @@ class LoadedModel:
     module: PreTrainedModel
     config: Any  # the transformers config
     facts: ModelFacts
-    device: torch.device
+    device: RankDevice
     dtype: torch.dtype
     layout: CacheLayout
     parallel: ParallelContext  # the part of the model
@@ -57,11 +58,13 @@ def load(
     report: Progress = ignore_progress,
     plan: surgery.SurgeryPlan | None = None,
     parallel: ParallelContext = SINGLE,
+    device: RankDevice | None = None,
 ) -> LoadedModel:
-    """Load the model that `config` names onto this process's device: all of it, or the part of one rank.
+    """Load the model that `config` names onto a device: all of it, or the part of one rank.
 
-    `plan`: the changes from outside to apply (default: all that fit). Does not communicate with other ranks. Raises
-    ModelSourceError, ModelUnsupportedError, ModelLoadError or DeviceError, each with a sentence.
+    `plan`: the changes from outside to apply (default: all that fit). `device`: of the rank; None: that of `config`.
+    Does not communicate with other ranks. Raises ModelSourceError, ModelUnsupportedError,
+    ModelLoadError or DeviceError, each with a sentence.
     """
     report("finding the model", 0.0)
     if (config.tp, config.pp) != (parallel.tp.size, parallel.pp_size):
@@ -70,8 +73,9 @@ def load(
             "`headrace serve` starts them."
         )
     source = resolve(config.source, config.load_format, config.revision)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device, config.deterministic)
+    device = device or open_device(config.device)
+    place = device.torch_device
+    dtype = choose_dtype(config.dtype, place.type, config.deterministic)
     threads = set_threads(config.cpu_threads)
     gguf = GgufFile(source.path) if source.is_gguf else None
     hf_config = read_config(source, gguf, config.trust_remote_code)
@@ -83,10 +87,10 @@ def load(
     # Tokenizer files are parsed while weights are read.
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
         facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
-        buffers.compute_buffers(model, device)
-        sharding = shard(model, parallel, device)
+        buffers.compute_buffers(model, place)
+        sharding = shard(model, parallel, place)
         weights = open_weights(source, model, sharding, gguf)
-        weight_bytes = fill(model, weights, sharding, device, dtype, report)
+        weight_bytes = fill(model, weights, sharding, place, dtype, report)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)

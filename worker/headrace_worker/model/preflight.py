@@ -33,7 +33,7 @@ META = torch.device("meta")
 def build_without_weights(config: ReplicaConfig) -> Footprint:
     """Raises the HeadraceError that the ranks would raise once they build their part of the model."""
     source = resolve(config.source, config.load_format, config.revision)
-    dtype = choose_dtype(config.dtype, torch.device(config.device), config.deterministic)
+    dtype = choose_dtype(config.dtype, config.device, config.deterministic)
     gguf = GgufFile(source.path) if source.is_gguf else None
     model_config = read_config(source, gguf, config.trust_remote_code)
     check_rope(model_config, config.max_model_len)

@@ -7,12 +7,12 @@ import structlog
 
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.ranks.channel import Channel
 from headrace_worker.ranks.messages import Answer, Clear, Draw, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.graphs import GraphRecorder
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +48,7 @@ class Follower:
 
     def _run(self) -> None:
         try:
+            self._stage.runner.device.use()
             while self._run_command():
                 pass
         except BaseException as error:

@@ -2,10 +2,8 @@
 
 import contextlib
 
-import torch
-
 from headrace_kernels.cpu.library import missing
-from headrace_proto.errors import DeviceError, HeadraceError
+from headrace_proto.errors import HeadraceError
 from headrace_worker.comm import shared_memory
 from headrace_worker.comm.communicators import DeviceCommunicator, OrderedCommunicator
 from headrace_worker.comm.failure_detection import FailureDetector
@@ -15,16 +13,23 @@ from headrace_worker.comm.parallel_context import Communicator, ParallelContext,
 from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
 from headrace_worker.comm.topology import Topology
 from headrace_worker.core.config import Rendezvous, ReplicaConfig
-from headrace_worker.device.choice import choose_device
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.ranks.team import Team
 
 
-def join_team(config: ReplicaConfig, rank: int, rendezvous: Rendezvous, opened: RendezvousHost | None = None) -> Team:
-    """Connects to the other ranks; `opened` on rank 0 only. Raises RendezvousError, DeviceError, RankLostError."""
+def join_team(
+    config: ReplicaConfig,
+    device: RankDevice,
+    rank: int,
+    rendezvous: Rendezvous,
+    opened: RendezvousHost | None = None,
+) -> Team:
+    """Connects to the other ranks; `opened` on rank 0 only. Raises RendezvousError, RankLostError."""
+    topology = Topology(config.tp, config.pp, rank)
     detector = FailureDetector(rank)
     detector.start()
     try:
-        return detector.guard(lambda: _join(config, Topology(config.tp, config.pp, rank), rendezvous, opened, detector))
+        return detector.guard(lambda: _join(config, device, topology, rendezvous, opened, detector))
     except Exception as error:
         detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
         detector.close()
@@ -33,6 +38,7 @@ def join_team(config: ReplicaConfig, rank: int, rendezvous: Rendezvous, opened: 
 
 def _join(
     config: ReplicaConfig,
+    device: RankDevice,
     topology: Topology,
     rendezvous: Rendezvous,
     opened: RendezvousHost | None,
@@ -40,13 +46,13 @@ def _join(
 ) -> Team:
     rank, size = topology.rank, topology.size
     store = join_rendezvous(rendezvous, rank, size, detector, opened)
-    device = _bind_device(choose_device(config.device), rank)
-    if device.type == "cuda":
+    on_gpu = device.torch_device.type == "cuda"
+    if on_gpu:
         restrict_nccl(config.host)
     host = host_group(store, "host", config.host, rank, size, detector)
     pipe = host
-    if device.type == "cuda" and topology.pp > 1:
-        pipe = device_group(store, "pipe", device, rank, size, detector)
+    if on_gpu and topology.pp > 1:
+        pipe = device_group(store, "pipe", device.torch_device, rank, size, detector)
     notes: list[str] = []
     communicator = _communicator(config, topology, device, store, detector, notes)
     context = ParallelContext(communicator, topology.stage, topology.pp, config.ep)
@@ -56,7 +62,7 @@ def _join(
 def _communicator(
     config: ReplicaConfig,
     topology: Topology,
-    device: torch.device,
+    device: RankDevice,
     store: RendezvousStore,
     detector: FailureDetector,
     notes: list[str],
@@ -64,9 +70,9 @@ def _communicator(
     """Of the stage's ranks."""
     if topology.tp == 1:
         return SingleRank()
-    if device.type == "cuda":
+    if device.torch_device.type == "cuda":
         name = f"stage-{topology.stage}"
-        group = device_group(store, name, device, topology.place, topology.tp, detector)
+        group = device_group(store, name, device.torch_device, topology.place, topology.tp, detector)
         # NCCL's order of addition depends on the size of the tensor.
         return OrderedCommunicator(group) if config.deterministic else DeviceCommunicator(group)
     segment = _shared_segment(topology, store, notes)
@@ -99,19 +105,3 @@ def _shared_segment(topology: Topology, store: RendezvousStore, notes: list[str]
     why = next(reason for reason in reasons if reason)
     notes.append(f"Ranks of a stage communicate through gloo, which is slower than shared memory: {why}.")
     return None
-
-
-def _bind_device(device: torch.device, rank: int) -> torch.device:
-    """This rank's device, with its index: the launcher made one GPU visible to the rank."""
-    if device.type != "cuda":
-        return device
-    try:
-        index = device.index or 0
-        torch.cuda.set_device(index)
-        torch.zeros(1, device="cuda")
-    except RuntimeError as error:
-        raise DeviceError(
-            f"rank {rank} cannot use its GPU ({type(error).__name__}): see which processes use it with nvidia-smi, and "
-            "CUDA_VISIBLE_DEVICES for what this process may see"
-        ) from error
-    return torch.device("cuda", index)

@@ -13,7 +13,7 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.store_all_gather import StoreAllGather
-from headrace_worker.runner.graphs import GraphRecorder
+from headrace_worker.device.rank_device import GraphRecorder
 
 RECORD_TIMEOUT_SECONDS = 60.0
 

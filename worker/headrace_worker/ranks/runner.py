@@ -5,20 +5,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 from headrace_worker.ranks.channel import Channel
 from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.graphs import GraphRecorder
 from headrace_worker.runner.runner import Runner
 
 Result = TypeVar("Result")
@@ -46,7 +44,7 @@ class MultiRankRunner:
         self.num_blocks = runner.num_blocks
         self.max_rows = runner.max_rows
         self.max_len = runner.max_len
-        self.device: torch.device = runner.device
+        self.device: RankDevice = runner.device
         self._stage = stage
         self._team = team
         self._channel = Channel(team.host, team.topology.pp - 1)
@@ -71,7 +69,8 @@ class MultiRankRunner:
         if self._team.topology.pp == 1:
             if handle.part.error is not None:
                 raise handle.part.error
-            return handle.part.samples.to_result(handle.step) if handle.part.samples is not None else empty
+            samples = handle.part.samples
+            return self._guarded(lambda: samples.to_result(handle.step)) if samples is not None else empty
         if not handle.works:
             return empty
         answer = self._guarded_answer()
@@ -128,6 +127,8 @@ class MultiRankRunner:
             raise RunnerBrokenError(str(error)) from error
         except RecordingFailedError:  # on all ranks
             raise
+        except RunnerBrokenError as error:
+            raise self._broken(str(error)) from error
         except Exception as error:
             raise self._broken(f"{type(error).__name__} in a step") from error
 

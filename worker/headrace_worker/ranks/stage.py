@@ -22,13 +22,12 @@ from torch import Tensor
 
 from headrace_worker.comm.group import Sending
 from headrace_worker.core.guide import Mask
-from headrace_worker.device.choice import use_device
+from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.messages import Drawn, Step
 from headrace_worker.ranks.recording import CollectiveRecorder
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.batch import Batch
-from headrace_worker.runner.graphs import GraphRecorder
 from headrace_worker.runner.runner import Runner
 from headrace_worker.sampler import NO_MASKS, SampleOutput
 
@@ -57,12 +56,12 @@ class _Drawing:
 class StageRunner:
     """Runs this rank's part of every step, in the order of the commands."""
 
-    def __init__(self, model: LoadedModel, runner: Runner, team: Team) -> None:
-        """For a rank's loaded part of a model."""
+    def __init__(self, model: LoadedModel, runner: Runner, team: Team, name: str = "record") -> None:
+        """For a rank's loaded part of a model. `name`: of its all-gather, the same on all ranks."""
         self.runner = runner
         self._team = team
         # Not `gather_all`: a follower's other thread uses that until all ranks are warm.
-        self._all_gather = team.new_all_gather("record")
+        self._all_gather = team.new_all_gather(name)
         self._topology = team.topology
         self._hidden_size = int(model.config.hidden_size)
         self._dtype = model.dtype
@@ -73,7 +72,6 @@ class StageRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> StageResult:
         """Raises whatever the model raises: then the ranks are out of sync, and the replica must end."""
-        use_device(self.runner.device)  # may be the engine's thread, a follower's, or the start-up thread
         for drawn in step.drawn:
             self._store_drawn(drawn)
         batch = self.runner.prepare(step.plan)
@@ -102,7 +100,6 @@ class StageRunner:
         Raises RecordingFailedError on all ranks when it fails on one; they stay synchronized, without recordings.
         Raises RankLostError.
         """
-        use_device(self.runner.device)
         collective = CollectiveRecorder(recorder, self._all_gather, self._team.detector)
         return self.runner.record(collective, max_tokens, done)
 
@@ -110,18 +107,18 @@ class StageRunner:
     def draw(self, masks: Mapping[int, Mask]) -> StageResult:
         """Finish the last guided step, on the rank that samples. Raises as `run`."""
         assert self._undrawn is not None
-        use_device(self.runner.device)
         (batch, logits), self._undrawn = self._undrawn, None
         return self._draw(batch, logits, masks)
 
     def _draw(self, batch: Batch, logits: Tensor | None, masks: Mapping[int, Mask]) -> StageResult:
         result = StageResult()
-        tokens = torch.zeros(len(batch.sample_rows), dtype=torch.int64, device=self.runner.device)
+        tokens = torch.zeros(len(batch.sample_rows), dtype=torch.int64, device=self.runner.device.torch_device)
         if self._topology.samples and logits is not None:
             try:
                 result.samples = self.runner.sample(batch, logits, masks)
                 tokens = result.samples.tokens
             except Exception as error:  # caused by requests of this step: the other ranks must not wait for tokens
+                self.runner.check_device(error)
                 log.error("drawing_failed", error=type(error).__name__)
                 result.error = error
         if self._topology.pp == 1:
@@ -144,7 +141,7 @@ class StageRunner:
             if int(rows.uses[row]) == owner
         ]
         if kept:
-            to = self.runner.device
+            to = self.runner.device.torch_device
             index = torch.tensor(kept)
             owners = torch.tensor([batch.sample_rows[entry] for entry in kept])
             positions = torch.tensor([batch.sample_positions[entry] for entry in kept])
@@ -154,7 +151,7 @@ class StageRunner:
         if self._topology.is_first_stage:
             return None
         count = batch.token_rows.shape[0]
-        hidden = torch.empty((1, count, self._hidden_size), dtype=self._dtype, device=self.runner.device)
+        hidden = torch.empty((1, count, self._hidden_size), dtype=self._dtype, device=self.runner.device.torch_device)
         return self._team.pipe.receive(hidden, self._topology.before, _HIDDEN)
 
     def _send_hidden(self, hidden: Tensor) -> None:

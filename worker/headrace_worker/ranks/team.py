@@ -7,8 +7,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import Group
@@ -16,6 +14,7 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.comm.rendezvous import RendezvousStore
 from headrace_worker.comm.store_all_gather import StoreAllGather
 from headrace_worker.comm.topology import Topology
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.ranks.loaded_facts import RanksDifferError, describe_difference
 
 
@@ -32,7 +31,7 @@ class Team:
         topology: Topology,
         detector: FailureDetector,
         store: RendezvousStore,
-        device: torch.device,
+        device: RankDevice,
         host: Group,
         pipe: Group,
         context: ParallelContext,

@@ -11,7 +11,6 @@ from headrace_worker.ranks.follower import Follower
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.start_facts import freeze_loaded, start_facts
-from headrace_worker.runner.graphs import GraphRecorder
 
 STOP_SECONDS = 4.0
 
@@ -26,15 +25,14 @@ class FollowingRank:
         report: Progress,
         team: Team,
         profiler: StepProfiler | None = None,
-        recorder: GraphRecorder | None = None,
     ) -> None:
         """Blocks until all ranks are warm. Raises a HeadraceError with a sentence when this one cannot start."""
-        part = assemble_part(config, to_rank_0(team.detector), report, team=team)
+        part = assemble_part(config, to_rank_0(team.detector), report, team=team, device=team.device)
         model, runner = part.model, part.runner
         stage = StageRunner(model, runner, team) if profiler is None else ProfiledStage(model, runner, team, profiler)
         self._team = team
         self._transfers = part.transfers
-        self.loop = Follower(stage, team, recorder or choose_recorder(config, team.device))
+        self.loop = Follower(stage, team, choose_recorder(config, team.device))
         self.loop.start()
         freeze_loaded()
         team.gather_all(0)  # pools are allocated: rank 0 warms all ranks up

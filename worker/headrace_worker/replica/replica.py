@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 
 from headrace_proto.errors import EngineDeadError, HeadraceError
 from headrace_proto.identity import Identity
@@ -11,13 +12,14 @@ from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.device.choice import open_device
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
 from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
 from headrace_worker.ranks.join import join_team
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.following_rank import FollowingRank
 from headrace_worker.replica.serving_rank import ServingRank
-from headrace_worker.runner.graphs import GraphRecorder
 
 PROFILE_DELAY_SECONDS = 0.3  # after the end of rank 0's window: those of the other ranks started a little later
 PROFILE_WRITE_SECONDS = 30.0
@@ -37,19 +39,19 @@ class Replica:
         cache_key: bytes,
         rank: int = 0,
         report: Progress = ignore_progress,
-        recorder: GraphRecorder | None = None,
+        device: Callable[[str], RankDevice] = open_device,
     ) -> None:
         """identity: of rank 0, which has the server; with its certificate before `start`.
 
         `cache_key`: of rank 0, which hashes blocks; 32 bytes, the same for all replicas of a cluster.
-        `recorder`: records steps for replay, of the same kind on all ranks; None: the device's own recorder.
+        `device`: opens the rank's device, by the name in `config`. Called once, before anything else of the start.
         """
         self._config = config
         self._identity = identity
         self._cache_key = cache_key
         self._rank = rank
         self._report = report
-        self._recorder = recorder
+        self._open_device = device
         self._boot_id = os.urandom(16)
         self._opened: RendezvousHost | None = None
         self._team: Team | None = None
@@ -66,27 +68,29 @@ class Replica:
 
         With several ranks all must be started with the same `rendezvous`. When one fails, all do.
         """
+        device = self._open_device(self._config.device)
+        device.use()
         self._profiler = make_profiler(self._config, self._rank)
         if self._profiler is not None:
             self._report("preparing the profiler", 0.0)
             self._profiler.warm_up()
         if rendezvous is None:
-            return self._serve(None)
+            return self._serve(device, None)
         self._report("connecting to the other ranks", 0.0)
-        self._team = team = join_team(self._config, self._rank, rendezvous, self._opened)
+        self._team = team = join_team(self._config, device, self._rank, rendezvous, self._opened)
         try:
-            return team.detector.guard(lambda: self._follow(team) if self._rank else self._serve(team))
+            return team.detector.guard(lambda: self._follow(team) if self._rank else self._serve(device, team))
         except Exception as error:
             team.detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
             raise
 
-    def _serve(self, team: Team | None) -> ReplicaStarted:
+    def _serve(self, device: RankDevice, team: Team | None) -> ReplicaStarted:
         own = (self._config, self._identity, self._cache_key, self._boot_id)
-        self._running = running = ServingRank(*own, self._report, team, self._profiler, self._recorder)
+        self._running = running = ServingRank(*own, self._report, device, team, self._profiler)
         return running.started
 
     def _follow(self, team: Team) -> ReplicaStarted:
-        parts = (self._config, self._boot_id, self._report, team, self._profiler, self._recorder)
+        parts = (self._config, self._boot_id, self._report, team, self._profiler)
         self._running = running = FollowingRank(*parts)
         return running.started
 

@@ -7,10 +7,10 @@ from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.transfer_reports import forward_notes
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.start_facts import freeze_loaded, start_facts
-from headrace_worker.runner.graphs import GraphRecorder
 from headrace_worker.server.describe import describe
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
@@ -30,12 +30,12 @@ class ServingRank:
         cache_key: bytes,
         boot_id: bytes,
         report: Progress,
+        device: RankDevice,
         team: Team | None = None,
         profiler: StepProfiler | None = None,
-        recorder: GraphRecorder | None = None,
     ) -> None:
         """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
-        assembly = assemble(config, report, team=team, profiler=profiler, recorder=recorder, cache_key=cache_key)
+        assembly = assemble(config, report, team=team, profiler=profiler, cache_key=cache_key, device=device)
         freeze_loaded()
         if team is not None:
             team.barrier()
@@ -46,7 +46,7 @@ class ServingRank:
         self._server = server = ReplicaServer(config.host, config.port, identity)
         try:
             self.loop = loop = EngineLoop(
-                assembly.engine, lambda done: server.call_soon(servicer.deliver, done), assembly.commands
+                assembly.engine, lambda done: server.call_soon(servicer.deliver, done), assembly.commands, device.use
             )
             self._description = description = describe(assembly, config, boot_id)
             if team is not None:

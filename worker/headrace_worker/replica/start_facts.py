@@ -29,7 +29,7 @@ def start_facts(
         address=address,
         boot_id=boot_id,
         pid=os.getpid(),
-        device=str(model.device),
+        device=str(model.device.torch_device),
         dtype=model.dtype_name,
         revision=model.source.revision,
         threads=model.threads,

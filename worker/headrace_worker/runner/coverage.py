@@ -47,49 +47,68 @@ def cover(runner: ModelRunner, budget: int, done: Callable[[float], None] = lamb
     runner.clear(1 + len(runner.layout.groups), _rows(runner.max_rows, runner.max_len, budget))
 
 
+def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
+    """The steps that take the most memory: all tokens, and all rows, which sample with every option."""
+    rows = min(max_rows, budget)
+    each = max(1, min(max_len - 2, budget // rows))
+    started = [_start(layout, row, each, max_len, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
+    yield _step([Work(row, 0, each, True) for row in range(rows)], started)
+    yield _step([Work(row, each, 1, True) for row in range(rows)], [])
+    long = min(budget, max_len - 2)
+    yield _step([Work(0, 0, long, True)], [_start(layout, 0, long, max_len, OPTIONS[-1])])
+    yield StepPlan(0, list(range(rows)), [], [], [])
+
+
 def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
     """The steps, the last of which frees all rows."""
     rows = _rows(max_rows, max_len, budget)
     each = max(1, min(max_len - 2, budget // rows))
 
     def start(row: int, tokens: int, sampling: RowSampling) -> tuple[RowInit, list[TableUpdate]]:
-        entries = -(-max_len // layout.block_size)
-        tables = [TableUpdate(group, row, 0, [1 + group] * entries) for group in range(len(layout.groups))]
-        return RowInit(row, 0, [0] * tokens, tokens, sampling), tables
-
-    def step(work: list[Work], started: list[tuple[RowInit, list[TableUpdate]]], guided: bool = False) -> StepPlan:
-        inits = [init for init, _ in started]
-        return StepPlan(0, [], inits, [update for _, tables in started for update in tables], work, guided=guided)
+        return _start(layout, row, tokens, max_len, sampling)
 
     # Many tokens, then all rows decode: all options in one batch.
     all_rows = [start(row, each, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
-    yield step([Work(row, 0, each, True) for row in range(rows)], all_rows)
-    yield step([Work(row, each, 1, True) for row in range(rows)], [])
+    yield _step([Work(row, 0, each, True) for row in range(rows)], all_rows)
+    yield _step([Work(row, each, 1, True) for row in range(rows)], [])
     # Each option alone, and under a mask.
     for options in OPTIONS:
-        yield step([Work(0, 0, 1, True)], [start(0, 1, options)])
-    yield step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
+        yield _step([Work(0, 0, 1, True)], [start(0, 1, options)])
+    yield _step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
     # Filtered rows come after the others in a batch, so that their noise keys may begin at any address.
     if rows > 1:
         mixed = [start(0, 1, RowSampling(temperature=1.0)), start(1, 1, RowSampling(temperature=1.0, top_k=20))]
-        yield step([Work(0, 0, 1, True), Work(1, 0, 1, True)], mixed)
+        yield _step([Work(0, 0, 1, True), Work(1, 0, 1, True)], mixed)
     # Few tokens: alone, in a chunk that samples nothing, beside a request that decodes.
     for few in _FEW:
         if few < min(max_len, budget):
-            yield step([Work(0, 0, few, True)], [start(0, few, OPTIONS[0])])
-            yield step([Work(0, 0, few, False)], [start(0, few + 1, OPTIONS[0])])
+            yield _step([Work(0, 0, few, True)], [start(0, few, OPTIONS[0])])
+            yield _step([Work(0, 0, few, False)], [start(0, few + 1, OPTIONS[0])])
             if rows > 1:
                 decoding = start(1, max_len - 1, OPTIONS[0])
                 chunk = start(0, few, OPTIONS[0])
-                yield step([Work(1, max_len - 2, 1, True), Work(0, 0, few, True)], [decoding, chunk])
+                yield _step([Work(1, max_len - 2, 1, True), Work(0, 0, few, True)], [decoding, chunk])
     # One sequence of each length.
     length = min(_SHORTEST, max_len)
     while True:
-        yield step([Work(0, length - 1, 1, True)], [start(0, length, OPTIONS[0])])
+        yield _step([Work(0, length - 1, 1, True)], [start(0, length, OPTIONS[0])])
         if length == max_len:
             break
         length = min(2 * length, max_len)
     yield StepPlan(0, list(range(rows)), [], [], [])
+
+
+def _start(
+    layout: CacheLayout, row: int, tokens: int, max_len: int, sampling: RowSampling
+) -> tuple[RowInit, list[TableUpdate]]:
+    entries = -(-max_len // layout.block_size)
+    tables = [TableUpdate(group, row, 0, [1 + group] * entries) for group in range(len(layout.groups))]
+    return RowInit(row, 0, [0] * tokens, tokens, sampling), tables
+
+
+def _step(work: list[Work], started: list[tuple[RowInit, list[TableUpdate]]], guided: bool = False) -> StepPlan:
+    inits = [init for init, _ in started]
+    return StepPlan(0, [], inits, [update for _, tables in started for update in tables], work, guided=guided)
 
 
 def _rows(max_rows: int, max_len: int, budget: int) -> int:

@@ -10,7 +10,6 @@ kernels take longer than their launches.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from headrace_kernels.meta import AttentionMeta
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import Work
+from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.device.staging import pack, unpack
 from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
@@ -25,51 +25,6 @@ from headrace_worker.runner.rows import RowState
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 
 Forward = Callable[[Batch], Tensor | None]
-
-
-class GraphRecorder(Protocol):
-    """Makes a step replayable. Each step is warmed up, then recorded."""
-
-    def warm_up(self, step: Callable[[], None]) -> None:
-        """Run the step normally, collectives between ranks included."""
-        ...
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns what runs the step again on the same buffers; computes nothing. Raises when it cannot be recorded."""
-        ...
-
-
-class CudaRecorder:  # pragma: no cover - needs a GPU
-    """Records CUDA graphs, all of which share one pool of memory.
-
-    NCCL's collectives are recorded too: torch hides those that run under a capture from its watchdog thread, and lets
-    that thread query earlier ones meanwhile (torch 2.7 and 2.9; at least 2.11 is required here).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, step: Callable[[], None]) -> None:
-        """Compiles kernels and initialises libraries, NCCL's connections for this size included: not recordable."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()
-        current.wait_stream(self._stream)
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": by default a call of any thread that could wait for the device (memory that is pinned, freed
-        # by the garbage collector, or allocated by a library) would invalidate the recording.
-        # The outer context: where a recording fails, `torch.cuda.graph` leaves its stream the current one.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            step()
-        return graph.replay
 
 
 @dataclass(slots=True)
@@ -94,7 +49,7 @@ class StepGraphs:
         self._forward = forward
         self._recorder = recorder
         self._entries = -(-rows.max_len // layout.block_size)
-        self._logits = torch.zeros((rows.max_rows, vocab_size), device=rows.device)
+        self._logits = torch.zeros((rows.max_rows, vocab_size), device=rows.device.torch_device)
         self._decode: dict[int, RecordedStep] = {}
         self._mixed: dict[int, RecordedStep] = {}
 
@@ -123,8 +78,7 @@ class StepGraphs:
         if step is None:
             return None
         padded = self._pad(host, step)
-        packed = pack(padded.arrays)
-        step.packed.copy_(packed.pin_memory() if step.packed.is_cuda else packed, non_blocking=True)
+        self._rows.device.upload_into(step.packed, pack(padded.arrays))
         drawing = len(host.drawn_rows)
         batch = step.batch
         return replace(
@@ -161,7 +115,7 @@ class StepGraphs:
     def _record(self, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
         nothing = flatten_work([], self._rows, self._layout.block_size)
         host = nothing.padded(tokens, sequences, self._entries, max_query_len, self._rows.max_len)
-        packed = pack(host.arrays).to(self._rows.device)
+        packed = pack(host.arrays).to(self._rows.device.torch_device)
         batch = host.over(unpack(packed, host.arrays))
         logits = self._logits[:sequences]
 

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.step_runner import StepRunner
-from headrace_worker.runner.graphs import GraphRecorder
+from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 
 
 class ModelRunner(StepRunner, Protocol):
@@ -21,7 +19,7 @@ class ModelRunner(StepRunner, Protocol):
     num_blocks: int
     max_rows: int
     max_len: int
-    device: torch.device
+    device: RankDevice
 
     def clear(self, blocks: int, rows: int = 1) -> None:
         """Reset the first blocks and rows, so that a warm-up has no effect."""

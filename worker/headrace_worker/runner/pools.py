@@ -26,7 +26,7 @@ class KVPools:
     @classmethod
     def of(cls, model: LoadedModel, num_blocks: int) -> Self:
         """The pools of a loaded model. Raises as the constructor does."""
-        return cls(model.layout, num_blocks, model.dtype, model.device)
+        return cls(model.layout, num_blocks, model.dtype, model.device.torch_device)
 
     def clear(self, blocks: int) -> None:
         """Zeroes the first blocks."""

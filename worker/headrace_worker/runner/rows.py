@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import RowInit, TableUpdate
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.device.staging import to_device
 
 
@@ -21,12 +22,12 @@ class RowState:
     initialisation on.
     """
 
-    def __init__(self, layout: CacheLayout, max_rows: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, layout: CacheLayout, max_rows: int, max_len: int, device: RankDevice) -> None:
         self.max_rows = max_rows
         self.max_len = max_len
         self.device = device
         # One more column: the token after the last position may be sampled, though never computed.
-        self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device.torch_device)
         entries = -(-max_len // layout.block_size)
         self.tables: list[NDArray[np.int32]] = [np.zeros((max_rows, entries), np.int32) for _ in layout.groups]
         self.uses = np.full(max_rows, -1, np.int64)

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.core.transfer.orders import Order
+from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, gather
-from headrace_worker.runner.graphs import GraphRecorder, StepGraphs, decode_sizes, mixed_sizes
+from headrace_worker.runner.graphs import StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
@@ -80,21 +82,38 @@ class Runner:
         self._kv_listener = kv_listener
         self._written: Callable[[int, Tensor], None] | None = None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """One step on a replica of one rank: all of the following parts, in order."""
+        """One step on a replica of one rank: all of the following parts, in order. Raises RunnerBrokenError."""
+        try:
+            return self._launch(plan)
+        except Exception as error:
+            self.check_device(error)
+            raise
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> StepHandle:
         handle = StepHandle(plan.step)
         batch = self.prepare(plan)
         logits = self.forward(batch) if batch is not None else None
         if batch is not None and logits is not None:
             handle.undrawn = batch, logits
             if not plan.guided:
-                self.draw(handle)
+                self._draw(handle, NO_MASKS)
         return handle
 
-    @torch.inference_mode()
     def draw(self, handle: StepHandle, masks: Mapping[int, Mask] = NO_MASKS) -> None:
-        """Finish a launched step: sample tokens and store them in the rows. Does not wait for the device either."""
+        """Finish a launched step: sample tokens and store them in the rows. Does not wait for the device either.
+
+        Raises RunnerBrokenError.
+        """
+        try:
+            self._draw(handle, masks)
+        except Exception as error:
+            self.check_device(error)
+            raise
+
+    @torch.inference_mode()
+    def _draw(self, handle: StepHandle, masks: Mapping[int, Mask]) -> None:
         if handle.undrawn is None:
             return
         batch, logits = handle.undrawn
@@ -103,10 +122,22 @@ class Runner:
         self.apply_tokens(batch, handle.samples.tokens)
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Wait for a launched step and copy its samples to the host."""
+        """Wait for a launched step and copy its samples to the host. Raises RunnerBrokenError."""
         if handle.samples is None:
             return StepResult(handle.step, [], {}, {})
-        return handle.samples.to_result(handle.step)
+        try:
+            return handle.samples.to_result(handle.step)
+        except Exception as error:
+            self.check_device(error)
+            raise
+
+    def check_device(self, error: Exception) -> None:
+        """Raises RunnerBrokenError if the error of a step has ended the device for this process."""
+        if self.device.is_lost(error):
+            lines = str(error).splitlines() or [""]
+            raise RunnerBrokenError(
+                f"{self.device.torch_device} is in error ({type(error).__name__}: {lines[0][:200]})"
+            ) from error
 
     def clear(self, blocks: int, rows: int = 1) -> None:
         """Reset the first blocks and rows, so that a warm-up has no effect."""
@@ -122,8 +153,19 @@ class Runner:
         All tensor-parallel ranks of a stage call it together. Raises what the recorder or the model raises when it
         cannot be recorded; it then runs as before, and no recording is kept.
         """
+        return self.record_sizes(recorder, decode_sizes(self.max_rows), mixed_sizes(max_tokens), done)
+
+    @torch.inference_mode()
+    def record_sizes(
+        self,
+        recorder: GraphRecorder,
+        decode: Sequence[int],
+        mixed: Sequence[int],
+        done: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[list[int], list[int]]:
+        """As `record`, with given numbers of tokens."""
         graphs = StepGraphs(self.layout, self.rows, self._compute, self._vocab_size, recorder)
-        graphs.record(decode_sizes(self.max_rows), mixed_sizes(max_tokens), done)
+        graphs.record(decode, mixed, done)
         self._graphs = graphs
         return graphs.sizes
 

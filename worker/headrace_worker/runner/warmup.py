@@ -28,7 +28,7 @@ def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int
 
     On a GPU steps of every kind, of up to `budget` tokens, run before. Resets rows and pools.
     """
-    if runner.device.type == "cuda":
+    if runner.device.asynchronous:
         cover(runner, budget or GPU_BUDGET, lambda done: report("compiling kernels", done))
     block_size = runner.layout.block_size
     groups = len(runner.layout.groups)
@@ -48,7 +48,7 @@ def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int
     report("warming up", 1.0)
     fixed = min(decode)
     per_token = max(prefill[-1] - fixed, 1e-6) / tokens
-    if budget is None and runner.device.type == "cuda":
+    if budget is None and runner.device.asynchronous:
         budget = GPU_BUDGET
     elif budget is None:
         fitting_tokens = int((_MARGIN * STEP_LIMIT - fixed) / per_token)

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.device.staging import all_to_device
 
 
@@ -15,6 +16,7 @@ from headrace_worker.device.staging import all_to_device
 class SampleBatch:
     """Logits [R, V] float32 are changed in place, feature by feature."""
 
+    device: RankDevice
     logits: Tensor
     rows: Sequence[int]  # [R] row ids
     positions: Sequence[int]  # [R] position of the token to sample = number of known tokens
@@ -26,11 +28,8 @@ class SampleBatch:
 
     def tensor(self, values: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         """Host values on the device of the logits; the copy does not wait for the device."""
-        host = torch.as_tensor(values, dtype=dtype)
-        if self.logits.is_cuda:
-            return host.pin_memory().to(self.logits.device, non_blocking=True)
-        return host
+        return self.device.upload(torch.as_tensor(values, dtype=dtype))
 
     def tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
         """Several arrays on the device of the logits, with one copy that does not wait for it."""
-        return all_to_device(arrays, self.logits.device)
+        return all_to_device(arrays, self.device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace_worker.core.plan import SampledLogprobs, StepResult
-from headrace_worker.device.staging import HostCopy
+from headrace_worker.device.rank_device import Download, RankDevice
 from headrace_worker.sampler.logprobs import LogprobsOutput
 
 NOT_FINITE = (
@@ -26,16 +26,17 @@ class SampleOutput:
     The copy to the host begins here: reading it later does not wait for steps that were launched in between.
     """
 
+    device: RankDevice
     tokens: Tensor  # [R] int64
     finite: Tensor  # [R] bool
     logprobs: LogprobsOutput | None
     drawable: Tensor | None = None  # [R] bool; None when no row has a mask
-    _copy: HostCopy = field(init=False)
+    _copy: Download = field(init=False)
 
     def __post_init__(self) -> None:
         logprobs = self.logprobs.tensors if self.logprobs is not None else ()
         drawable = () if self.drawable is None else (self.drawable,)
-        self._copy = HostCopy((self.tokens, self.finite, *logprobs, *drawable))
+        self._copy = self.device.download((self.tokens, self.finite, *logprobs, *drawable))
 
     def to_result(self, step: int) -> StepResult:
         """Everything on the host; waits for this step."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace_kernels import gumbel_argmax
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import RowInit
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
 from headrace_worker.sampler.logprobs import LogprobsState
@@ -32,14 +33,15 @@ GREEDY_BELOW = 1e-5  # a temperature this low would only overflow: argmax is use
 class Sampler:
     """Sampling options of all rows of one engine, one small state per feature."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_rows: int, device: RankDevice) -> None:
         self.vocab_size = vocab_size
+        self._device = device
         self._temperatures = np.zeros(max_rows, np.float32)
         self._keys = np.zeros(max_rows, np.int64)  # noise keys without the position
         self._bias = BiasState(vocab_size)
         self._min_tokens = MinTokensState(vocab_size)
-        self._masks = MaskState(vocab_size, device)
-        self._penalties = PenaltyState(vocab_size, device)
+        self._masks = MaskState(vocab_size, device.torch_device)
+        self._penalties = PenaltyState(vocab_size, device.torch_device)
         self._truncation = TruncationState(vocab_size)
         self._logprobs = LogprobsState(vocab_size)
         self._features = (self._bias, self._min_tokens, self._penalties, self._truncation, self._logprobs)
@@ -73,7 +75,7 @@ class Sampler:
         into rows, the allowed tokens.
         """
         logits = logits.contiguous()  # a slice of a padded vocabulary is not contiguous
-        batch = SampleBatch(logits, rows, positions, token_rows)
+        batch = SampleBatch(self._device, logits, rows, positions, token_rows)
         peaks, best = logits.max(-1)  # a max with NaN is NaN, so the peak shows whether a row is finite
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
@@ -85,7 +87,8 @@ class Sampler:
             best = logits.argmax(-1)
         drawable = logits.amax(-1) > float("-inf") if masked else None
         tokens = self._draw(batch, best, drawing) if drawing else best
-        return SampleOutput(tokens, finite, raw.finish(tokens, batch) if raw is not None else None, drawable)
+        logprobs = raw.finish(tokens, batch) if raw is not None else None
+        return SampleOutput(self._device, tokens, finite, logprobs, drawable)
 
     def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
         """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
+from headrace_proto.trial import TRIAL_TOKENS
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
@@ -79,7 +80,7 @@ def to_request(
         adapter=submit.adapter,
         source=submit.source.address,
         cached_only=submit.source.cached_only,
-        alone=submit.alone,
+        trial_tokens=(submit.trial_tokens or TRIAL_TOKENS) if submit.alone else 0,
     )
 
 
@@ -156,6 +157,7 @@ def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
             error_ms=cost.error * 1e3,
         ),
         draining=draining,
+        reserved=load.reserved,
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -169,4 +171,7 @@ def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
             fetch_seconds=load.fetches.seconds,
             grants=load.grants,
         ),
+        sources=[
+            pb.SourceSpeed(address=address, per_token_ms=seconds * 1e3) for address, seconds in load.source_speeds
+        ],
     )

@@ -57,7 +57,9 @@ class ReplicaServer:
 
     async def _start(self, servicer: Servicer) -> str:
         self._servicer = servicer
-        server = grpc.aio.server(interceptors=[CallerInterceptor()], options=(*SERVER, *LARGE_MESSAGES))
+        server = grpc.aio.server(
+            interceptors=[CallerInterceptor(servicer.caller_streams)], options=(*SERVER, *LARGE_MESSAGES)
+        )
         add_ReplicaServicer_to_server(servicer, server)
         address = host_port(self._host, self._port)
         try:

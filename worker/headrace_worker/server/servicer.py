@@ -9,6 +9,7 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
+from headrace_proto.caller_streams import CallerStreams
 from headrace_proto.callers import caller_name
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
@@ -73,6 +74,7 @@ class Servicer(ReplicaServicer):
         self._sources = TransferClient(pair_registry, identity)
         facts = description.facts
         self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
+        self.caller_streams = CallerStreams(loop.clock)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
         self._submitted = 0  # requests passed to the step loop
@@ -177,6 +179,8 @@ class Servicer(ReplicaServicer):
                 self._loop.cancel(cancel.attempt_id)
             if count % CANCELS_PER_TURN == 0:
                 await asyncio.sleep(0)
+        if frame.reserve:
+            self._loop.reserve()
         for count, submit in enumerate(frame.submits, 1):
             if count % SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -263,6 +267,7 @@ class Servicer(ReplicaServicer):
             step=report.step if report is not None else 0,
             load=self._load(),
             routers=len({stream.router for stream in self._streams}),
+            refused_callers=self.caller_streams.refused,
         )
 
 

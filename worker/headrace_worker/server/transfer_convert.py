@@ -124,8 +124,8 @@ def to_source_message(frame: pb.TargetFrame, *, max_model_len: int, vocab_size: 
 
 def source_frame(message: FromSource) -> pb.SourceFrame:
     match message:
-        case Granted(fetch, blocks):
-            return pb.SourceFrame(granted=pb.FetchGrant(fetch=fetch, blocks=blocks))
+        case Granted(fetch, blocks, block_seconds):
+            return pb.SourceFrame(granted=pb.FetchGrant(fetch=fetch, blocks=blocks, block_seconds=block_seconds))
         case Refused(fetch, reason):
             return pb.SourceFrame(refused=pb.FetchEnd(fetch=fetch, reason=reason))
         case Failed(fetch, reason):
@@ -141,7 +141,7 @@ def to_target_message(frame: pb.SourceFrame) -> FromSource:
     """Raises InvalidTransferError."""
     match frame.WhichOneof("message"):
         case "granted":
-            return Granted(frame.granted.fetch, frame.granted.blocks)
+            return Granted(frame.granted.fetch, frame.granted.blocks, frame.granted.block_seconds)
         case "refused":
             return Refused(frame.refused.fetch, frame.refused.reason)
         case "failed":

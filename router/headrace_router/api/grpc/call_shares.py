@@ -1,12 +1,13 @@
-"""How many calls may be open: of one tenant, on all its connections together, and of all clients without a key."""
+"""How many calls may be open: of one tenant, on all its connections together, and of clients without a key."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from headrace_router.api.client_address import client_of_peer
 from headrace_router.core.limits import TENANT_SHARE
 
 KEYLESS_CALLS = 64  # at a time, of all clients together: for health
@@ -21,36 +22,62 @@ class CallShares:
 
     def __init__(self, calls: int) -> None:
         """calls: of all tenants at a time."""
-        self._most = max(1, int(calls * TENANT_SHARE))
-        self._tenants: Counter[str] = Counter()
-        self._keyless: Counter[bool] = Counter()  # by whether it streams its answer
+        most = max(1, int(calls * TENANT_SHARE))
+        self._tenants = _OpenCalls(lambda own, total: own < most, TENANT_SENTENCE)
+        self._checks = _keyless(KEYLESS_CALLS)
+        self._watchers = _keyless(KEYLESS_WATCHERS)
 
     def limited(self, handler: Any, tenant: str) -> Any:
         """The handler of one call of a tenant, which streams its requests: refuses it beyond the share."""
-        return _counted(handler, self._tenants, tenant, self._most, TENANT_SENTENCE)
+        return _counted(handler, self._tenants, lambda _context: tenant)
 
     def limited_without_key(self, handler: Any) -> Any:
-        """The same of one call without a key. Calls with keys do not depend on their number."""
-        streams = handler.response_streaming
-        return _counted(
-            handler, self._keyless, streams, KEYLESS_WATCHERS if streams else KEYLESS_CALLS, KEYLESS_SENTENCE
-        )
+        """The same of one call without a key, by address. Calls with keys do not depend on their number."""
+        calls = self._watchers if handler.response_streaming else self._checks
+        return _counted(handler, calls, lambda context: client_of_peer(context.peer()))
 
 
-def _counted(handler: Any, open_calls: Counter[Any], caller: str | bool, most: int, sentence: str) -> Any:
-    """Refuses a call with RESOURCE_EXHAUSTED when the caller has as many open."""
+class _OpenCalls:
+    """By caller."""
+
+    def __init__(self, allows: Callable[[int, int], bool], sentence: str) -> None:
+        """allows: another call of a caller who has as many open, of as many in all. sentence: for those refused."""
+        self.sentence = sentence
+        self._allows = allows
+        self._open: Counter[str] = Counter()
+        self._total = 0
+
+    def enter(self, caller: str) -> bool:
+        """Counts a call; False = it is refused, and not counted."""
+        if not self._allows(self._open[caller], self._total):
+            return False
+        self._open[caller] += 1
+        self._total += 1
+        return True
+
+    def leave(self, caller: str) -> None:
+        """A call that was counted has ended."""
+        self._total -= 1
+        self._open[caller] -= 1
+        if not self._open[caller]:
+            del self._open[caller]
+
+
+def _keyless(most: int) -> _OpenCalls:
+    """One address has at most as many as are free: half of them alone."""
+    return _OpenCalls(lambda own, total: own < most - total, KEYLESS_SENTENCE)
+
+
+def _counted(handler: Any, calls: _OpenCalls, caller_of: Callable[[Any], str]) -> Any:
+    """Refuses a call with RESOURCE_EXHAUSTED when the caller has too many open. caller_of: from the call's context."""
     assert handler.request_streaming, "SmallRequestInterceptor comes after KeyInterceptor"
 
-    def leave(_context: Any) -> None:
-        open_calls[caller] -= 1
-        if not open_calls[caller]:
-            del open_calls[caller]
-
     async def enter(context: Any) -> None:
-        if open_calls[caller] >= most:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
-        open_calls[caller] += 1
-        context.add_done_callback(leave)  # a client that does not read has its call open after the method has returned
+        caller = caller_of(context)
+        if not calls.enter(caller):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, calls.sentence)
+        # A client that does not read has its call open after the method has returned.
+        context.add_done_callback(lambda _context: calls.leave(caller))
 
     async def streaming(requests: Any, context: Any) -> AsyncIterator[Any]:
         await enter(context)

@@ -218,7 +218,8 @@ def _event(update: ChoiceUpdate) -> GenerateEvent:
 
 
 def _authorization(metadata: Any) -> bytes | None:
-    for key, value in metadata or ():
-        if key == "authorization":
-            return value if isinstance(value, bytes) else value.encode()
-    return None
+    """None also for several values, of which it is not known which one counts."""
+    given = [value for key, value in metadata or () if key == "authorization"]
+    if len(given) != 1:
+        return None
+    return given[0] if isinstance(given[0], bytes) else given[0].encode()

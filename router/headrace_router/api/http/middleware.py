@@ -86,6 +86,8 @@ class RequestMiddleware:
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> Tenant | None:
         """The tenant of the call; None for public paths and metrics. Raises AuthenticationError."""
         given = headers.get(b"authorization")
+        if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+            raise AuthenticationError("Send the header Authorization once: it is not known which one counts.")
         if scope["path"] == METRICS:  # the decoded path, as it is routed: every spelling of this path has the same rule
             if self._metrics_need_key and not self._auth.may_read_metrics(given):
                 raise AuthenticationError("Send a key for metrics in the header 'Authorization: Bearer KEY'.")

@@ -1,21 +1,20 @@
 """uvicorn's connection handler with bounds, and our error object for input that is not HTTP."""
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Callable
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace_router.api.http.connection_counter import ConnectionCounter
-from headrace_router.api.http.read_pacer import PacedConnection, ReadPacer
+from headrace_router.api.http.connection_counter import ConnectionCounter, Place
+from headrace_router.api.http.read_pacer import PacedConnection
+from headrace_router.api.http.request_head import use_one_host, without_upgrade
 from headrace_router.api.http.write_watch import WriteWatch
 from headrace_router.core.errors import ApiError, InvalidRequestError, OverloadedError
 from headrace_router.core.limits import Limits
 
-READ_BYTES = 16 << 10  # parsed per turn of the event loop
 HEADER_BYTES = 64  # that a header counts beside its text: short ones take more memory than bytes
 PIPELINED_REQUESTS = 8  # that wait on one connection
 LINGER_SECONDS = 1.0  # for a client to stop sending and to read the reason
@@ -31,31 +30,29 @@ class HeadersTooLargeError(InvalidRequestError, status=431, code="headers_too_la
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Every request's line, headers and trailers are bounded in bytes, its line and headers in time.
 
-    Trailers are counted and dropped. The rest of a body is not read once its request has been answered. The time of a
-    body is bounded where it is read (`body.py`), the time between requests by uvicorn.
+    Trailers are counted and dropped, offers of another protocol (h2c, websocket) are ignored. The rest of a body is not
+    read once its request has been answered. The time of a body is bounded where it is read (`body.py`), the
+    time between requests by uvicorn.
     """
 
     limits = Limits()
     counter = ConnectionCounter(limits.connections, limits.connections_per_address)
 
     def connection_made(self, transport: asyncio.Transport, paced: PacedConnection) -> None:  # type: ignore[override]
-        """paced: what the client sends arrives through it, until it is released."""
+        """paced: what the client sends arrives through it."""
         self._paced = paced
         self._in_head = True  # from the end of one message to the end of the next one's headers
         self._parsed_bytes = 0  # of this line and headers, or of these trailers
-        self._undelivered_bytes = (
-            0  # since the parser completed headers, delivered a piece of a body or ended a message
-        )
+        self._undelivered_bytes = 0  # since the parser completed headers or a message, or delivered a part of a body
         self._closing = False
         self._tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._writes = WriteWatch(transport, self.limits.write_seconds)
-        with contextlib.suppress(AttributeError):  # uvloop, which Ray uses where it is installed, has a size of its own
-            transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        self._place: Place | None = None
         super().connection_made(transport)
-        self._counted = self.counter.add(self._address)
-        if self._counted:
+        self._place = self.counter.add(self._address, self._abort)
+        if self._place is not None:
             self._start_head_timer()
         elif len(self.connections) <= self.limits.connections + REFUSED_CONNECTIONS:
             self._refuse(OverloadedError("Too many connections are open; try again in a moment."))
@@ -63,8 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._counted:
-            self.counter.remove(self._address)
+        if self._place is not None:
+            self._place.release()
         self.counter.unassign(self._tenant)
         self._tenant = None
         self._closing = True
@@ -81,9 +78,24 @@ class BoundedProtocol(HttpToolsProtocol):
         # The parser buffers a header until it ends, so the bytes are counted before it gets them. Data that ends the
         # headers may also contain the beginning of a body: only what comes after that data counts from then on.
         self._undelivered_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._undelivered_bytes > self.limits.header_bytes:
             self._refuse_headers()
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+            except httptools.HttpParserUpgrade as offer:
+                # The parser has taken this for the last request, without a body: a new one gets it, and what follows.
+                data = without_upgrade(self.parser, self.url, self.headers) + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                continue
+            return
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= PIPELINED_REQUESTS:
@@ -102,6 +114,11 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")
+            return  # the same request follows (`_parse`)
+        use_one_host(self.url, self.headers)
         super().on_headers_complete()
         self._in_head, self._parsed_bytes, self._undelivered_bytes = False, 0, 0
         self._stop_timers()
@@ -115,11 +132,19 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_head, self._undelivered_bytes = True, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._writes.start()
+        if self.pipeline:
+            self._paced.submit(self._continue)  # the next request of this connection begins in its turn
+        else:
+            self._continue()
+
+    def _continue(self) -> None:
         if not self._closing:
             super().on_response_complete()
 
@@ -159,6 +184,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
         self._writes.start()
 
+    def _abort(self) -> None:
+        """Another connection gets its place."""
+        self._closing = True  # what waits to be read is not served
+        self.transport.abort()
+
     def _linger(self) -> None:
         try:
             if self.transport.can_write_eof():  # TLS cannot close one direction: the client reads to the end by length
@@ -178,7 +208,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
         False = the tenant has more than its share of the connections.
         """
-        self._paced.release()
+        self._paced.assign(tenant)
+        if self._place is not None:
+            self._place.keep()
         if self._closing or tenant is None:
             return True
         previous, self._tenant = self._tenant, tenant
@@ -248,25 +280,6 @@ class _ResponseTransport:
 
     def close(self) -> None:
         self._protocol.close_after_response()
-
-
-class PlainProtocol(asyncio.Protocol):
-    """A connection without TLS at its beginning; what clients without a key send is paced."""
-
-    def __init__(self, protocol: BoundedProtocol, pacer: ReadPacer) -> None:
-        self._protocol = protocol
-        self._pacer = pacer
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        paced = PacedConnection(transport, self._protocol, self._pacer)
-        transport.set_protocol(paced)
-        self._protocol.connection_made(transport, paced)
-
-
-def plain_protocol(serving: type[BoundedProtocol]) -> Callable[..., PlainProtocol]:
-    """What makes uvicorn's protocols, in front of those that serve connections."""
-    pacer = ReadPacer()
-    return lambda **options: PlainProtocol(serving(**options), pacer)
 
 
 def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:

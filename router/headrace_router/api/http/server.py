@@ -54,13 +54,17 @@ class HttpServer:
             await asyncio.wait({self._task})
 
 
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process decides when to stop."""
+class ListeningServer(uvicorn.Server):
+    """uvicorn with a long queue of connections, of which some are accepted in a turn: `backlog` of its Config."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)  # asyncio takes one number for this queue and for what it accepts in a turn
+
+
+class _QuietServer(ListeningServer):
+    """Without uvicorn's signal handlers: the process decides when to stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -10,8 +10,9 @@ from typing import Any
 import structlog
 
 from headrace_router.api.http.connection_counter import ConnectionCounter
-from headrace_router.api.http.protocol import LINGER_SECONDS, BoundedProtocol, bounded_protocol, plain_protocol
-from headrace_router.api.http.read_pacer import PacedConnection, ReadPacer
+from headrace_router.api.http.plain_protocol import plain_protocol
+from headrace_router.api.http.protocol import LINGER_SECONDS, BoundedProtocol, bounded_protocol
+from headrace_router.api.http.read_pacer import PacedConnection, ReadPacers
 from headrace_router.core.limits import Limits
 
 READ_BYTES = 16 << 10  # decrypted per turn of the event loop, and the buffer of each connection
@@ -33,7 +34,7 @@ class Handshakes:
         self.counter = counter
         self._tls = tls
         self._seconds = seconds
-        self._pacer = ReadPacer()
+        self._pacers = ReadPacers()
         self._failures = 0  # since the last one in the log
         self._logged_at = -LOG_SECONDS
 
@@ -60,12 +61,16 @@ class Handshakes:
             )
         )
         await asyncio.sleep(0)  # `start_tls` has set its protocol then, and has not read yet
+        if transport.is_closing():
+            handshake.cancel()
+            raise ConnectionAbortedError("another connection got its place")
         tls = transport.get_protocol()
         assert isinstance(tls, asyncio.BufferedProtocol)
-        paced = PacedConnection(transport, tls, self._pacer)
+        paced = PacedConnection(transport, tls, self._pacers)
         transport.set_protocol(paced)
         secure = await handshake
-        assert secure is not None, "the server's side has a transport"
+        if secure is None or transport.is_closing():  # nothing would tell the server that it has ended
+            raise ConnectionAbortedError("it was lost when its handshake was done")
         return secure, paced
 
 
@@ -88,9 +93,11 @@ class TlsProtocol(asyncio.Protocol):
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self._address = peer[0] if peer else ""
-        if not self._handshakes.counter.add(self._address):
+        place = self._handshakes.counter.add(self._address, transport.abort)
+        if place is None:
             transport.abort()
             return
+        self._place = place
         self._connections.add(self)
         transport.pause_reading()  # until the handshake's protocol is there to receive
         self._task = asyncio.get_running_loop().create_task(self._complete_handshake())
@@ -110,7 +117,7 @@ class TlsProtocol(asyncio.Protocol):
             return
         finally:
             self._connections.discard(self)
-            self._handshakes.counter.remove(self._address)
+            self._place.release()
         secure.set_write_buffer_limits(WRITE_BYTES)
         secure.set_read_buffer_limits(READ_BYTES)  # type: ignore[attr-defined]
         secure.set_protocol(self._protocol)

@@ -15,6 +15,10 @@ class Candidate(Protocol):
     def replica_id(self) -> str: ...
 
     @property
+    def address(self) -> str:
+        """As other replicas know it."""
+
+    @property
     def build(self) -> tuple[str, int]:
         """Id and generation: during a rollout two builds of a replica may be ready."""
 

@@ -36,16 +36,16 @@ def size_kv(
     max_num_seqs: int,
     max_model_len: int,
     kv_cache_memory: int | None = None,
-    activation_bytes: int = 0,
+    reserved: int = 0,
     free: int,
 ) -> KvSize:
     """Choose the number of KV blocks from the memory, `free` bytes, that is free once the weights are loaded.
 
-    Without `kv_cache_memory` (bytes) the cache gets a share of what is free less `activation_bytes`, and at most what
+    Without `kv_cache_memory` (bytes) the cache gets a share of what is free less `reserved` bytes, and at most what
     `max_num_seqs` requests of `max_model_len` tokens can fill. Raises MemoryTooSmallError when one request of
     `max_model_len` does not fit.
     """
-    available = max(0, free - activation_bytes)
+    available = max(0, free - reserved)
     per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
     smallest = (per_request + 1) * layout.block_bytes
     most = (per_request * max_num_seqs + 1) * layout.block_bytes

@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, TransferReport
+from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, Sent, TransferReport
 
 
 class Outbound(Struct):
@@ -110,8 +110,16 @@ class TransferExchange:
     def open_target(self, target: str, order: OpenPair) -> None:
         self.granter.open_pair(target, order, self._clock())
 
+    def source_speeds(self) -> list[tuple[str, float]]:
+        """Sources whose speed is known, and the seconds that they take to send a token's part of the cache."""
+        size = self._scheduler.kv.block_size
+        return [(peer, seconds / size) for peer, seconds in self.fetcher.peers.speeds(self._clock())]
+
     def handle_report(self, report: TransferReport) -> None:
         """Handles a report of any rank's transfer worker."""
+        if isinstance(report, Sent):
+            self.granter.sent(report)
+            return
         self.fetcher.handle_report(report, self._clock())
         if isinstance(report, PairFailed):
             self.granter.pair_failed(report.pair)

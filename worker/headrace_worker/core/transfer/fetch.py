@@ -15,18 +15,22 @@ class FetchLimits:
     min_blocks: int = 2  # fewer are computed locally
     silence: float = 2.0  # without a message about a fetch until it is cancelled
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
+    slowest: float = 4.0  # a transfer's time as it counts for the limit, as a multiple of the local time
     max_seconds: float = 600.0  # upper bound of a fetch's time limit
-    slowdown: float = 2.0  # the time limit, as a multiple of the local time for the blocks, queue included
+    slowdown: float = 2.0  # the time limit, as a multiple of the local time for the blocks or of their transfer
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
+    avoid_silent: float = 10.0  # the same of one that left a fetch without a message: it may be stalled for long
     sources: int = 64  # that are connected, or avoided, at a time; of further ones nothing is fetched
-    idle: float = 10.0  # without a fetch until a source may lose its place to another one
+    idle: float = 2.0  # without a fetch until a source may lose its place to another one; to connect takes tenths
+    replace: float = 0.25  # between two sources that lose their places: bounds the connections of more than `sources`
+    speed_seconds: float = 60.0  # that a source's measured speed counts: one that was slow is tried again
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
-    def timeout(self, local_seconds: float, until_deadline: float | None) -> float:
-        """Seconds that a fetch may take, by those to compute the blocks here and those left to the request."""
-        timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
+    def timeout(self, predicted_seconds: float, until_deadline: float | None) -> float:
+        """Seconds that a fetch may take, by those to compute or to send the blocks, and those left to the request."""
+        timeout = min(max(self.min_seconds, self.slowdown * predicted_seconds), self.max_seconds)
         return timeout if until_deadline is None else min(timeout, self.deadline_share * until_deadline)
 
 

@@ -27,7 +27,7 @@ from headrace_worker.core.transfer.messages import (
     Renew,
     ToSource,
 )
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, TransferReport
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, Received
 from headrace_worker.core.transfer.shards import wanted_blocks
 from headrace_worker.core.transfer.source_peers import SourcePeers
 
@@ -45,7 +45,7 @@ class Fetcher:
         self._ranks = ranks
         self.waiting_of: Counter[bytes] = Counter()  # fetches by tenant: their requests are queued later
         self._fetches: dict[int, Fetch] = {}
-        self._peers = SourcePeers(self.limits)
+        self.peers = SourcePeers(self.limits)
         self._ready: list[Request] = []
         self._quarantined: dict[int, list[int]] = {}  # by fetch
         self._number = 0
@@ -58,14 +58,7 @@ class Fetcher:
         """Whether a request waits to be queued."""
         return bool(self._ready)
 
-    def begin(
-        self,
-        request: Request,
-        peer: str,
-        now: float,
-        seconds_per_token: float,
-        queued: int = 0,
-    ) -> bool:
+    def begin(self, request: Request, peer: str, now: float, seconds_per_token: float, queued: int = 0) -> bool:
         """Starts a fetch for a request; False if it is not worthwhile or impossible, and the request must be queued.
 
         `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue.
@@ -78,13 +71,22 @@ class Fetcher:
         if blocks - have < limits.min_blocks:
             return False
         local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
-        timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
+        transfer_seconds = (blocks - have) * self.peers.block_seconds(peer, now)
+        if request.cached_only and transfer_seconds >= local_seconds > 0:
+            return False
+        # A source says how fast it is: what it says may not keep the request for much longer than computing here.
+        slower = max(local_seconds, min(transfer_seconds, limits.slowest * local_seconds))
+        timeout = limits.timeout(slower, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
             return False  # the request expires in the queue
-        if not self._peers.use(peer, self._used_peers, now):
-            if (unused := self._peers.replaceable(peer, self._used_peers, now)) is not None:
-                self._reject_peer(unused, now)  # this request computes its prompt here; a later one finds a place
-            return False
+        if peer in self.close_peers:
+            return False  # its stream will be closed, after the messages of this time were sent
+        if not self.peers.use(peer, self._used_peers, now):
+            if (replaced := self.peers.replace(peer, self._used_peers, now)) is None:
+                return False
+            self.close_peers.append(replaced[0])
+            self.orders.append(ClosePair(replaced[1]))
+            self.peers.use(peer, self._used_peers, now)
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
         self._fetches[self._number] = Fetch(
@@ -126,14 +128,14 @@ class Fetcher:
 
     def open_pair(self, peer: str, order: OpenPair) -> None:
         """The source is connected: the ranks of both replicas are to connect."""
-        self._peers.open(peer, order.pair)
+        self.peers.open(peer, order.pair)
         self.orders.append(order)
 
     def peer_lost(self, peer: str, now: float) -> None:
         """The source cannot be reached (any more)."""
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
             self._fail(fetch, notify=False)
-        if (pair := self._peers.lose(peer, now)) is not None:
+        if (pair := self.peers.lose(peer, now)) is not None:
             self.orders.append(ClosePair(pair))
 
     def receive(self, peer: str, message: FromSource, now: float) -> None:
@@ -142,9 +144,9 @@ class Fetcher:
         if fetch is not None and fetch.peer != peer:
             self._reject_peer(peer, now)
             return
-        if fetch is None and not isinstance(message, Refused | Failed):
+        if fetch is None and self.peers.pair(peer) is not None and not isinstance(message, Refused | Failed):
             # The fetch has ended meanwhile, and the source may not know: its message may have been sent on the
-            # stream that followed the one whose loss ended the fetch here.
+            # stream that followed the one whose loss ended the fetch here. A closed stream is not opened for it.
             self.messages.append((peer, Cancel(message.fetch)))
         if isinstance(message, Offer):
             self._handle_offer(peer, fetch, message, now)
@@ -153,7 +155,8 @@ class Fetcher:
             return
         fetch.last_received = now
         match message:
-            case Granted(blocks=blocks):
+            case Granted(blocks=blocks, block_seconds=block_seconds):
+                self.peers.set_speed(peer, block_seconds, now)
                 changed = fetch.reserved is not None and blocks != fetch.blocks
                 if changed or not fetch.local_blocks < blocks <= fetch.blocks:
                     self._reject_peer(peer, now)
@@ -168,10 +171,10 @@ class Fetcher:
                 fetch.chunks[chunk].committed = True
                 self._finish_if_complete(fetch, now)
 
-    def handle_report(self, report: TransferReport, now: float) -> None:
+    def handle_report(self, report: Received | PairFailed, now: float) -> None:
         """Handles a report of a transfer worker of this replica."""
         if isinstance(report, PairFailed):
-            if (peer := self._peers.of_pair(report.pair)) is not None:
+            if (peer := self.peers.of_pair(report.pair)) is not None:
                 self._reject_peer(peer, now)
             return
         self.counters.num_bytes += report.num_bytes
@@ -189,9 +192,12 @@ class Fetcher:
         """Handles timeouts and renewals; returns the requests to queue now."""
         limits = self.limits
         for fetch in list(self._fetches.values()):
-            if now >= fetch.deadline or now - fetch.last_received > limits.silence:
+            silent = now - fetch.last_received > limits.silence
+            if silent:  # or each of its requests would wait as long
+                self.peers.avoid_silent(fetch.peer, now)
+            if silent or now >= fetch.deadline:
                 self._fail(fetch, notify=True)
-        self.messages += [(peer, Renew()) for peer in self._peers.renewals(self._used_peers, now)]
+        self.messages += [(peer, Renew()) for peer in self.peers.renewals(self._used_peers, now)]
         ready, self._ready = self._ready, []
         return ready
 
@@ -230,7 +236,7 @@ class Fetcher:
 
     def _handle_offer(self, peer: str, fetch: Fetch | None, offer: Offer, now: float) -> None:
         """Each offered chunk is received, even one whose fetch has ended: both ends count chunks."""
-        pair = self._peers.pair(peer)
+        pair = self.peers.pair(peer)
         if pair is None:
             return
         if len(offer.counts) != len(self._kv.windows) or sum(offer.counts) > self._kv.pool.total:
@@ -278,7 +284,7 @@ class Fetcher:
             self._kv.pool.release(row[:kept])
             unsafe += row[kept:]
         self._kv.release(fetch.held)
-        pair = self._peers.pair(fetch.peer)
+        pair = self.peers.pair(fetch.peer)
         if unsafe and fetch.chunks and pair is not None:
             self._kv.pool.quarantine(unsafe)
             self._quarantined[fetch.number] = unsafe

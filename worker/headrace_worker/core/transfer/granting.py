@@ -11,7 +11,7 @@ ahead of anything that could use its blocks again.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.kv.manager import KVManager
@@ -31,7 +31,8 @@ from headrace_worker.core.transfer.messages import (
     Refused,
     ToSource,
 )
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Send
+from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Send, Sent
+from headrace_worker.core.transfer.send_speed import SendSpeed
 from headrace_worker.core.transfer.shards import wanted_blocks
 
 
@@ -40,6 +41,7 @@ class _Peer:
     pair: int
     last_received: float
     renewed: float
+    speed: SendSpeed = field(default_factory=SendSpeed)
 
 
 class Granter:
@@ -81,6 +83,12 @@ class Granter:
             self.close_peers.append(peer)
             self.peer_lost(peer)
 
+    def sent(self, report: Sent) -> None:
+        """A rank of this replica has sent a chunk."""
+        for known in self._peers.values():
+            if known.pair == report.pair:
+                known.speed.add(report.rank, report.blocks, report.seconds)
+
     def receive(self, peer: str, message: ToSource, now: float) -> None:
         """Handles a message of a target."""
         known = self._peers.get(peer)
@@ -114,7 +122,9 @@ class Granter:
                     self._drop(grant, known)
             elif now - known.renewed >= self.limits.renew:
                 known.renewed = now
-                self.messages += [(peer, Granted(grant.fetch, grant.blocks)) for grant in mine]
+                self.messages += [
+                    (peer, Granted(grant.fetch, grant.blocks, known.speed.block_seconds)) for grant in mine
+                ]
 
     def planned(self, step: int) -> None:
         """A step is planned, and not launched: blocks that are complete after it are sent with it.
@@ -202,9 +212,10 @@ class Granter:
             self._scheduler.add(grant.request)
         self.granted += 1
         self._grants[peer, message.fetch] = grant
-        self.messages.append((peer, Granted(message.fetch, blocks)))
+        known = self._peers[peer]
+        self.messages.append((peer, Granted(message.fetch, blocks, known.speed.block_seconds)))
         if grant.request is None:
-            self._push(grant, self._peers[peer], blocks, 0)
+            self._push(grant, known, blocks, 0)
 
     def _refusal(self, peer: str, message: FetchRequest) -> str:
         if not self.computes_for_others and not message.cached_only:

@@ -42,6 +42,7 @@ class Granted(Struct, frozen=True):
 
     fetch: int
     blocks: int
+    block_seconds: float = 0.0  # that sending a block takes, as measured; 0 = not known yet
 
 
 class Refused(Struct, frozen=True):

@@ -71,6 +71,15 @@ class Received(Struct, frozen=True, tag="received"):
     num_bytes: int = 0
 
 
+class Sent(Struct, frozen=True, tag="sent"):
+    """A rank has sent a chunk. `seconds`: for so many blocks, without the waits for their computation."""
+
+    rank: int
+    pair: int
+    blocks: int
+    seconds: float
+
+
 class PairFailed(Struct, frozen=True, tag="failed"):
     """A rank lost the connections of a pair; no further reports follow."""
 
@@ -79,4 +88,4 @@ class PairFailed(Struct, frozen=True, tag="failed"):
     error: str
 
 
-TransferReport = Received | PairFailed
+TransferReport = Received | Sent | PairFailed

@@ -1,0 +1,196 @@
+"""Heads of requests: offers of another protocol are ignored; a host and a key that are given twice are refused."""
+
+import contextlib
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from headrace_proto.inference_pb2 import GenerateRequest, ListModelsRequest
+from headrace_proto.inference_pb2_grpc import InferenceStub
+from headrace_router.api.http.protocol import PIPELINED_REQUESTS
+from headrace_router.api.http.request_head import use_one_host
+from support.certificates import Authority
+from support.router.fake_replica import FakeReplica
+from support.router.harness import Harness
+
+KEY = "a-key-of-a-tenant"
+BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+SIZED = (b"content-length: %d" % len(BODY), BODY)
+CHUNKED = (b"Transfer-Encoding: chunked", b"10\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (BODY[:16], len(BODY) - 16, BODY[16:]))
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c"
+WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUPGRADE: websocket\r\nSec-WebSocket-Version: 13"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+Send = Callable[..., bytes]
+
+
+def _post(offer: bytes, framed: tuple[bytes, bytes], path: bytes = b"/v1/completions") -> bytes:
+    lines = (b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: application/json", offer, framed[0])
+    return b"\r\n".join(lines) + b"\r\n\r\n" + framed[1]
+
+
+def _get(*headers: bytes, target: bytes = b"/health") -> bytes:
+    return b"\r\n".join((b"GET %s HTTP/1.1" % target, *headers, b"connection: close", b"", b""))
+
+
+@pytest.fixture(scope="module", params=["http", "https"])
+def send(request: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Send]:
+    """Sends pieces, and returns what is received until the server closes."""
+    made, trust = Harness(), None
+    options: dict[str, Any] = {}
+    if request.param == "https":
+        folder: Path = tmp_path_factory.mktemp("tls")
+        authority = Authority(folder)
+        cert, key = authority.issue("server")
+        trust, options = ssl.create_default_context(cafile=str(authority.file)), {"tls": {"cert": cert, "key": key}}
+    router = made.start([FakeReplica(tokenizer)], **options)
+
+    def exchange(*pieces: bytes) -> bytes:
+        sock = socket.create_connection(("127.0.0.1", router.http_port), 10)
+        if trust is not None:
+            sock = trust.wrap_socket(sock, server_hostname="localhost")
+        received = b""
+        with sock:
+            for piece in pieces:
+                sock.sendall(piece)
+                time.sleep(0.002 if len(pieces) > 1 else 0)  # so that most of them arrive apart
+            while more := sock.recv(1 << 16):
+                received += more
+        return received
+
+    yield exchange
+    made.close()
+
+
+@pytest.mark.parametrize("framed", [SIZED, CHUNKED], ids=["sized", "chunked"])
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+def test_an_offer_of_another_protocol_is_ignored(send: Send, offer: bytes, framed: tuple[bytes, bytes]) -> None:
+    received = send(_post(offer, framed) + _post(offer, framed) + LAST)
+    assert STATUS.findall(received) == [b"200", b"200", b"200"], received
+    assert received.count(b'"finish_reason":"length"') == 2 and b"101" not in STATUS.findall(received)
+
+
+@pytest.mark.parametrize("framed", [SIZED, CHUNKED], ids=["sized", "chunked"])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_an_offer_that_arrives_in_pieces(send: Send, framed: tuple[bytes, bytes], size: int) -> None:
+    whole = _post(H2C, framed) + _get(b"host: localhost", H2C)
+    received = send(*(whole[start : start + size] for start in range(0, len(whole), size)))
+    assert STATUS.findall(received) == [b"200", b"200"] and b'"finish_reason":"length"' in received
+
+
+def test_an_offer_gets_the_answer_of_its_path(send: Send) -> None:
+    offered = [b"host: localhost", WEBSOCKET]
+    for target, status in ((b"/v1/completions", b"405"), (b"/nowhere", b"404"), (b"/v1/models", b"200")):
+        assert STATUS.findall(send(_get(*offered, target=target))) == [status]
+
+
+def test_an_offer_in_trailers_is_none(send: Send) -> None:
+    head, body = CHUNKED
+    body = body.removesuffix(b"\r\n") + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    received = send(_post(b"x: y", (head, body)) + _post(H2C, (head, body)) + LAST)
+    assert STATUS.findall(received) == [b"200", b"200", b"200"]
+
+
+def test_the_bounds_of_heads_hold_with_an_offer(send: Send) -> None:
+    long = b"\r\n".join([H2C, *[b"a: %s" % (b"b" * 1000)] * 40])
+    for pieces in ([_post(long, SIZED)], [_post(long, SIZED)[:16_000], _post(long, SIZED)[16_000:]]):
+        assert STATUS.findall(send(*pieces)) == [b"431"]
+    within = b"\r\n".join([H2C, *[b"a: %s" % (b"b" * 1000)] * 25])  # parsed twice, counted once
+    assert STATUS.findall(send(_post(within, SIZED) + LAST)) == [b"200", b"200"]
+    for refused in (b"x" * (5 << 20), b"{"):
+        framed = (b"content-length: %d\r\nconnection: close" % len(refused), refused)
+        assert STATUS.findall(send(_post(H2C, framed)))[0] in (b"413", b"400")
+
+
+def test_offers_do_not_evade_the_bound_of_waiting_requests(send: Send) -> None:
+    many = _post(H2C, SIZED) * (PIPELINED_REQUESTS + 2)
+    assert b"200" not in STATUS.findall(send(many))
+
+
+def test_connect_is_refused(send: Send) -> None:
+    for target in (b"localhost:80", b"/health"):
+        received = send(b"CONNECT %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % target + GET)
+        assert STATUS.findall(received) == [b"400"]
+
+
+@pytest.mark.parametrize(
+    "hosts", [(b"evil.example", b"localhost"), (b"localhost", b"evil.example"), (b"localhost",) * 2]
+)
+def test_more_than_one_host_is_refused(send: Send, hosts: tuple[bytes, ...]) -> None:
+    assert STATUS.findall(send(_get(*(b"Host: " + host for host in hosts)))) == [b"400"]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://evil.example/health", b"localhost", b"421"),
+        (b"http://localhost@evil.example/health", b"localhost", b"421"),
+        (b"http://evil.example?/localhost/health", b"localhost", b"400"),
+        (b"http://localhost/health", b"evil.example", b"200"),
+        (b"http://127.0.0.1:9/health", b"evil.example", b"200"),
+        (b"http://[::1]:9/health", b"evil.example", b"200"),
+        (b"/health?to=http://evil.example/", b"localhost", b"200"),
+        (b"/health?to=http://localhost/", b"evil.example", b"421"),
+    ],
+)
+def test_the_host_of_the_request_line_counts(send: Send, target: bytes, host: bytes, status: bytes) -> None:
+    assert STATUS.findall(send(_get(b"host: " + host, target=target))) == [status]
+    assert STATUS.findall(send(_get(b"host: " + host, H2C, target=target))) == [status]
+
+
+def test_the_other_headers_stay() -> None:
+    headers = [(b"a", b"1"), (b"host", b"localhost"), (b"b", b"2")]
+    use_one_host(b"*", headers)
+    use_one_host(b"//evil.example/http://x", headers)
+    assert headers == [(b"a", b"1"), (b"host", b"localhost"), (b"b", b"2")]
+    use_one_host(b"http://evil.example#x", headers)
+    assert headers == [(b"a", b"1"), (b"b", b"2"), (b"host", b"evil.example")]
+
+
+@pytest.fixture(scope="module")
+def keyed(tokenizer: Tokenizer) -> Iterator[Harness]:
+    made = Harness()
+    made.start([FakeReplica(tokenizer)], auth={"keys": [{"name": "one", "key": KEY}], "metrics_key": "a-metrics-key"})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
+@pytest.mark.parametrize("first", [True, False])
+def test_two_keys_are_refused(keyed: Harness, path: str, first: bool) -> None:
+    value = f"Bearer {KEY if path == '/v1/models' else 'a-metrics-key'}"
+    with keyed.client() as client:
+        assert client.get(path, headers={"authorization": value}).status_code == 200
+        for other in (value, "Bearer wrong", ""):
+            pair = [("authorization", value), ("Authorization", other)]
+            answer = client.get(path, headers=pair if first else pair[::-1])
+            assert answer.status_code == 401 and "once" in answer.json()["error"]["message"]
+
+
+def test_two_keys_are_refused_over_grpc(keyed: Harness) -> None:
+    assert keyed.router is not None
+    address = f"127.0.0.1:{keyed.router.grpc_port}"
+    value = ("authorization", f"Bearer {KEY}")
+
+    async def ask(*metadata: tuple[str, str]) -> list[grpc.StatusCode]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = InferenceStub(channel)
+            generated = stub.Generate(GenerateRequest(model="tiny", prompt="x"), metadata=metadata)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in generated:
+                    pass
+            return [await stub.ListModels(ListModelsRequest(), metadata=metadata).code(), await generated.code()]
+
+    assert keyed.call(ask(value)) == [grpc.StatusCode.OK] * 2
+    for other in ("Bearer wrong", value[1]):
+        for pair in ((value, ("authorization", other)), (("authorization", other), value)):
+            assert keyed.call(ask(*pair)) == [grpc.StatusCode.UNAUTHENTICATED] * 2

@@ -1,0 +1,59 @@
+"""An error that ends a rank's device ends the engine at once; requests are not failed one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace_worker.assembly.assemble import assemble
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.request import Finish
+from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.offline import OfflineEngine, Prompt
+from support.worker.recording_device import RecordingDevice
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 64,
+    "kv_cache_memory": 1 << 20,
+}
+RUNNER = "headrace_worker.runner.runner.Runner"
+
+
+class LostError(RuntimeError):
+    """What a kernel raises when it has broken the device."""
+
+
+@pytest.fixture
+def offline(
+    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
+) -> OfflineEngine:
+    folder = tiny("llama")
+    add_tokenizer(folder)
+    device = RecordingDevice()
+    device.lost = LostError
+    return OfflineEngine(assemble(replica(folder, **SIZES), device=device))
+
+
+@pytest.mark.parametrize(
+    "target", [f"{RUNNER}.forward", f"{RUNNER}.sample", "headrace_worker.sampler.output.SampleOutput.to_result"]
+)
+def test_the_engine_ends(offline: OfflineEngine, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise LostError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(target, fail)
+    with pytest.raises(RunnerBrokenError, match=r"^cpu is in error \(LostError: CUDA error: .* encountered\)$"):
+        offline.generate([Prompt([5, 6, 7], 4), Prompt([8, 9], 4)])
+
+
+def test_another_error_ends_its_requests_only(offline: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{RUNNER}.forward", fail)
+        (failed,) = offline.generate([Prompt([5, 6, 7], 4)])
+    assert failed.finish is Finish.ERROR
+    assert offline.generate([Prompt([5, 6, 7], 4)])[0].finish is not Finish.ERROR

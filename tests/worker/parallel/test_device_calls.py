@@ -1,0 +1,53 @@
+"""The calls through which ranks of all shapes reach their device: by thread, in order, on devices that record them.
+
+A thread that computes before it has called `use` raises UnsetDeviceError: on a machine with several GPUs it would
+compute on the first one, which is another rank's.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.ranks.prompts import prompts
+from support.worker.recording_device import RECORDING, RecordingDevice
+
+SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(("tp", "pp"), SHAPES)
+def test_steps_are_launched_before_the_last_one_is_read(
+    tp: int,
+    pp: int,
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    folder = save_tiny("llama")
+    record = dict.fromkeys(range(tp * pp), RECORDING)
+    with process_replica(folder, tp, pp, record=record, max_num_batched_tokens=24) as replica:
+        device: RecordingDevice = replica.device
+        assert all(calls[0] == "use" for calls in device.calls.values())
+        device.calls.clear()
+        alone, tokens = prompts(1, seed=1), 6
+        check_oracle(folder, alone, replica.run(alone, tokens))
+        (calls,) = device.calls.values()
+        steps = [call for call in calls if call in ("upload_into", "download.wait")]
+        if pp == 1:  # replayed, and one ahead
+            assert steps == ["upload_into", *["upload_into", "download.wait"] * (tokens - 1), "download.wait"]
+        else:  # the last stage samples, so this rank reads nothing back
+            assert "download" not in calls and calls.count("upload") >= tokens
+        assert "synchronize" not in calls
+        mixed = prompts(6)
+        check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(("tp", "pp"), SHAPES)
+def test_every_thread_of_a_serving_rank_sets_its_device(tp: int, pp: int, rank_group: Callable[..., Any]) -> None:
+    group = rank_group(tp, pp, max_num_batched_tokens=24)
+    group.start(record=dict.fromkeys(range(tp * pp), RECORDING), busy=True)
+    group.ready()
+    for pid in group.pids:
+        with pytest.raises(AssertionError, match="no ended"):
+            group.fork_server.ended(pid, 0.5)

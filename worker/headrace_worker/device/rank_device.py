@@ -1,0 +1,112 @@
+"""The one interface through which the engine uses a device: its memory, its order of work, its errors.
+
+`CpuDevice` and `CudaDevice` implement it; a test that needs no GPU implements it by recording what is called.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a stream: the end of everything that was launched there before."""
+
+    def synchronize(self) -> None:
+        """Waits on the host until it is reached."""
+        ...
+
+
+class Download(Protocol):
+    """An asynchronous copy of tensors to the host. It begins at once and waits for nothing that is launched later."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host, in their order."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Makes a step replayable. Each step is warmed up, then recorded."""
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Run the step normally, collectives between ranks included."""
+        ...
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Returns what runs the step again on the same buffers; computes nothing. Raises when it cannot be recorded."""
+        ...
+
+
+class RankDevice(Protocol):
+    """The device of one rank. It is chosen once, with its index, before anything is built on it."""
+
+    torch_device: torch.device  # of tensors; with an index, unless it is the CPU
+    asynchronous: bool  # launches return before the work is done
+
+    def use(self) -> None:
+        """Makes it this thread's current device. A thread starts with the first visible GPU, and kernels and streams
+        use the current device by default: every thread that computes must call this first.
+        """
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes that this process may still allocate, container limits respected."""
+        ...
+
+    def reset_peak(self) -> None:
+        """`peak_bytes` counts from now on."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Bytes that this process had reserved at most, besides what it had allocated at the last `reset_peak`."""
+        ...
+
+    def release_cached(self) -> None:
+        """Memory that is reserved and not in use becomes free."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an allocation failed: the device still works."""
+        ...
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An unfilled tensor in host memory, for copies that do not wait."""
+        ...
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting. On the CPU it is the same tensor."""
+        ...
+
+    def upload_into(self, target: Tensor, tensor: Tensor) -> None:
+        """Copies a host tensor into one on the device, without waiting."""
+        ...
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Begins to copy tensors to the host."""
+        ...
+
+    def mark(self) -> Mark:
+        """The end of what this thread's current stream has."""
+        ...
+
+    def wait_for(self, mark: Mark) -> None:
+        """What is launched on this thread's current stream from now on runs after the mark."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits on the host for this thread's current stream."""
+        ...
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """What is launched inside does not queue behind the work of other threads."""
+        ...
+
+    def recorder(self) -> GraphRecorder | None:
+        """Of steps; None where a step is launched by running it."""
+        ...
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether nothing can be computed here any more, in this process: after an error that a step raised."""
+        ...
