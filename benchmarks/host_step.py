@@ -40,6 +40,7 @@ from headrace_worker.core.plan import RowSampling, StepPlan
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.ranks.messages import Step, encoder
 from headrace_worker.runner.batch import Batch
 from headrace_worker.runner.pools import KVPools
@@ -64,9 +65,8 @@ class FixedRunner(Runner):
     """A runner without a model."""
 
     def __init__(self) -> None:
-        device = torch.device("cpu")
         model: Any = SimpleNamespace(
-            layout=LAYOUT, device=device, dtype=torch.float32, module=NoModel(), parallel=SINGLE
+            layout=LAYOUT, device=CpuDevice(), dtype=torch.float32, module=NoModel(), parallel=SINGLE
         )
         model.vocab_size, model.deterministic = VOCABULARY, False
         super().__init__(model, KVPools.of(model, 20_000), max_rows=ROWS, max_len=MAX_LEN)
