@@ -8,12 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterReport(_message.Message):
-    __slots__ = ("router_id", "replicas")
+    __slots__ = ("router_id", "replicas", "not_finite")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     replicas: _containers.RepeatedCompositeFieldContainer[HeardReplica]
-    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ...) -> None: ...
+    not_finite: _containers.RepeatedCompositeFieldContainer[NotFinite]
+    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ...) -> None: ...
+
+class NotFinite(_message.Message):
+    __slots__ = ("replica_id", "generation", "source_id", "source_generation", "prompts")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    generation: int
+    source_id: str
+    source_generation: int
+    prompts: int
+    def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., source_id: _Optional[str] = ..., source_generation: _Optional[int] = ..., prompts: _Optional[int] = ...) -> None: ...
 
 class HeardReplica(_message.Message):
     __slots__ = ("replica_id", "generation", "heard")

@@ -295,7 +295,7 @@ class ReplicaFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions")
+    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions", "not_finite")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class Delta(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -314,7 +315,8 @@ class Delta(_message.Message):
     cached_tokens: int
     queue_us: int
     preemptions: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    not_finite: bool
+    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")
@@ -361,7 +363,7 @@ class SourceSpeed(_message.Message):
     def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +375,7 @@ class Counters(_message.Message):
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
@@ -384,7 +387,8 @@ class Counters(_message.Message):
     fetched_bytes: int
     fetch_seconds: float
     grants: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ...) -> None: ...
+    not_finite: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("base_ms", "per_prefill_token_ms", "per_decode_sequence_ms", "per_kv_token_ms", "error_ms")

@@ -18,9 +18,10 @@ from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.adoption import AdoptionPlan, choose_builds, plan_adoption, restore_records, take_snapshot
 from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
+from headrace_cluster.core.health_judge import SILENT_SECONDS
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport, fingerprint
-from headrace_cluster.core.reconciler import ROUTERS_SECONDS, SILENT_SECONDS, Reconciler
+from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError

@@ -53,6 +53,8 @@ GIVEN: dict[str, SearchStrategy[Any]] = {
     "headrace.v1.RouterInfo.id": st.sampled_from([HOSTILE, NEIGHBOUR]),
     "headrace.v1.RouterReport.router_id": st.sampled_from([HOSTILE, NEIGHBOUR]),
     "headrace.v1.HeardReplica.replica_id": st.just("m-0"),
+    "headrace.v1.NotFinite.replica_id": st.just("m-0"),
+    "headrace.v1.NotFinite.source_id": st.sampled_from(["", "m-0", "m-1"]),
 }
 
 

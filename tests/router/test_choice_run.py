@@ -33,6 +33,7 @@ from headrace_router.core.errors import (
     PoisonousRequestError,
     ReplicaLostError,
 )
+from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
@@ -143,6 +144,7 @@ class Scenario:
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
         self.suspects = SuspectTable(self.clock.now)
+        self.not_finite = NotFiniteTable(self.clock.now)
         request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=4), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState(
             "m", max_attempts=3, migration_limit=migration_limit, patience=5.0

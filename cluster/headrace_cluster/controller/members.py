@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from headrace_cluster.core.defects import NotFinite
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
 from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, RouterReach
@@ -40,7 +41,8 @@ class Membership:
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages."""
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
-        self.router_reports.report(report.router_id, heard, self._clock())
+        not_finite = [_to_not_finite(entry) for entry in report.not_finite]
+        self.router_reports.report(report.router_id, heard, self._clock(), not_finite)
 
     @property
     def counted_routers(self) -> int:
@@ -82,3 +84,8 @@ class Membership:
                 current = self._list
             seen = current.version
             yield current
+
+
+def _to_not_finite(entry: pb.NotFinite) -> NotFinite:
+    source = ReplicaName(entry.source_id, entry.source_generation) if entry.source_id else None
+    return NotFinite(ReplicaName(entry.replica_id, entry.generation), source, entry.prompts)

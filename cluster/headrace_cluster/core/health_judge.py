@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 
+from headrace_cluster.core.defects import find_defects
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 
 BUDGET_SECONDS = 60.0  # in which health.stops_per_minute counts
+SILENT_SECONDS = 60.0  # for the ranks of a build of an earlier controller to reply, until it may be ended
 ALL_SILENT_FACTOR = 4  # longer until a replica is replaced while no router receives from any: they may be cut off, too
 _WAITS = "; other replicas were replaced in the last minute, so it waits"
 
@@ -25,6 +27,9 @@ class HealthJudge:
         """Compares all replicas."""
         up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
         self._silence = judge_silence(up, self._router_reports, now)
+        defects = find_defects(up, self._router_reports.not_finite(now))
+        for record in up:
+            record.defect = defects.get(record.name, record.defect)  # it remains defective until it is replaced
 
     @property
     def may_be_cut_off(self) -> bool:
@@ -33,6 +38,13 @@ class HealthJudge:
 
     def judge(self, record: Record, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
+        if record.defect:
+            record.enter(State.UNHEALTHY, now)
+            record.cause = record.defect
+            if self.may_stop(now):
+                return record.defect
+            record.cause += _WAITS
+            return ""
         silence = self._silence.get(record.name)
         if silence is not None:
             # Without the seconds so far: `serve` prints each sentence once.
@@ -51,6 +63,15 @@ class HealthJudge:
             record.cause = record.cause.removesuffix(_WAITS) + _WAITS
             return ""
         return f"{record.replica_id} was unhealthy for {now - record.since:.0f} s"
+
+    def judge_start(self, record: Record, now: float) -> str:
+        """Why a build that is not ready yet is to be replaced now; empty if it is not."""
+        waited = now - record.since
+        if record.silent and waited > SILENT_SECONDS and self.may_stop(now):
+            return f"the ranks of {record.replica_id} did not reply for {waited:.0f} s"
+        if not record.silent and waited > self._health.start_seconds:
+            return f"{record.replica_id} was not ready after {self._health.start_seconds:g} s"
+        return ""
 
     def may_stop(self, now: float) -> bool:
         """Whether another replica may be stopped in this minute; if so, it counts."""

@@ -18,7 +18,6 @@ from headrace_cluster.core.surges import Surges
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.stall import stall_limit
 
-SILENT_SECONDS = 60.0  # for the ranks of a build of an earlier controller to reply, until it may be ended
 ROUTERS_SECONDS = 4.0  # after an adoption, for routers to find this controller: they try again within 3 s
 START_TRIES = 3  # of a replica that was never ready, when it dies without a named error
 
@@ -75,9 +74,9 @@ class Reconciler:
 
     def drained(self, model: str) -> bool:
         """Whether an operator drained all replicas of the model that answer requests."""
-        records = (self.records[entry.replica_id] for entry in self._desired.values() if entry.model.name == model)
-        answering = [record.held for record in records if record.role.decodes]
-        return bool(answering) and all(answering)
+        found = (self.records[entry.replica_id] for entry in self.desired if entry.model.name == model)
+        held = [record.held for record in found if record.role.decodes]
+        return bool(held) and all(held)
 
     def hold(self, replica_id: str) -> None:
         """Drains the replica and keeps it down."""
@@ -154,18 +153,24 @@ class Reconciler:
         if record is None:
             return
         record.last_health = now
-        # The routers of the last controller may not be registered at this one yet.
-        record.connected = (record.connected or now) if connected and now >= self._routers_known_at else None
+        routers_known = now >= self._routers_known_at  # those of the last controller may not be registered yet
+        record.connected = (record.connected or now) if connected and routers_known else None
         record.silence_limit = stall_limit(step_seconds, self._health.silence_seconds)
+        if record.defect and state is State.READY:
+            state = State.UNHEALTHY
         if state is State.READY:
-            record.ever_ready = True
-            record.cause = ""
+            record.ever_ready, record.cause = True, ""
             self.unable.pop(record.replica_id, None)
         if state is State.DRAINING and self.records.get(record.replica_id) is record and record.running:
             record.rolling = not record.held  # a late call of an earlier controller: it takes no requests any more
             record.enter(State.READY, now)  # its requests in flight may finish
         elif record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
+
+    def count_not_finite(self, name: ReplicaName, count: int) -> None:
+        """So many attempts ended on a build since the model's output was not finite."""
+        if (record := self._current(name)) is not None:
+            record.not_finite = count
 
     def waits_for_place(self, name: ReplicaName, reason: str, now: float) -> None:
         """A build that was launched has no place yet, for this reason; empty: it has one now.
@@ -278,15 +283,10 @@ class Reconciler:
             record.generation = record.built = max(record.generation, record.built) + 1
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]
-        if record.state is State.STARTING and record.silent:
-            waited = now - record.since
-            if waited <= SILENT_SECONDS or not self._health_judge.may_stop(now):
-                return []
-            return self._replace(record, f"the ranks of {record.replica_id} did not reply for {waited:.0f} s", now)
-        if record.state is State.STARTING and now - record.since > self._health.start_seconds:
-            why = f"{record.replica_id} was not ready after {self._health.start_seconds:g} s"
-            return self._replace(record, why, now)
-        why = self._health_judge.judge(record, now)
+        if record.state is State.STARTING:
+            why = self._health_judge.judge_start(record, now)
+        else:
+            why = self._health_judge.judge(record, now)
         return self._replace(record, why, now) if why else []
 
     def _replace(self, record: Record, cause: str, now: float) -> list[Action]:

@@ -78,6 +78,8 @@ class Record:
     role_number: int = 0  # of the decision about its role: its rank ignores an earlier one that arrives late
     built: int = 0  # generation of the newest build of this replica: this record's or one beside it
     connected: float | None = None  # time since which every router is connected to it
+    not_finite: int = 0  # attempts that ended there since the output was not finite, as its build reports
+    defect: str = ""  # why its device counts as defective
     silent: bool = False  # of an earlier controller, perhaps up: its ranks have not replied yet
 
     @property
@@ -110,6 +112,7 @@ class Record:
         tries = len(self.failures)
         self.not_before = now + (0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2)))
         self.cause = cause
+        self.not_finite, self.defect = 0, ""
         self.enter(State.DEAD, now)
 
     def crash_loop(self, now: float) -> str:

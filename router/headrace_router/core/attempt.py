@@ -23,6 +23,7 @@ class Outcome(Enum):
     LOST = "lost"  # the stream broke, the replica cancelled the attempt, or it skipped tokens
     MOVED = "moved"  # by this router, to another replica
     CANCELLED = "cancelled"  # by this router: no client reads the answer
+    NOT_FINITE = "not_finite"  # the model's output was not finite there: may be placed elsewhere
     FAILED = "failed"  # processing its tokens raised; see `error`
 
 
@@ -85,7 +86,7 @@ class Attempt:
         self._next_index += len(token_ids)
         # An attempt that is still open was not cancelled by this router: the replica is stopping and cancelled it.
         cancelled = delta.finish == FINISH_CANCELLED
-        finish = FINISH_NONE if cancelled else delta.finish
+        finish = FINISH_NONE if cancelled or delta.not_finite else delta.finish
         try:
             if token_ids or finish != FINISH_NONE:
                 self._on_tokens(token_ids, delta.logprobs[known:], finish, delta.error)
@@ -95,6 +96,8 @@ class Attempt:
             return
         if cancelled:
             self.end(Outcome.LOST)
+        elif delta.not_finite and self.open:
+            self._set(Outcome.NOT_FINITE)
         elif finish != FINISH_NONE and self.open:
             self._set(Outcome.FINISHED)
 

@@ -22,10 +22,12 @@ from headrace_router.core.choice_losses import ChoiceLosses
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
 from headrace_router.core.kv_source import KvSource
+from headrace_router.core.not_finite import Build
 from headrace_router.core.placement import MustWaitError, Placement
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.core.shared_prompt import SharedPrompt
+from headrace_router.core.suspect_table import fingerprint
 
 
 class ChoiceRun(Generic[C]):
@@ -63,6 +65,8 @@ class ChoiceRun(Generic[C]):
         self._losses: ChoiceLosses[C] = ChoiceLosses(placement.suspects, request)
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
+        self._not_finite: tuple[Build, Build | None] | None = None  # where the output was not, and what sent blocks
+        self._in_doubt = False  # KV blocks of other replicas
 
     @property
     def ended(self) -> bool:
@@ -150,9 +154,9 @@ class ChoiceRun(Generic[C]):
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica
-        if holder is not None and holder.connected and holder is not target:
+        if holder is not None and holder.connected and holder is not target and not self._in_doubt:
             return KvSource(holder, cached_only=True)
-        if self._losses.any:
+        if self._losses.any or self._in_doubt:
             return None  # it may be the cause: no further replica is involved
         source = self._placement.prefill_source(target, self._request, self._output_tokens)
         return KvSource(source, cached_only=False) if source is not None else None
@@ -174,6 +178,9 @@ class ChoiceRun(Generic[C]):
         assert self.replica is not None
         self._producing = True
         self._retry.progressed()
+        if self._not_finite is not None:
+            self._placement.not_finite.add(*self._not_finite, fingerprint(self._request))
+            self._not_finite = None
         self.replica.arriving.discard(attempt.id)
         self._remove_remote_prompt(attempt)
         self._release_kept()
@@ -212,6 +219,9 @@ class ChoiceRun(Generic[C]):
             self._retry.moved(replica)
         else:
             self._previous = replica if begun and outcome is Outcome.LOST else None
+            if outcome is Outcome.NOT_FINITE:
+                self._not_finite = replica.build, self._source.replica.build if self._source is not None else None
+                self._in_doubt = True
             if outcome is Outcome.LOST and self._replica_failed:
                 self._losses.add(replica, self._output_tokens)
             if not begun:

@@ -7,6 +7,7 @@ from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterR
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DrainedError, ModelNotFoundError, NoReplicaError, RevisionReplacedError
+from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import Policy
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
@@ -57,6 +58,7 @@ class Fleet(Generic[C]):
         self._least_disaggregated = least_disaggregated
         self._rebalancer = Rebalancer(jitter)
         self.suspects = SuspectTable(clock)
+        self.not_finite = NotFiniteTable(clock)
         self._clock = clock
         self._maintained: float | None = None
         self._ready: set[int] = set()  # links that were ready at the last `rebalance`
@@ -92,7 +94,7 @@ class Fleet(Generic[C]):
             HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
             for replica in self.replicas
         ]
-        return RouterReport(router_id=router_id, replicas=replicas)
+        return RouterReport(router_id=router_id, replicas=replicas, not_finite=self.not_finite.report())
 
     def maintain(self) -> None:
         """Called several times a second: finds slow replicas, and moves the attempts of a stalled one to others."""
@@ -198,6 +200,7 @@ class Fleet(Generic[C]):
         if not free:
             raise MustWaitError
         open_ = [replica for replica in free if not replica.reserved] or free
+        open_ = [replica for replica in open_ if not self.not_finite.avoids(replica.build)] or open_
         steady = [replica for replica in open_ if not replica.speed.slow]
         if steady and len(steady) < len(open_) and not output_tokens:
             now = self._clock()
@@ -233,7 +236,10 @@ class Fleet(Generic[C]):
         sources = [
             replica
             for replica in self._of_model(request.model)
-            if replica.ready_source and replica is not target and replica.revision == request.revision
+            if replica.ready_source
+            and replica is not target
+            and replica.revision == request.revision
+            and not self.not_finite.avoids(replica.build)
         ]
         tokens = len(request.prompt_token_ids) + output_tokens
         chosen = choose_source(tokens, target, sources, self._disaggregation, self._least_disaggregated)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.suspect_table import SuspectTable
 
@@ -18,6 +19,10 @@ class Placement(Protocol[C]):
     @property
     def suspects(self) -> SuspectTable:
         """The requests that are not run."""
+
+    @property
+    def not_finite(self) -> NotFiniteTable:
+        """Replicas whose output was not finite."""
 
     def place(
         self,

@@ -3,6 +3,7 @@
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
 after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
                          token it ends after `patience` seconds or MAX_REFUSALS refusals (docs/reliability.md R24)
+not finite:              another replica, or the same one if there is no other; the second time → an error
 suspect:                 `alone` is set by the caller (core/suspect.py, docs/reliability.md I25)
 """
 
@@ -14,6 +15,7 @@ from headrace_proto.quantities import counted
 from headrace_router.core.attempt import Outcome
 from headrace_router.core.errors import (
     ApiError,
+    GenerationFailedError,
     NoReplicaError,
     OverloadedError,
     ReplicaLostError,
@@ -24,6 +26,7 @@ Replica = TypeVar("Replica")
 
 RETRY_SECONDS = 0.1  # mean time between two searches for a ready replica; the first pause after refusals
 LONGEST_PAUSE = 2.0  # seconds; each pause after refusals is twice the one before
+MAX_NOT_FINITE = 2  # attempts of a choice
 MAX_REFUSALS = 100  # of a stream, without a new token
 
 
@@ -45,6 +48,7 @@ class RetryState(Generic[Replica]):
     _refused_in_vain: int = 0  # since the last new token
     _pauses: int = 0
     _waiting_since: float | None = None
+    _not_finite: int = 0  # attempts
 
     @property
     def round_over(self) -> bool:
@@ -62,6 +66,9 @@ class RetryState(Generic[Replica]):
     def ended(self, replica: Replica, outcome: Outcome, begun: bool) -> None:
         """An attempt was refused or lost. Raises the ApiError that ends the choice. begun: tokens were sent."""
         self._refusals += outcome is Outcome.REFUSED
+        if outcome is Outcome.NOT_FINITE:
+            self._add_not_finite(replica)
+            return
         if begun and outcome is Outcome.LOST:
             self.migrations += 1
             if self.migrations > self.migration_limit:
@@ -86,6 +93,16 @@ class RetryState(Generic[Replica]):
         elif self._tries >= self.max_attempts:
             raise self._none_left()
 
+    def _add_not_finite(self, replica: Replica) -> None:
+        self._not_finite += 1
+        if self._not_finite >= MAX_NOT_FINITE:
+            raise GenerationFailedError(
+                f"The model computed values that are not finite for this request, {MAX_NOT_FINITE} times; change the "
+                "prompt, or ask the operator for another --dtype."
+            )
+        self.excluded = [replica]
+        self._end_wait()
+
     def moved(self, replica: Replica) -> None:
         """The router itself moved the stream: no replica failed."""
         self.excluded = [replica]
@@ -93,7 +110,7 @@ class RetryState(Generic[Replica]):
 
     def not_placed(self, begun: bool, now: float) -> float:
         """No replica can be chosen now. Returns the seconds until the next search; raises the ApiError that ends it."""
-        if not begun:
+        if not begun and not self._not_finite:
             raise self._none_left()
         self.excluded.clear()  # one that refused may have capacity by now
         return self._pause(now, refused=self._refused_in_round > 0)

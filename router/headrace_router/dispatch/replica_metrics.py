@@ -88,4 +88,5 @@ COUNTERS = (
         "fetch_seconds",
     ),
     Counter("headrace_kv_grants", "Prompts computed, or sent, for other replicas", "grants"),
+    Counter("headrace_not_finite", "Attempts that ended since the model's output was not finite", "not_finite"),
 )

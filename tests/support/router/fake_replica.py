@@ -78,6 +78,8 @@ class FakeReplica(ReplicaServicer):
     die_after: int | None = None  # tokens of an attempt after which the process exits
     skip_after: int | None = None  # tokens after which an index is skipped
     end_with_error: bool = False
+    not_finite_after: int | None = None  # tokens of an attempt after which the model's output is not finite
+    not_finite_left: int = 1 << 30  # attempts that end so
     frozen: bool = False
     ignore_max_tokens: bool = False
     cached_tokens: int = 3
@@ -185,6 +187,10 @@ class FakeReplica(ReplicaServicer):
             if self.die_after is not None and sent - first >= self.die_after:
                 await asyncio.sleep(0.05)  # for frames that were sent before to arrive
                 asyncio.get_running_loop().create_task(self.kill())
+                return
+            if self.not_finite_left and self.not_finite_after is not None and sent - first >= self.not_finite_after:
+                self.not_finite_left -= 1
+                self._outbox.append(Delta(attempt_id=ident, first_index=sent, finish=FINISH_ERROR, not_finite=True))
                 return
             piece = token_ids[sent : sent + self.tokens_per_delta]
             last = sent + len(piece) == len(token_ids)

@@ -9,6 +9,7 @@ from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
+from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.core.suspect_table import SuspectTable
@@ -156,6 +157,10 @@ class SimPlacement:
     @property
     def suspects(self) -> SuspectTable:
         return self.router.fleet.suspects
+
+    @property
+    def not_finite(self) -> NotFiniteTable:
+        return self.router.fleet.not_finite
 
     def place(
         self,

@@ -91,3 +91,4 @@ class StepResult(Struct, frozen=True):
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs]  # by index into tokens, for rows that request them
     failed: dict[int, str]  # by index into tokens: why sampling failed for the row; its token is meaningless
+    not_finite: list[int] = []  # of the failed ones: indexes of rows whose raw logits were not finite

@@ -18,6 +18,7 @@ class Finish(Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    NOT_FINITE = "not_finite"  # the model's output was not finite: the device may be defective
     REFUSED = "refused"
 
 

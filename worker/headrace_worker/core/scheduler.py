@@ -110,7 +110,7 @@ class Scheduler:
             if request.finish is not None or step.plan.step <= request.discard_until_step:
                 continue
             if position in failed:
-                outputs.append(self.end(request, Finish.ERROR, failed[position]))
+                outputs.append(self._end_failed(request, table, failed[position], position in result.not_finite))
                 continue
             if request.suspect:
                 self._request_table.clear_suspect(request)
@@ -122,6 +122,15 @@ class Scheduler:
                 self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
             outputs.append(self._emit(request, position, result))
         return outputs
+
+    def _end_failed(self, request: Request, table: BlockTable, sentence: str, not_finite: bool) -> Output:
+        """Sampling failed for the request. What it computed, or started from, is not used again if it is in doubt."""
+        if not not_finite:
+            return self.end(request, Finish.ERROR, sentence)
+        self.counters.not_finite += 1
+        if request.table is table:
+            self.kv.forget(table)
+        return self.end(request, Finish.NOT_FINITE, sentence)
 
     def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
         """A step raised. A single request in it is the cause; several are each retried alone (docs/reliability.md R9).

@@ -8,9 +8,7 @@ from headrace_worker.core.plan import SampledLogprobs, StepResult
 from headrace_worker.device.rank_device import Download, RankDevice
 from headrace_worker.sampler.logprobs import LogprobsOutput
 
-NOT_FINITE = (
-    "The model computed values that are not finite for this request; try float32, or another prompt if it persists."
-)
+NOT_FINITE = "the model computed values that are not finite; try --dtype float32, or another prompt if it persists"
 
 NOTHING_ALLOWED = (
     "The constraint of this output allows no token that the other options leave: use a smaller min_tokens, no "
@@ -43,8 +41,9 @@ class SampleOutput:
         tokens, finite, *rest = self._copy.wait()
         drawable = rest.pop().tolist() if self.drawable is not None else ()
         failed = {index: NOTHING_ALLOWED for index, good in enumerate(drawable) if not good}
-        failed |= {index: NOT_FINITE for index, good in enumerate(finite.tolist()) if not good}
+        not_finite = [index for index, good in enumerate(finite.tolist()) if not good]
+        failed |= dict.fromkeys(not_finite, NOT_FINITE)
         logprobs: dict[int, SampledLogprobs] = {}
         if self.logprobs is not None:
             logprobs = {index: entry for index, entry in self.logprobs.read(*rest).items() if index not in failed}
-        return StepResult(step, tokens.tolist(), logprobs, failed)
+        return StepResult(step, tokens.tolist(), logprobs, failed, not_finite)

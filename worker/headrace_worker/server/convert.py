@@ -16,6 +16,7 @@ _FINISH = {
     Finish.CANCELLED: pb.FINISH_CANCELLED,
     Finish.DEADLINE: pb.FINISH_DEADLINE,
     Finish.ERROR: pb.FINISH_ERROR,
+    Finish.NOT_FINITE: pb.FINISH_ERROR,
     Finish.REFUSED: pb.FINISH_REFUSED,
 }
 
@@ -115,8 +116,7 @@ def fill_delta(delta: pb.Delta, output: Output) -> None:
     if output.logprobs:
         delta.logprobs.extend(to_logprobs(entry) for entry in output.logprobs)
     if output.finish is not None:
-        delta.finish = _FINISH[output.finish]
-        delta.error = output.error
+        _fill_end(delta, output.finish, output.error)
     if output.preemptions:
         delta.preemptions = output.preemptions
     if output.cached_tokens is not None:
@@ -131,8 +131,13 @@ def merge_output(delta: pb.Delta, output: Output) -> None:
     delta.logprobs.extend(to_logprobs(entry) for entry in output.logprobs)
     delta.preemptions = output.preemptions
     if output.finish is not None:
-        delta.finish = _FINISH[output.finish]
-        delta.error = output.error
+        _fill_end(delta, output.finish, output.error)
+
+
+def _fill_end(delta: pb.Delta, finish: Finish, error: str) -> None:
+    delta.finish = _FINISH[finish]
+    delta.error = error
+    delta.not_finite = finish is Finish.NOT_FINITE
 
 
 def to_logprobs(entry: SampledLogprobs) -> pb.TokenLogprobs:
@@ -164,6 +169,7 @@ def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
             prefix_cache_queries=counters.prefix_queries,
             prefix_cache_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
+            not_finite=counters.not_finite,
             steps=step,
             fetches=load.fetches.started,
             fetches_failed=load.fetches.failed,

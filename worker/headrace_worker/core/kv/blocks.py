@@ -111,6 +111,10 @@ class BlockPool:
             self._by_digest[content.digest] = block
             self._changes.append(CacheChange(content.group, content.digest, True))
 
+    def forget(self, block: int) -> None:
+        """Removes the content of a referenced block from the index; requests that share the block continue with it."""
+        self._remove_content(block)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Removes one reference from each block. The last one is evicted first: prefixes stay longer than tails."""
         for block in reversed(list(blocks)):

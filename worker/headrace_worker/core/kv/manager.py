@@ -178,6 +178,12 @@ class KVManager:
         for index, block in enumerate(blocks, first):
             self.pool.publish(block, Content(group, chain.digests[group][index], chain.packed[index]))
 
+    def forget(self, table: BlockTable) -> None:
+        """Removes the contents of a request's blocks from the index: no other request starts from them."""
+        for blocks in table.tables:
+            for block in blocks:
+                self.pool.forget(block)
+
     def release(self, table: BlockTable) -> None:
         """Releases all blocks of a request; published ones stay cached until they are evicted."""
         for blocks in table.tables:
