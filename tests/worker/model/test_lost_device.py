@@ -1,15 +1,20 @@
 """An error that ends a rank's device ends the engine at once; requests are not failed one by one."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from headrace_proto.errors import EngineDeadError
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.request import Finish
 from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.device.gpu_faults import FATAL_XIDS
 from headrace_worker.offline import OfflineEngine, Prompt
+from headrace_worker.replica import Replica
+from support import identities
 from support.worker.recording_device import RecordingDevice
 
 SIZES: dict[str, Any] = {
@@ -57,3 +62,38 @@ def test_another_error_ends_its_requests_only(offline: OfflineEngine, monkeypatc
         (failed,) = offline.generate([Prompt([5, 6, 7], 4)])
     assert failed.finish is Finish.ERROR
     assert offline.generate([Prompt([5, 6, 7], 4)])[0].finish is not Finish.ERROR
+
+
+class DefectiveDevice(RecordingDevice):
+    """Reports a fault when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_fault: Callable[[str], None] | None = None
+        self.watched = True
+
+    def watch_faults(self, on_fault: Callable[[str], None]) -> Callable[[], None]:
+        self.on_fault = on_fault
+
+        def end() -> None:
+            self.watched = False
+
+        return end
+
+
+def test_the_rank_ends_at_once_with_the_reason(
+    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
+) -> None:
+    folder = tiny("llama")
+    add_tokenizer(folder)
+    device = DefectiveDevice()
+    rank = Replica(replica(folder, kv_cache_memory=1 << 20), identities.replica(), bytes(32), device=lambda _: device)
+    rank.start()
+    try:
+        assert device.on_fault is not None
+        threading.Timer(0.05, device.on_fault, [f"cuda:0 is defective: {FATAL_XIDS[79]}"]).start()
+        with pytest.raises(EngineDeadError, match="cuda:0 is defective: it is no longer on the bus"):
+            rank.wait()
+    finally:
+        rank.stop()
+    assert not device.watched

@@ -1,7 +1,7 @@
 """The CPU as the device of a rank: everything is done when a call returns."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class CpuDevice:
 
     def use(self) -> None:
         """There is one."""
+
+    def watch_faults(self, on_fault: Callable[[str], None]) -> Callable[[], None]:
+        """Defects of a CPU are not reported."""
+        return lambda: None
 
     def free_memory(self) -> int:
         return available_memory()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_proto.errors import DeviceError
+from headrace_worker.device.gpu_faults import GpuFaultWatch
 from headrace_worker.device.rank_device import GraphRecorder, Mark
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the only error of a launch after which the context still works
@@ -79,6 +80,10 @@ class CudaDevice:
 
     def use(self) -> None:
         torch.cuda.set_device(self.torch_device)
+
+    def watch_faults(self, on_fault: Callable[[str], None]) -> Callable[[], None]:
+        uuid = torch.cuda.get_device_properties(self.torch_device).uuid
+        return GpuFaultWatch(str(self.torch_device), f"GPU-{uuid}", on_fault).stop
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])

@@ -51,6 +51,13 @@ class RankDevice(Protocol):
         """
         ...
 
+    def watch_faults(self, on_fault: Callable[[str], None]) -> Callable[[], None]:
+        """Calls `on_fault` once, on another thread, with a sentence, if the device is found to be defective.
+
+        Returns what ends the watch.
+        """
+        ...
+
     def free_memory(self) -> int:
         """Bytes that this process may still allocate, container limits respected."""
         ...

@@ -57,6 +57,7 @@ class Replica:
         self._team: Team | None = None
         self._profiler: StepProfiler | None = None
         self._running: ServingRank | FollowingRank | None = None
+        self._end_watch: Callable[[], None] = lambda: None
 
     def open_rendezvous(self) -> Rendezvous:
         """On rank 0 of several: the rendezvous to pass to `start` of all ranks. Raises RendezvousError."""
@@ -74,6 +75,11 @@ class Replica:
         if self._profiler is not None:
             self._report("preparing the profiler", 0.0)
             self._profiler.warm_up()
+        started = self._start_rank(device, rendezvous)
+        self._end_watch = device.watch_faults(self._fail)
+        return started
+
+    def _start_rank(self, device: RankDevice, rendezvous: Rendezvous | None) -> ReplicaStarted:
         if rendezvous is None:
             return self._serve(device, None)
         self._report("connecting to the other ranks", 0.0)
@@ -93,6 +99,13 @@ class Replica:
         parts = (self._config, self._boot_id, self._report, team, self._profiler)
         self._running = running = FollowingRank(*parts)
         return running.started
+
+    def _fail(self, sentence: str) -> None:
+        """The device is defective: the replica ends at once, and its requests continue elsewhere."""
+        if self._team is not None:
+            self._team.detector.fail(sentence)
+        if self._running is not None:
+            self._running.loop.abandon(RunnerBrokenError(sentence))
 
     def wait(self) -> None:
         """Blocks until `stop`. Raises EngineDeadError when the rank's loop fails, or another rank is lost."""
@@ -144,6 +157,7 @@ class Replica:
 
         With several ranks all must be stopped: the others end when rank 0 sends `Stop`.
         """
+        self._end_watch()
         if self._running is not None:
             self._running.stop()
         elif self._team is not None:
