@@ -3,7 +3,8 @@ is a fork of this process.
 
 Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "rendezvous": hex, or
 null for a rank 0 that opens one}, and optionally "hold": the stage of its start in which it blocks, "busy": true for a
-rank 0 that submits endless requests to itself, "fault": the number of a step that raises, "record": options of a
+rank 0 that submits endless requests to itself, "fault": the number of a step that raises, "hang": of one that does not
+end although the process lives, "record": options of a
 recorder (see recorders.py) to replay steps with. Prints JSON lines that begin with the process id: when it is forked,
 has opened a rendezvous, reaches a stage, is ready, has ended (with the outcome), has exited.
 Ranks are killed when stdin closes.
@@ -58,6 +59,8 @@ def run_rank(order: dict[str, Any]) -> str:
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):
         raise_in_step(order["fault"])
+    if order.get("hang"):
+        hang_in_step(order["hang"])
     try:
         if order["rendezvous"] is None:
             rendezvous = replica.open_rendezvous()
@@ -111,6 +114,19 @@ def raise_in_step(number: int) -> None:
         return run(self, step)
 
     StageRunner.run = faulty  # type: ignore[method-assign]
+
+
+def hang_in_step(number: int) -> None:
+    """Let the step of that number not end in this process: other ranks wait for it in their collectives."""
+    run = StageRunner.run
+
+    def hanging(self: Any, step: Any) -> Any:
+        if step.plan.step == number and step.plan.work:
+            report_facts(stage="hanging")
+            time.sleep(1000)
+        return run(self, step)
+
+    StageRunner.run = hanging  # type: ignore[method-assign]
 
 
 def orders(alive: set[int]) -> Iterator[dict[str, Any]]:

@@ -116,17 +116,20 @@ class RankGroup:
         holds: Mapping[int, str] = {},
         absent: Collection[int] = (),
         record: Mapping[int, Mapping[str, Any]] | None = None,
+        hangs: Mapping[int, int] = {},
         **options: Any,
     ) -> None:
         """`holds`: ranks that block in a stage of their start; `absent`: ranks that never start; `options`: of rank 0.
 
-        `record`: record steps, with the recorder options of each rank.
+        `record`: record steps, with the recorder options of each rank. `hangs`: ranks, and the step that does not end.
         """
 
         def recorder(rank: int) -> Mapping[str, Any] | None:
             return None if record is None else record.get(rank, {})
 
-        first = self.fork_server.start(self.config, 0, None, hold=holds.get(0), record=recorder(0), **options)
+        first = self.fork_server.start(
+            self.config, 0, None, hold=holds.get(0), hang=hangs.get(0), record=recorder(0), **options
+        )
         rendezvous = msgspec.msgpack.decode(
             bytes.fromhex(self.fork_server.wait_for(first, "rendezvous", 20)), type=Rendezvous
         )
@@ -134,7 +137,7 @@ class RankGroup:
         for rank in range(1, self.config.tp * self.config.pp):
             if rank not in absent:
                 fault: dict[str, Any] = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
-                fault["record"] = recorder(rank)
+                fault |= {"record": recorder(rank), "hang": hangs.get(rank)}
                 self.pids.append(self.fork_server.start(self.config, rank, rendezvous, hold=holds.get(rank), **fault))
 
     def ready(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from headrace_worker.assembly.command_queue import CommandQueue
+from headrace_worker.assembly.step_watch import StepWatch
 from headrace_worker.core.engine import Engine, LoadSnapshot
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.request import Finish, Output, Request
@@ -47,10 +48,11 @@ class EngineLoop:
         commands: CommandQueue,
         prepare: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        watch: StepWatch | None = None,
     ) -> None:
         """`commands`: the queue that the engine's transfers report to; others may use it before the loop exists.
 
-        `prepare` runs on the thread first.
+        `prepare` runs on the thread first. `watch`: of the engine's steps.
         """
         self.commands = commands
         self.failure: BaseException | None = None
@@ -59,6 +61,7 @@ class EngineLoop:
         self._sink = sink
         self._prepare = prepare
         self._clock = clock
+        self._watch = watch
         self._stopping = False
         self._draining = False
         self._step = 0
@@ -139,11 +142,20 @@ class EngineLoop:
             self.commands.wait(IDLE_TICK)
         outputs = [output for command in self.commands.take() if (output := command(self._engine)) is not None]
         if self._engine.has_work or self._engine.exchange.busy:
-            outputs += self._engine.step()
+            outputs += self._watched_step()
         for output in outputs:
             if output.finish is not None:
                 self._held.discard(output.attempt_id)
         self._report(outputs)
+
+    def _watched_step(self) -> list[Output]:
+        if self._watch is None:
+            return self._engine.step()
+        self._watch.begin()
+        try:
+            return self._engine.step()
+        finally:
+            self._watch.end()
 
     def _report(self, outputs: list[Output], *, last: bool = False) -> None:
         self._step += 1

@@ -4,6 +4,7 @@ gloo transfers tensors in host memory, NCCL tensors on a GPU.
 """
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,6 +87,17 @@ class Group:
         with contextlib.suppress(RuntimeError):
             self._backend.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
+    def abort(self) -> None:
+        """Ends the kernels of an NCCL group that wait for a rank, from any thread; nothing can be exchanged after it.
+
+        Returns at once: the abort may wait for the driver. Without it the GPU stays busy, and the process may not exit.
+        """
+        threading.Thread(target=self._abort, name="headrace-nccl-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a communicator that is in error already
+            self._backend.abort()
+
     def gather(self, tensor: Tensor) -> Tensor:
         """[size, *tensor.shape]: the tensor of each rank."""
         out = tensor.new_empty((self.size, *tensor.shape))
@@ -130,8 +142,11 @@ def host_group(store: Store, name: str, host: str, rank: int, size: int, detecto
 
 def device_group(
     store: Store, name: str, device: torch.device, rank: int, size: int, detector: FailureDetector
-) -> Group:  # pragma: no cover - needs a GPU per rank
-    """An NCCL group of ranks with one GPU each. Raises DeviceError where this torch has no NCCL."""
+) -> Group:
+    """An NCCL group of ranks with one GPU each, aborted when a rank is lost.
+
+    Raises DeviceError where this torch has no NCCL.
+    """
     if not dist.is_nccl_available():
         raise DeviceError("this build of torch has no NCCL: ranks on GPUs cannot communicate; install torch with CUDA")
     nccl: Any = dist.ProcessGroupNCCL
@@ -142,4 +157,6 @@ def device_group(
         backend.eager_connect_single_device(device)
     except RuntimeError as error:
         raise detector.explain(error) from error
-    return Group(backend, rank, size, detector)
+    group = Group(backend, rank, size, detector)
+    detector.on_loss(lambda failure: group.abort())
+    return group

@@ -72,7 +72,7 @@ class Engine:
         self._trial = Trial(clock)
         self._failed_steps = 0
         self._last_collect = clock()
-        self._predicted = 0.0
+        self.predicted_step = 0.0  # seconds, of the newest step
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +118,9 @@ class Engine:
         if scheduled is not None:
             scheduled.plan.orders.extend(orders)
             start = self._clock()
+            self.predicted_step = self.latency.cost.predict(
+                scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
+            )
             try:
                 handle = self._runner.launch(scheduled.plan)
             except RunnerBrokenError:
@@ -126,9 +129,6 @@ class Engine:
                 outputs += self._step_failed(scheduled, error)
             else:
                 self._launched.append(_Launched(scheduled, handle, start))
-                self._predicted = self.latency.cost.predict(
-                    scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
-                )
                 if scheduled.guided:
                     outputs += self._draw(self._launched[-1])
             if orders:
@@ -155,7 +155,7 @@ class Engine:
             kv_usage=pool.used / pool.total,
             available_blocks=pool.available,
             missing_tokens=scheduler.missing_tokens,
-            predicted_step=self._predicted,
+            predicted_step=self.predicted_step,
             cost=self.latency.cost,
             counters=scheduler.counters,
             fetches=self.exchange.fetcher.counters,

@@ -39,8 +39,8 @@ class Follower:
         """Wait until this rank has ended, for `seconds` at most."""
         self.ended.wait(seconds)
 
-    def abandon(self, error: Exception) -> None:
-        """A rank or its device is lost: end, even if the thread still waits for it."""
+    def abandon(self, error: RankLostError) -> None:
+        """Another rank is lost: end, even if the thread still waits for it."""
         if self.ended.is_set():
             return
         self.failure = self.failure or error

@@ -50,6 +50,10 @@ class FollowingRank:
             team_notes=team.notes,
         )
 
+    def fail(self, sentence: str) -> None:
+        """The device is defective: all ranks end at once."""
+        self._team.detector.fail(sentence)
+
     def stop(self) -> None:
         """Waits for rank 0's `Stop`, then ends the connections. Idempotent."""
         self.loop.join(STOP_SECONDS)

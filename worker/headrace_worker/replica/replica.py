@@ -76,7 +76,8 @@ class Replica:
             self._report("preparing the profiler", 0.0)
             self._profiler.warm_up()
         started = self._start_rank(device, rendezvous)
-        self._end_watch = device.watch_faults(self._fail)
+        if self._running is not None:
+            self._end_watch = device.watch_faults(self._running.fail)
         return started
 
     def _start_rank(self, device: RankDevice, rendezvous: Rendezvous | None) -> ReplicaStarted:
@@ -99,13 +100,6 @@ class Replica:
         parts = (self._config, self._boot_id, self._report, team, self._profiler)
         self._running = running = FollowingRank(*parts)
         return running.started
-
-    def _fail(self, sentence: str) -> None:
-        """The device is defective: the replica ends at once, and its requests continue elsewhere."""
-        if self._team is not None:
-            self._team.detector.fail(sentence)
-        if self._running is not None:
-            self._running.loop.abandon(RunnerBrokenError(sentence))
 
     def wait(self) -> None:
         """Blocks until `stop`. Raises EngineDeadError when the rank's loop fails, or another rank is lost."""

@@ -4,9 +4,11 @@ from headrace_proto.identity import Identity
 from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
+from headrace_worker.assembly.step_watch import StepWatch
 from headrace_worker.assembly.transfer_reports import forward_notes
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
+from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.team import Team
@@ -44,9 +46,16 @@ class ServingRank:
         self._ranks = assembly.ranks
         self._transfers = transfers = assembly.transfers
         self._server = server = ReplicaServer(config.host, config.port, identity)
+        # A single rank on a CPU waits for nothing: its step is slow at most.
+        watched = team is not None or device.asynchronous
+        self._watch = StepWatch(lambda: assembly.engine.predicted_step, self.fail) if watched else None
         try:
             self.loop = loop = EngineLoop(
-                assembly.engine, lambda done: server.call_soon(servicer.deliver, done), assembly.commands, device.use
+                assembly.engine,
+                lambda done: server.call_soon(servicer.deliver, done),
+                assembly.commands,
+                device.use,
+                watch=self._watch,
             )
             self._description = description = describe(assembly, config, boot_id)
             if team is not None:
@@ -67,6 +76,8 @@ class ServingRank:
         loop.start()
         if team is not None:
             team.detector.on_loss(loop.abandon)
+        if self._watch is not None:
+            self._watch.start()
         report("ready", 1.0)
         self.started = start_facts(
             config,
@@ -86,9 +97,17 @@ class ServingRank:
         self._description.set_role(role.number)
         self.loop.commands.exchange(lambda exchange: exchange.compute_for_others(role.prefills))
 
+    def fail(self, sentence: str) -> None:
+        """A step hangs, or the device is defective: the replica ends at once, and its requests continue elsewhere."""
+        if self._team is not None:
+            self._team.detector.fail(sentence)
+        self.loop.abandon(RunnerBrokenError(sentence))
+
     def stop(self) -> None:
         """Ends the loop, the other ranks, then the server once the last frames are sent. Idempotent."""
         lost = self._team is not None and self._team.detector.failure is not None
+        if self._watch is not None:
+            self._watch.stop()
         self.loop.stop(LOST_STOP_SECONDS if lost else STOP_SECONDS)
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
