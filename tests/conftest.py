@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 PROCESSES = (
     "death",
     "guided_ranks",
+    "hanging_step",
     "loaded_facts",
     "process_oracle",
     "process_requests",
@@ -33,6 +34,7 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "e2e/test_controller_restart.py",
     "e2e/test_process_failures.py",
     "e2e/test_load.py",
+    "e2e/test_nodes.py",
     "e2e/test_oracle.py",
     "e2e/test_pools.py",
     "e2e/test_profile.py",

@@ -55,6 +55,7 @@ _TEXTS = {  # settings with a notation of their own
     "host": "localhost",
     "profile": "/somewhere",
     "defaults": '{"max_tokens": 7}',
+    "node_labels": '{"gpu": "h100"}',
     "cluster": "other",
     "model": "a/b",
     "served_model_name": "name",
@@ -63,8 +64,9 @@ _TEXTS = {  # settings with a notation of their own
 
 def _another_value(setting: Setting, place: int) -> str:
     """A value, as text, that is not the setting's default."""
-    if setting.name in _TEXTS:
-        return _TEXTS[setting.name]
+    of_model = setting.name.removeprefix("prefill_").removeprefix("decode_")
+    if of_model in _TEXTS:
+        return _TEXTS[of_model]
     if "|" in setting.values:
         return setting.values.split("|")[-1]  # no setting has its last choice as default
     if setting.kind is bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from ray._private.label_utils import validate_label_selector
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import format_bytes
@@ -157,6 +158,29 @@ def test_the_spec_is_equal_after_json() -> None:
     assert ClusterSpec.model_validate_json(spec.model_dump_json()) == spec
     pools = parse_spec({"models": [{"prefill": {"tp": 2}, "decode": {"replicas": 2}}]})
     assert ClusterSpec.model_validate_json(pools.model_dump_json()) == pools
+
+
+def test_pools_have_the_labels_of_the_model_or_their_own() -> None:
+    pools = {"prefill": {"node_labels": {"gpu": "h100"}}, "decode": {}}
+    (model,) = parse_spec({"models": [{"node_labels": {"zone": "in(a, b)"}} | pools]}).models
+    assert [dict(pool.node_labels) for pool in model.pools] == [{"zone": "in(a, b)"}, {"gpu": "h100"}]
+    assert model.shaped(model.pools[1]).node_labels == {"gpu": "h100"}
+    (plain,) = parse_spec({"models": [{}]}).models
+    assert plain.node_labels == {} and dict(plain.pools[0].node_labels) == {}
+
+
+@pytest.mark.parametrize(
+    "labels", [{"a b": "c"}, {"-a": "c"}, {"a": "b;c"}, {"a": "in()"}, {"a": ""}, {"a": "in(a"}, "x", "[1]"]
+)
+def test_labels_that_ray_would_refuse(labels: object) -> None:
+    with pytest.raises(SpecError, match="node_labels"):
+        parse_spec({"models": [{"node_labels": labels}]})
+
+
+@pytest.mark.parametrize("labels", [{"ray.io/node-id": "abc"}, {"a": "!b"}, {"a": "in(b,c)"}, {"a": "!in(b, c)"}])
+def test_labels_as_ray_takes_them(labels: dict[str, str]) -> None:
+    assert validate_label_selector(labels) is None
+    assert parse_spec({"models": [{"node_labels": labels}]}).models[0].node_labels == labels
 
 
 @pytest.mark.parametrize("read", [dataclasses.fields, dataclasses.asdict, dataclasses.replace, msgspec.to_builtins])

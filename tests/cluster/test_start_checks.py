@@ -192,6 +192,26 @@ def test_resources_of_a_joined_ray_are_not_checked_here(folder: Path) -> None:
     assert "8192 positions" in rejection(spec({"max_model_len": 8193}, **far))
 
 
+def test_weights_of_other_machines_are_not_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_download(*_: object) -> ModelSource:
+        raise AssertionError("this machine may run no rank")
+
+    def commit(source: str, revision: str | None) -> str | None:
+        return f"commit of {revision}" if source == "acme/model" else None
+
+    monkeypatch.setattr(start_checks, "resolve", no_download)
+    monkeypatch.setattr(start_checks, "hub_commit", commit)
+    models = [
+        {"source": "acme/model", "name": "hub", "revision": "main"},
+        {"source": "/only/there", "name": "path"},
+        {"source": "~/model.gguf", "name": "file"},
+    ]
+    pinned = check_start(
+        spec(*models, ray={"address": "192.0.2.55:6379"}), lambda stage: None, print, with_router=False
+    )
+    assert [model.revision for model in pinned.models] == ["commit of main", None, None]
+
+
 def test_gpus_that_cannot_be_counted_are_checked_by_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 16 << 30, None))
     assert run(spec({"source": str(folder), "device": "cuda"})) == []

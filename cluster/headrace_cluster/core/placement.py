@@ -68,10 +68,13 @@ def waiting_sentence(model: ModelSpec, gpus: int, free: Mapping[str, float]) -> 
     """Why a replica has no place yet. gpus: of each rank. free: CPUs and GPUs in all of Ray."""
     share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
     has = {kind: free.get(kind, 0) for kind in share}
-    together = f", each {model.tp} on one node," if model.tp > 1 else ","
+    together = f", each {model.tp} on one node" if model.tp > 1 else ""
+    labels = ", ".join(f"{key}={value}" for key, value in model.node_labels.items())
+    where = f", on nodes with the labels {labels}" if labels else ""
+    on_all = ", on all nodes" if labels else ""
     return (
-        f"waiting for a place: it needs {model.ranks} x {_resource_list(share)}{together} and Ray has free: "
-        f"{_resource_list(has)}; it starts when nodes are added or other replicas end"
+        f"waiting for a place: it needs {model.ranks} x {_resource_list(share)}{together}{where}, and Ray has free"
+        f"{on_all}: {_resource_list(has)}; it starts when nodes are added or other replicas end"
     )
 
 

@@ -32,7 +32,7 @@ from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, request_limit, 
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.headers import check_length, gguf_footprint, read_headers
-from headrace_worker.model.source import ModelSource, resolve
+from headrace_worker.model.source import ModelSource, hub_commit, is_here, resolve
 
 _NO_LIMIT = 1 << 62  # bytes
 # Settings that change neither weights nor the layout of the cache.
@@ -45,6 +45,7 @@ _UNRELATED = {
     "max_num_batched_tokens",
     "max_num_seqs",
     "max_waiting",
+    "rank_interface",
 }
 
 
@@ -62,12 +63,9 @@ def check_start(
     machine = this_machine() if spec.ray.address is None else None
     if machine is not None:
         check_cpus(spec.models, machine.cores)
-    sources = [_resolve(spec, model) for model in spec.models]
-    pinned = [_pinned(model, source) for model, source in zip(spec.models, sources, strict=True)]
-    spec = spec.model_copy(update={"models": tuple(pinned)})
-    builds = [
-        build for model, source in zip(pinned, sources, strict=True) for build in _builds(spec, model, source, machine)
-    ]
+    located = [_locate(spec, model) for model in spec.models]
+    spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
+    builds = [build for model, source in located if source for build in _builds(spec, model, source, machine)]
     checked = [build for build in builds if not build.is_plain]
     # Closed after an interrupt, too: it has a child process.
     with contextlib.closing(Preflight([(build.config, build.source.revision) for build in checked])) as preflight:
@@ -97,14 +95,18 @@ def check_start(
     return spec
 
 
-def _resolve(spec: ClusterSpec, model: ModelSpec) -> ModelSource:
+def _locate(spec: ClusterSpec, model: ModelSpec) -> tuple[ModelSpec, ModelSource | None]:
+    """The model with its commit, since a branch or tag may move while ranks are started, and its files.
+
+    Without files in a joined Ray: this machine may run no rank, and downloads nothing for those that do.
+    """
     with _prefix_errors(spec, model):
-        return resolve(model.source, model.load_format, model.revision)
-
-
-def _pinned(model: ModelSpec, source: ModelSource) -> ModelSpec:
-    """A branch or tag may move while ranks are started."""
-    return model if source.commit is None else model.model_copy(update={"revision": source.commit})
+        if spec.ray.address is not None and not is_here(model.source):
+            source, commit = None, hub_commit(model.source, model.revision)
+        else:
+            source = resolve(model.source, model.load_format, model.revision)
+            commit = source.commit
+    return (model if commit is None else model.model_copy(update={"revision": commit})), source
 
 
 def _builds(spec: ClusterSpec, model: ModelSpec, source: ModelSource, machine: Machine | None) -> "list[_Build]":

@@ -88,7 +88,11 @@ class RayDriver:
         share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
         stage = {kind: amount * model.tp for kind, amount in share.items()}
         place = placement_group(
-            [stage] * model.pp, strategy="PACK", name=name.group(self._spec.cluster), lifetime="detached"
+            [stage] * model.pp,
+            strategy="PACK",
+            name=name.group(self._spec.cluster),
+            lifetime="detached",
+            bundle_label_selector=[dict(model.node_labels)] * model.pp if model.node_labels else None,
         )
         began = time.monotonic()
         while not await asyncio.to_thread(_is_placed, place):

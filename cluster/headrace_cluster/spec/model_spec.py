@@ -1,12 +1,14 @@
 """One model of the spec, and how its replicas are built."""
 
-import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from headrace_cluster.spec.json_object import json_object
+from headrace_cluster.spec.node_labels import NodeLabels
 from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import Bytes, Count, Section
 from headrace_proto.flag import flag
@@ -14,20 +16,8 @@ from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
 from headrace_worker.core.config import EMBEDDED_MODEL, ReplicaSettings
 
+_DEFAULTS = '{"max_tokens": 512, "temperature": 0.2}'
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
-
-
-def _json_object(value: object) -> object:
-    """A flag and an environment variable are text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError('write it as a JSON object, such as {"max_tokens": 512, "temperature": 0.2}')
-    return parsed
 
 
 def default_name(source: str) -> str:
@@ -56,6 +46,13 @@ class PoolSpec(Section):
         default=None,
         description="stages, one after the other; none = the model's",
         json_schema_extra=flag("--{pool}-pp", help="--pp of the {pool} pool"),
+    )
+    node_labels: NodeLabels | None = Field(
+        default=None,
+        description="labels of the nodes in Ray where the pool runs; none = the model's",
+        json_schema_extra=flag(
+            "--{pool}-node-labels", values="JSON", help="labels of the nodes in Ray for the {pool} pool"
+        ),
     )
 
 
@@ -114,12 +111,19 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="of Ray's CPUs that one rank on a CPU reserves",
         json_schema_extra=flag("--cpu-share", help="Ray CPUs that a rank on a CPU reserves"),
     )
+    node_labels: NodeLabels = Field(
+        default={},
+        description="labels of the nodes in Ray where ranks run; none = any node",
+        json_schema_extra=flag(
+            "--node-labels", values="JSON", help='labels of the nodes in Ray where ranks run: {"gpu": "h100"}'
+        ),
+    )
     profile: Path | None = Field(
         default=None,
         description="folder for profiles of steps, on the ranks' nodes",
         json_schema_extra=flag("--profile", help="folder for profiles, which the command profile records"),
     )
-    defaults: Annotated[DefaultsSpec, BeforeValidator(_json_object)] = Field(
+    defaults: Annotated[DefaultsSpec, BeforeValidator(partial(json_object, example=_DEFAULTS))] = Field(
         default=DefaultsSpec(),
         description="for requests that do not set max_tokens, temperature and so on",
         json_schema_extra=flag(
@@ -143,14 +147,23 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
     def pools(self) -> tuple[Pool, ...]:
         """The pools in the order of replica ids: those that decode first."""
         if self.prefill is None or self.decode is None:
-            return (Pool(Role.BOTH, self.replicas or 1, self.tp, self.pp),)
+            return (Pool(Role.BOTH, self.replicas or 1, self.tp, self.pp, self.node_labels),)
         parts = ((Role.DECODE, self.decode), (Role.PREFILL, self.prefill))
-        return tuple(Pool(role, part.replicas, part.tp or self.tp, part.pp or self.pp) for role, part in parts)
+        return tuple(
+            Pool(
+                role,
+                part.replicas,
+                part.tp or self.tp,
+                part.pp or self.pp,
+                self.node_labels if part.node_labels is None else part.node_labels,
+            )
+            for role, part in parts
+        )
 
     def shaped(self, pool: Pool) -> Self:
         """The spec of one replica of a pool."""
         single = {"replicas": 1, "prefill": None, "decode": None, "tp": pool.tp, "pp": pool.pp}
-        return self.model_copy(update=single)
+        return self.model_copy(update=single | {"node_labels": pool.node_labels})
 
     @model_validator(mode="before")
     @classmethod

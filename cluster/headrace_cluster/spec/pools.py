@@ -1,6 +1,7 @@
 """The pools of a spec."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from headrace_proto.role import Role
 
@@ -13,6 +14,7 @@ class Pool:
     replicas: int
     tp: int
     pp: int
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes where its ranks run
 
     @property
     def ranks(self) -> int:

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from headrace_proto.errors import ModelSourceError
-from headrace_worker.model.source import content_digest, resolve
+from headrace_worker.model.source import content_digest, hub_commit, resolve
 
 
 def write_model(folder: Path, weights: bytes = b"w" * 100) -> Path:
@@ -104,6 +106,32 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelSourceError, match="'acme/no-such-model' is not on this machine"):
         resolve("acme/no-such-model")
+
+
+def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    def refuse(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("not in the cache")
+
+    def info(source: str, revision: str | None) -> Any:
+        if source == "acme/none":
+            raise RepositoryNotFoundError("404", response=Mock())
+        if source == "acme/unreachable":
+            raise ConnectionError("no network")
+        return SimpleNamespace(sha=f"{source}@{revision}")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    assert hub_commit("acme/model", "main") == "acme/model@main"
+    assert hub_commit("/only/there", None) is hub_commit("~/m.gguf", None) is None
+    with pytest.raises(ModelSourceError, match="returned no model 'acme/none at v1'"):
+        hub_commit("acme/none", "v1")
+    with pytest.raises(ModelSourceError, match=r"cannot be reached for the commit of 'acme/unreachable'"):
+        hub_commit("acme/unreachable", None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "/cache/snapshots/abc")
+    assert hub_commit("acme/unreachable", None) == "abc", "of an earlier download"
 
 
 def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from headrace_worker.comm.group import device_group
 BOUND = LEAST_TICKS * TICK_SECONDS + 2.0
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
 def test_every_rank_ends(
     tp: int, pp: int, rank: int, rank_group: Callable[..., Any], record_testsuite_property: Callable[..., None]

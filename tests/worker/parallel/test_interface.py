@@ -25,6 +25,27 @@ def test_the_interface_of_an_address() -> None:
             interface.interface_of(host)
 
 
+def test_an_address_by_name_or_network() -> None:
+    assert interface.address_on("lo") == interface.address_on("127.0.0.0/8") == "127.0.0.1"
+    for name, addresses in psutil.net_if_addrs().items():
+        plain = [entry.address for entry in addresses if entry.family.name == "AF_INET"]
+        if plain:
+            assert interface.address_on(name) == plain[0] and interface.address_on(f"{plain[0]}/32") == plain[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("ib7", r"ib7: this machine has no such address; it has .*lo \(127\.0\.0\.1\)"),
+        ("192.0.2.192/29", "has no such address"),
+        ("10.1.0.0/99", "write a network as"),
+    ],
+)
+def test_an_interface_that_this_machine_lacks(wanted: str, sentence: str) -> None:
+    with pytest.raises(RendezvousError, match=sentence):
+        interface.address_on(wanted)
+
+
 def test_nccl_is_restricted_unless_the_operator_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(interface.VARIABLE, raising=False)
     interface.restrict_nccl("127.0.0.1")

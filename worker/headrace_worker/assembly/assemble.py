@@ -12,6 +12,7 @@ from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import StepThread
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.assembly.transfer_reports import to_commands
+from headrace_worker.comm.interface import rank_host
 from headrace_worker.comm.parallel_context import SINGLE
 from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.core.engine import Engine
@@ -113,7 +114,7 @@ def assemble_part(
     pools = KVPools.of(model, size.num_blocks)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
-    transfers = TransferWorker(rank, config.host, shards, pools.layers, model.device, report_transfer)
+    transfers = TransferWorker(rank, rank_host(config), shards, pools.layers, model.device, report_transfer)
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
     return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, notes)
 

@@ -93,6 +93,18 @@ class ReplicaSettings:
             json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
         ),
     ] = None
+    rank_interface: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=64,
+            description="network interface for traffic between ranks: a name, or a network such as 10.1.0.0/16; none = "
+            "that of the node's address",
+            json_schema_extra=flag(
+                "--rank-interface", values="NETWORK", help="network of traffic between ranks; without: the node's"
+            ),
+        ),
+    ] = None
     async_scheduling: Annotated[
         Literal["auto", "on", "off"],
         Field(

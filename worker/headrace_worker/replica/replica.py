@@ -8,6 +8,7 @@ from headrace_proto.errors import EngineDeadError, HeadraceError
 from headrace_proto.identity import Identity
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.interface import rank_host
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress, ignore_progress
@@ -61,7 +62,7 @@ class Replica:
 
     def open_rendezvous(self) -> Rendezvous:
         """On rank 0 of several: the rendezvous to pass to `start` of all ranks. Raises RendezvousError."""
-        self._opened = RendezvousHost(self._config.host)
+        self._opened = RendezvousHost(rank_host(self._config))
         return self._opened.rendezvous
 
     def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:

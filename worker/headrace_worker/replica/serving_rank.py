@@ -6,6 +6,7 @@ from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.step_watch import StepWatch
 from headrace_worker.assembly.transfer_reports import forward_notes
+from headrace_worker.comm.interface import rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError
@@ -64,7 +65,7 @@ class ServingRank:
                 lambda: description.identity,
                 transfers.shards,
                 loop.commands,
-                config.host,
+                rank_host(config),
                 transfers.set_rendezvous_host,
             )
             servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, identity)
