@@ -26,12 +26,22 @@ def all_to_device(arrays: Sequence[NDArray[np.generic]], device: RankDevice) -> 
 
 def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
     """All arrays in one tensor [bytes] uint8, each at a multiple of the alignment."""
-    packed = torch.empty(sum(_padded_bytes(array) for array in arrays), dtype=torch.uint8)
+    packed = torch.empty(packed_bytes(arrays), dtype=torch.uint8)
+    pack_into(packed, arrays)
+    return packed
+
+
+def pack_into(packed: Tensor, arrays: Sequence[NDArray[np.generic]]) -> None:
+    """`pack` into host memory [packed_bytes(arrays)] uint8."""
     view, at = packed.numpy(), 0
     for array in arrays:
         view[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at += _padded_bytes(array)
-    return packed
+
+
+def packed_bytes(arrays: Sequence[NDArray[np.generic]]) -> int:
+    """The size of what `pack` makes of them."""
+    return sum(_padded_bytes(array) for array in arrays)
 
 
 def unpack(packed: Tensor, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""The loop of every rank but rank 0: receive a command, run it, receive the next."""
+"""The loop of every rank but rank 0: receive a command, launch it, receive the next.
+
+The rank that samples waits for its tokens on another thread, so that the next step is launched meanwhile.
+"""
 
 import contextlib
 import threading
@@ -6,12 +9,13 @@ import threading
 import structlog
 
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.device.rank_device import GraphRecorder
+from headrace_worker.ranks.answer_sender import AnswerSender
 from headrace_worker.ranks.channel import Channel
-from headrace_worker.ranks.messages import Answer, Clear, Draw, RecordSteps, Step, StopRank
+from headrace_worker.ranks.messages import Clear, Draw, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
-from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
+from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 
 log = structlog.get_logger(__name__)
@@ -29,10 +33,15 @@ class Follower:
         self._recorder = recorder
         self._channel = Channel(team.host, team.topology.pp - 1)
         self._undrawn: StepPlan | None = None  # a guided plan whose masks have not arrived
+        # A channel of its own: its thread sends while the follower's receives.
+        answers = Channel(team.host, team.topology.pp - 1)
+        self._answers = AnswerSender(answers, stage.runner.device, self._step_failed)
         self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
 
     def start(self) -> None:
         self._team.detector.on_loss(self.abandon)
+        if self._team.topology.samples:
+            self._answers.start()
         self._thread.start()
 
     def join(self, seconds: float) -> None:
@@ -51,14 +60,22 @@ class Follower:
             self._stage.runner.device.use()
             while self._run_command():
                 pass
+            self._answers.stop()
+            self._answers.join()
         except BaseException as error:
-            if not isinstance(error, RankLostError):
-                log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
-                # This rank's own failure has the same form as that of another one.
-                self._team.detector.fail(f"{type(error).__name__} in a step")
-            self.failure = self.failure or error
+            self._step_failed(error)
         finally:
+            self._answers.stop()
             self.ended.set()
+
+    def _step_failed(self, error: BaseException) -> None:
+        """Of the thread that runs the steps, or of the one that reads their tokens: this rank ends."""
+        if not isinstance(error, RankLostError):
+            log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
+            # This rank's own failure has the same form as that of another one.
+            self._team.detector.fail(f"{type(error).__name__} in a step")
+        self.failure = self.failure or error
+        self.ended.set()
 
     def _run_command(self) -> bool:
         command = self._channel.receive_command()
@@ -84,17 +101,9 @@ class Follower:
         if step.plan.guided:
             self._undrawn = step.plan
         else:
-            self._answer(step.plan, done)
+            self._answers.submit(step.plan, done)
 
     def _draw(self, draw: Draw) -> None:
         plan, self._undrawn = self._undrawn, None
         assert plan is not None and plan.step == draw.step
-        self._answer(plan, self._stage.draw(draw.unpacked()))
-
-    def _answer(self, plan: StepPlan, done: StageResult) -> None:
-        if done.samples is not None:
-            self._channel.send_answer(Answer(done.samples.to_result(plan.step)))
-        else:
-            draws = sum(work.sample for work in plan.work)
-            error = DRAWING_FAILED if done.error is not None else ""
-            self._channel.send_answer(Answer(StepResult(plan.step, [0] * draws, {}, {}), error))
+        self._answers.submit(plan, self._stage.draw(draw.unpacked()))

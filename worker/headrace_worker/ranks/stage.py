@@ -13,15 +13,17 @@ they are sent with its next commands.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
 from headrace_worker.comm.group import Sending
 from headrace_worker.core.guide import Mask
+from headrace_worker.device.pinned_ring import PinnedRing
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.messages import Drawn, Step
@@ -34,6 +36,7 @@ from headrace_worker.sampler import NO_MASKS, SampleOutput
 log = structlog.get_logger(__name__)
 
 _HIDDEN = 3  # tag
+_DRAWN_BYTES = 3 * 16  # row, position and token, aligned
 DRAWING_FAILED = "drawing a token failed"
 
 
@@ -47,9 +50,10 @@ class StageResult:
 
 @dataclass(slots=True)
 class _Drawing:
-    """Rows that wait for their tokens, and which use of each."""
+    """Rows that wait for their tokens: the position of each, and which use of the row."""
 
-    batch: Batch
+    rows: list[int]
+    positions: list[int]
     uses: list[int]
 
 
@@ -66,14 +70,15 @@ class StageRunner:
         self._hidden_size = int(model.config.hidden_size)
         self._dtype = model.dtype
         self._drawings: dict[int, _Drawing] = {}
+        # A step's copy is done when the step is collected, and one more step than stages is never launched.
+        self._uploads = PinnedRing(model.device, team.topology.pp + 1, runner.max_rows * _DRAWN_BYTES)
         self._sent: deque[Sending] = deque()
         self._undrawn: tuple[Batch, Tensor | None] | None = None
 
     @torch.inference_mode()
     def run(self, step: Step) -> StageResult:
         """Raises whatever the model raises: then the ranks are out of sync, and the replica must end."""
-        for drawn in step.drawn:
-            self._store_drawn(drawn)
+        self._store_drawn(step.drawn)
         batch = self.runner.prepare(step.plan)
         if batch is None:
             return StageResult()
@@ -83,7 +88,7 @@ class StageRunner:
                 self._send_hidden(out)
             if self._topology.is_first_stage and batch.sample_rows:
                 owners = [int(self.runner.rows.uses[row]) for row in batch.sample_rows]
-                self._drawings[step.plan.step] = _Drawing(batch, owners)
+                self._drawings[step.plan.step] = _Drawing(batch.sample_rows, batch.sample_positions, owners)
             return StageResult()
         if not batch.sample_rows:
             return StageResult()
@@ -128,24 +133,19 @@ class StageRunner:
         self.runner.apply_tokens(batch, tokens)
         return result
 
-    def _store_drawn(self, drawn: Drawn) -> None:
+    def _store_drawn(self, drawn: Sequence[Drawn]) -> None:
         """Store tokens in the rows that are still in the use for which they were sampled."""
-        drawing = self._drawings.pop(drawn.step, None)
-        if drawing is None:
-            return
-        batch, rows = drawing.batch, self.runner.rows
-        tokens = torch.tensor(drawn.tokens, dtype=torch.int64)
-        kept = [
-            index
-            for index, (row, owner) in enumerate(zip(batch.sample_rows, drawing.uses, strict=True))
-            if int(rows.uses[row]) == owner
-        ]
-        if kept:
-            to = self.runner.device.torch_device
-            index = torch.tensor(kept)
-            owners = torch.tensor([batch.sample_rows[entry] for entry in kept])
-            positions = torch.tensor([batch.sample_positions[entry] for entry in kept])
-            rows.store_tokens(owners.to(to), positions.to(to), tokens[index].to(to))
+        uses = self.runner.rows.uses
+        stored: list[tuple[int, int, int]] = []
+        for step in drawn:
+            drawing = self._drawings.pop(step.step, None)
+            if drawing is None:
+                continue
+            found = zip(drawing.rows, drawing.positions, drawing.uses, step.tokens, strict=True)
+            stored += [(row, position, token) for row, position, use, token in found if int(uses[row]) == use]
+        if stored:
+            rows, positions, tokens = self._uploads.upload(list(np.array(stored, np.int64).T))
+            self.runner.rows.store_tokens(rows, positions, tokens)
 
     def _receive_hidden(self, batch: Batch) -> Tensor | None:
         if self._topology.is_first_stage:
