@@ -80,7 +80,7 @@ def measure_step_memory(
             f"({size_text(model.weight_bytes)}): give a smaller --max-num-batched-tokens or --max-num-seqs."
         ) from error
     graphs = 0
-    if recorder is not None and config.pp == 1:
+    if recorder is not None:
         if team is not None:
             recorder = CollectiveRecorder(recorder, team.new_all_gather("measure graphs"), team.detector)
         graphs = _graph_bytes(runner, recorder)

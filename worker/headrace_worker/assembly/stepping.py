@@ -54,8 +54,6 @@ def record_steps(
     """
     if recorder is None:
         return []
-    if config.pp > 1:  # hidden states are received and sent between the parts that could be recorded
-        return ["CUDA graphs: off, as steps are recorded only where one stage has all layers (--pp 1)."]
     try:
         decode, mixed = runner.record(recorder, MIXED_TOKENS[-1], lambda done: report("recording steps", done))
         runner.clear(1)

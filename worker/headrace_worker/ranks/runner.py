@@ -89,7 +89,7 @@ class MultiRankRunner:
     def record(
         self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
-        """Record steps on all ranks of a replica of one stage; returns the sizes.
+        """Record steps on all ranks; returns the sizes.
 
         Raises RecordingFailedError when a rank cannot: then all run as before. Raises RunnerBrokenError.
         """

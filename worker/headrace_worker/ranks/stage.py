@@ -5,7 +5,7 @@
                                                   └─▶ last stage: its first rank samples
 
 In a guided step the rank that samples keeps the logits until `draw` passes the masks; others wait for its tokens.
-A recording contains the forward alone: sampling and the exchange of tokens stay outside.
+A recording contains the forward of this stage alone: hidden states are received and sent outside, as are tokens.
 
 With one stage the sampled tokens are sent to the other ranks at once, from device to device, so that a later step can
 be launched before the host reads them. With several, rank 0 must have them before it plans their row again, and so
@@ -67,7 +67,6 @@ class StageRunner:
         # Not `gather_all`: a follower's other thread uses that until all ranks are warm.
         self._all_gather = team.new_all_gather(name)
         self._topology = team.topology
-        self._hidden_size = int(model.config.hidden_size)
         self._dtype = model.dtype
         self._drawings: dict[int, _Drawing] = {}
         # A step's copy is done when the step is collected, and one more step than stages is never launched.
@@ -85,7 +84,8 @@ class StageRunner:
         out = self.runner.forward(batch, self._receive_hidden(batch))
         if not self._topology.is_last_stage:
             if out is not None:
-                self._send_hidden(out)
+                # The next replay overwrites the buffer, and it does not wait until this step's part of it is sent.
+                self._send_hidden(out.clone() if batch.recorded is not None else out)
             if self._topology.is_first_stage and batch.sample_rows:
                 owners = [int(self.runner.rows.uses[row]) for row in batch.sample_rows]
                 self._drawings[step.plan.step] = _Drawing(batch.sample_rows, batch.sample_positions, owners)
@@ -100,7 +100,7 @@ class StageRunner:
     def record(
         self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
-        """Record steps, on all ranks of a replica of one stage; returns the sizes, which are the same on all.
+        """Record this rank's part of steps, on all ranks; returns the sizes, which are the same on all.
 
         Raises RecordingFailedError on all ranks when it fails on one; they stay synchronized, without recordings.
         Raises RankLostError.
@@ -150,9 +150,7 @@ class StageRunner:
     def _receive_hidden(self, batch: Batch) -> Tensor | None:
         if self._topology.is_first_stage:
             return None
-        count = batch.token_rows.shape[0]
-        hidden = torch.empty((1, count, self._hidden_size), dtype=self._dtype, device=self.runner.device.torch_device)
-        return self._team.pipe.receive(hidden, self._topology.before, _HIDDEN)
+        return self._team.pipe.receive(self.runner.hidden_buffer(batch), self._topology.before, _HIDDEN)
 
     def _send_hidden(self, hidden: Tensor) -> None:
         hidden = hidden.to(self._dtype).contiguous()

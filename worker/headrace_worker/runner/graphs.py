@@ -1,55 +1,54 @@
 """Steps that are recorded once and replayed: one launch for the host instead of one per kernel.
 
-    plan ─▶ HostBatch ─▶ smallest recorded size that holds it ─▶ one copy into its buffers ─▶ replay ─▶ logits buffer
+    plan ─▶ HostBatch ─▶ smallest recorded size that holds it ─▶ one copy into its buffers ─▶ replay ─▶ its output
 
 A recording fixes shapes, not contents: kernels read lengths and tables from the buffers. It ends at the logits, so that
-masks for sampling may still be computed while it runs. Steps beyond the largest size run kernel by kernel: their
-kernels take longer than their launches.
+masks for sampling may still be computed while it runs, and contains the layers of one pipeline stage: it begins and
+ends at hidden states in buffers, which are received and sent outside. Steps beyond the largest size run kernel by
+kernel: their kernels take longer than their launches.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
-from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import Work
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.device.staging import pack, unpack
+from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
+from headrace_worker.runner.step_buffers import StepBuffers
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 
-Forward = Callable[[Batch], Tensor | None]
+Forward = Callable[[Batch, Tensor | None], Tensor | None]
 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One size: its buffers, and the replay of the step on them. `logits` [S, V] float32."""
+    """One size: its inputs, and the replay of the step on them."""
 
     packed: Tensor
     batch: Batch
     sequences: int
-    logits: Tensor
+    buffers: StepBuffers
     replay: Callable[[], None]
 
 
 class StepGraphs:
     """All recorded sizes of one runner."""
 
-    def __init__(
-        self, layout: CacheLayout, rows: RowState, forward: Forward, vocab_size: int, recorder: GraphRecorder
-    ) -> None:
-        self._layout = layout
+    def __init__(self, model: LoadedModel, rows: RowState, forward: Forward, recorder: GraphRecorder) -> None:
+        self._model = model
+        self._layout = layout = model.layout
         self._rows = rows
         self._forward = forward
         self._recorder = recorder
         self._entries = -(-rows.max_len // layout.block_size)
-        self._logits = torch.zeros((rows.max_rows, vocab_size), device=rows.device.torch_device)
         self._decode: dict[int, RecordedStep] = {}
         self._mixed: dict[int, RecordedStep] = {}
 
@@ -63,11 +62,12 @@ class StepGraphs:
 
         Raises whatever the model raises when it cannot be recorded, for example because its code waits for the device.
         """
+        buffers = StepBuffers.of(self._model, max([*decode, *mixed]), self._rows.max_rows)
         todo = [(True, tokens) for tokens in sorted(decode, reverse=True)]
         todo += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
         for place, (one_each, tokens) in enumerate(todo):
             sequences = min(tokens, self._rows.max_rows)
-            step = self._record(tokens, sequences, 1 if one_each else tokens)
+            step = self._record(buffers.part(tokens, sequences), tokens, sequences, 1 if one_each else tokens)
             (self._decode if one_each else self._mixed)[tokens] = step
             done((place + 1) / len(todo))
 
@@ -92,11 +92,16 @@ class StepGraphs:
         )
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Replay a prepared batch; logits [R, V] that are valid until the next run, None when no row is sampled."""
+        """Replay a prepared batch, whose hidden states are in its buffer; the output is valid until the next run.
+
+        The last stage returns logits [R, V], None when no row is sampled; others hidden states [1, T, N].
+        """
         step: RecordedStep = batch.recorded
         step.replay()
+        if not step.buffers.ends_in_logits:
+            return step.buffers.out
         drawing = len(batch.sample_rows)
-        return step.logits[:drawing] if drawing else None
+        return step.buffers.out[:drawing] if drawing else None
 
     def _fitting(self, host: HostBatch) -> RecordedStep | None:
         found = self._decode if host.max_query_len == 1 else self._mixed
@@ -112,20 +117,19 @@ class StepGraphs:
             step.batch.token_rows.shape[0], step.sequences, self._entries, meta.max_query_len, meta.max_seq_len
         )
 
-    def _record(self, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
+    def _record(self, buffers: StepBuffers, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
         nothing = flatten_work([], self._rows, self._layout.block_size)
         host = nothing.padded(tokens, sequences, self._entries, max_query_len, self._rows.max_len)
         packed = pack(host.arrays).to(self._rows.device.torch_device)
         batch = host.over(unpack(packed, host.arrays))
-        logits = self._logits[:sequences]
 
         def step() -> None:
-            found = self._forward(batch)
+            found = self._forward(batch, buffers.hidden_in)
             assert found is not None  # every sequence of a padded batch counts as sampled
-            logits.copy_(found)
+            buffers.out.copy_(found)
 
         self._recorder.warm_up(step)
-        return RecordedStep(packed, batch, sequences, logits, self._recorder.record(step))
+        return RecordedStep(packed, batch, sequences, buffers, self._recorder.record(step))
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -27,6 +27,7 @@ from headrace_worker.runner.batch import Batch, gather
 from headrace_worker.runner.graphs import StepGraphs, decode_sizes, mixed_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
+from headrace_worker.runner.step_buffers import hidden_states
 from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
 
 
@@ -73,10 +74,10 @@ class Runner:
         self.max_rows = max_rows
         self.max_len = max_len
         self.pools = pools
+        self._loaded = model
         self._model = LogitsModel(model.module, model.parallel)
         self.rows = RowState(self.layout, max_rows, max_len, model.device)
         self.sampler = Sampler(model.vocab_size, max_rows, model.device)
-        self._vocab_size = model.vocab_size
         self._deterministic = model.deterministic
         self._graphs: StepGraphs | None = None
         self._kv_listener = kv_listener
@@ -148,7 +149,7 @@ class Runner:
     def record(
         self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
-        """Record steps of up to `max_tokens` tokens, for a model that is all on this rank or stage; returns the sizes.
+        """Record this rank's layers for steps of up to `max_tokens` tokens; returns the sizes.
 
         All tensor-parallel ranks of a stage call it together. Raises what the recorder or the model raises when it
         cannot be recorded; it then runs as before, and no recording is kept.
@@ -164,7 +165,7 @@ class Runner:
         done: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[list[int], list[int]]:
         """As `record`, with given numbers of tokens."""
-        graphs = StepGraphs(self.layout, self.rows, self._compute, self._vocab_size, recorder)
+        graphs = StepGraphs(self._loaded, self.rows, self._compute, recorder)
         graphs.record(decode, mixed, done)
         self._graphs = graphs
         return graphs.sizes
@@ -197,15 +198,24 @@ class Runner:
         recorded = self._graphs.prepare(plan.work) if self._graphs is not None else None
         return recorded or gather(plan.work, self.rows, self.layout.block_size)
 
+    def hidden_buffer(self, batch: Batch) -> Tensor:
+        """Where the hidden states [1, T, N] of a batch from the stage before are to be put, for `forward`."""
+        if batch.recorded is not None:
+            hidden: Tensor = batch.recorded.buffers.hidden_in
+            return hidden
+        return hidden_states(self._loaded, batch.token_rows.shape[0])
+
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden_in: Tensor | None = None) -> Tensor | None:
         """Run this rank's layers. All tensor-parallel ranks of a stage call it together.
 
-        `hidden_in` [1, T, N] comes from the stage before (None on the first stage). The last stage returns the sampled
-        rows' logits [R, V] float32, None when there are none; other stages return hidden states [1, T, N].
+        `hidden_in` is the batch's `hidden_buffer`, filled by the stage before (None on the first stage). The last stage
+        returns the sampled rows' logits [R, V] float32, None when there are none; other stages return hidden states
+        [1, T, N]. Of a recorded batch the output is valid until the next `forward`.
         """
         try:
             if batch.recorded is not None and self._graphs is not None:
+                assert hidden_in is batch.recorded.buffers.hidden_in
                 return self._graphs.run(batch)
             return self._compute(batch, hidden_in, self._written)
         finally:
