@@ -34,8 +34,9 @@ from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
 from support import identities
-from support.worker.recording_device import ReplayingDevice, replaying_device
+from support.worker.recording_device import RecordingDevice, ReplayingDevice, replaying_device
 
+LAST_CALLS = 50
 REPORTS = os.dup(1)  # logs go to stderr
 os.dup2(2, 1)
 
@@ -80,6 +81,9 @@ def run_rank(order: dict[str, Any]) -> str:
         replica.stop()
         if isinstance(device, ReplayingDevice):
             report_facts(replays=device.steps.replays)
+        if isinstance(device, RecordingDevice):
+            # The last ones of each thread: a longer line could be mixed with that of another rank.
+            report_facts(calls={name: calls[-LAST_CALLS:] for name, calls in device.calls.items()})
     return "stopped"
 
 

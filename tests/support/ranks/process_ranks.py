@@ -206,3 +206,8 @@ class ProcessReplica:
         """For every rank, once it has ended: the number of replays of each recorded step."""
         assert isinstance(self.device, ReplayingDevice)
         return [self.device.steps.replays, *(self.fork_server.wait_for(pid, "replays", 10) for pid in self.pids)]
+
+    def last_calls(self, rank: int) -> dict[str, list[str]]:
+        """The last calls of the device of a rank but rank 0, by thread, once the rank has ended."""
+        calls: dict[str, list[str]] = self.fork_server.wait_for(self.pids[rank - 1], "calls", 10)
+        return calls

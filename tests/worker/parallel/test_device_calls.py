@@ -37,10 +37,44 @@ def test_steps_are_launched_before_the_last_one_is_read(
         if pp == 1:  # replayed, and one ahead
             assert steps == ["upload_into", *["upload_into", "download.wait"] * (tokens - 1), "download.wait"]
         else:  # the last stage samples, so this rank reads nothing back
-            assert "download" not in calls and calls.count("upload") >= tokens
-        assert "synchronize" not in calls
+            assert "download" not in calls
+            # One copy with the token of the step before, whose slot is free; then one into the recorded step's inputs.
+            after = calls[calls.index("upload_into") + 1 :]
+            assert [call for call in after if "mark.synchronize" not in call] == [
+                *["upload", "mark default", "upload_into"] * (tokens - 1)
+            ]
+            assert after.count("mark.synchronize default") <= tokens - 1
+        assert not any(call.startswith("synchronize") for call in calls)
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+def test_the_rank_that_samples_does_not_wait_for_its_tokens(
+    tp: int,
+    pp: int,
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    """Its follower launches steps and begins their downloads; another thread does nothing but wait for these."""
+    folder, tokens = save_tiny("llama"), 6
+    with process_replica(folder, tp, pp, record=dict.fromkeys(range(tp * pp), RECORDING)) as replica:
+        alone = prompts(1, seed=1)
+        check_oracle(folder, alone, replica.run(alone, tokens))
+    sampler = tp * (pp - 1)
+    for rank in range(1, tp * pp):
+        calls = replica.last_calls(rank)
+        follower = calls["headrace-follower"]
+        assert "download.wait" not in follower
+        assert not any("synchronize" in call for call in follower if call != "mark.synchronize default")
+        copies = [call for call in follower if call in ("upload_into", "download")]
+        if rank == sampler:
+            assert copies[-2 * tokens :] == ["upload_into", "download"] * tokens
+            assert calls["headrace-answers"][-tokens:] == ["download.wait"] * tokens
+            assert set(calls["headrace-answers"]) <= {"use", "download.wait"}
+        else:
+            assert copies[-tokens:] == ["upload_into"] * tokens and "headrace-answers" not in calls
 
 
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)

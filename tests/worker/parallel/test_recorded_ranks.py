@@ -97,8 +97,13 @@ def test_sampling_options_and_cancels_in_the_middle(
     assert count_replays(replica.replays()) > 20
 
 
-@pytest.mark.parametrize(("rank", "number"), [(0, 1), (1, 1), (1, 7), (2, 11)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "number"),
+    [(4, 1, 0, 1), (4, 1, 1, 1), (4, 1, 1, 7), (4, 1, 2, 11), (2, 2, 0, 1), (2, 2, 3, 7)],
+)
 def test_a_rank_that_cannot_record(
+    tp: int,
+    pp: int,
     rank: int,
     number: int,
     save_tiny: Callable[..., Path],
@@ -107,7 +112,7 @@ def test_a_rank_that_cannot_record(
 ) -> None:
     """At the first step, in the middle, at the last one: then no rank replays, and a note gives the reason."""
     folder = save_tiny("llama")
-    with process_replica(folder, 4, 1, record={rank: {"at": "record", "number": number}}) as replica:
+    with process_replica(folder, tp, pp, record={rank: {"at": "record", "number": number}}) as replica:
         notes = replica.offline.assembly.notes
         assert f"CUDA graphs: off, as rank {rank} could not record a step (ArithmeticError)." in notes
         mixed = prompts(6)
@@ -117,16 +122,38 @@ def test_a_rank_that_cannot_record(
     assert not any(sum(one) for one in replica.replays())
 
 
-def test_ranks_in_stages_report_that_they_do_not_record(
-    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], check_oracle: Callable[..., None]
+@pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 1, 2), ("llama", 2, 2), ("gemma2", 1, 2)])
+def test_tokens_of_replayed_stages(
+    family: str,
+    tp: int,
+    pp: int,
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    check_oracle: Callable[..., None],
 ) -> None:
-    folder = save_tiny("llama")
-    with process_replica(folder, 1, 2, record={}) as replica:
-        notes = replica.offline.assembly.notes
-        assert "CUDA graphs: off, as steps are recorded only where one stage has all layers (--pp 1)." in notes
-        mixed = prompts(3)
-        check_oracle(folder, mixed, replica.run(mixed, 4))
-    assert replica.replays() == [[], []]
+    """Each stage replays its own layers of the same steps; without recordings the tokens are the same."""
+    folder = save_tiny(family)
+    work, found = prompts(12), []
+    for record in (None, {}):
+        with process_replica(folder, tp, pp, record=record, max_num_batched_tokens=24) as replica:
+            recorded = any(note.startswith("CUDA graphs: 5 sizes") for note in replica.offline.assembly.notes)
+            assert recorded == (record is not None)
+            completions = replica.run(work, 6)
+            check_oracle(folder, work, completions)
+            found.append([completion.token_ids for completion in completions])
+    assert found[0] == found[1]
+    replays = replica.replays()
+    assert len(replays) == tp * pp and count_replays(replays) > 20
+    decode, others = replays[0][:5], replays[0][5:]
+    assert sum(count > 0 for count in decode) > 1 and sum(count > 0 for count in others) > 1
+
+
+def test_guided_requests_of_replayed_stages(
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], guided_expected: list[Any]
+) -> None:
+    with process_replica(save_tiny("llama"), 1, 2, record={}) as replica:
+        assert outcome(replica.offline.generate(guided_workload(16))) == guided_expected
+    assert count_replays(replica.replays()) > 20
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, 2), (1, 1), (1, 8)])
