@@ -1,196 +1,140 @@
-"""The engine and its kernels on one GPU, in one run: no Ray, no gRPC, no network, random weights.
+"""The engine and its kernels on one GPU: no Ray, no network, random weights of real configs.
 
-    python benchmarks/gpu.py [--sections kernels,tokens,...] [--models qwen3-0.6b,llama-8b] [--save]
+    python benchmarks/gpu.py --list
+    python benchmarks/gpu.py [--sections contact | decode,serving ...] [--models qwen3-0.6b,llama-8b] [--out FOLDER]
+    python benchmarks/gpu.py --small [--sections ...]       the same code with a tiny model, on any machine
 
-kernels   every op against its reference, compiled (tests/kernels)         tokens   against plain transformers, float32
-decode    tok/s and GB/s of the weights and KV read, batch 1, 32, 256      workload 256 requests, in and out 100-1024
-long      1k in, 1k out                                                    modes    graphs, asynchronous, deterministic
-Each model is loaded in a separate process. `--device cpu --models tiny --small` tests the script itself on any machine.
+Each section runs with each of its models in a process of its own, within its time limit: one that crashes or hangs is
+recorded, with its full log, and the next one runs. --out gets a log per section, traces, and results.json, which is
+written anew after each. Status 1 when a check is wrong or a section is not complete. What a machine without a network
+needs besides torch, triton and transformers: benchmarks/gpu_wheels.sh.
 """
 
 import argparse
 import json
-import multiprocessing
-import subprocess
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import machine
-from gpu_bench import Bench, Result
+from gpu_bench import isolation, report
+from gpu_bench.child import ChildOrder
+from gpu_bench.models import MODELS
+from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section
+from gpu_bench.sections import CALLS, SECTIONS
 
-SECTIONS = ("kernels", "tokens", "decode", "workload", "long", "modes")
-
-
-def kernels(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """The kernel tests, which run compiled on a machine with a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).parents[1] / "tests" / "kernels")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    last = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
-    return {"passed": done.returncode == 0, "summary": last}
+ROOT = Path(__file__).parents[1]
+IMPORTED = ("benchmarks", "proto", "kernels", "worker", "router", "cluster", "tests")
+START_SECONDS = 10.0  # less is too little for any section
 
 
-def tokens(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """Greedy tokens in float32, many requests at once, against plain transformers, teacher-forced; counts ties."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from headrace_worker.model.load import load
-    from headrace_worker.model.surgery import SurgeryPlan
-
-    made = bench(dtype="float32", kv_cache_memory=2 << 30 if arguments.device == "cuda" else 64 << 20)
-    model = made.engine.assembly.model
-    prompts = made.prompts([(length, 24) for length in (1, 5, 16, 17, 63, 200, 400, 700)])
-    done = made.engine.generate(prompts)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.source.path), dtype=torch.float32)
-    plain = plain.to(model.device.torch_device).eval()
-    plain.load_state_dict(load(made.config, plan=SurgeryPlan.none()).module.state_dict(), strict=False)
-    plain.tie_weights()
-    wrong = ties = 0
-    for prompt, completion in zip(prompts, done, strict=True):
-        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device.torch_device)
-        with torch.inference_mode():
-            logits = plain(ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1].float()
-        for row, token in enumerate(completion.token_ids):
-            best = int(logits[row].argmax())
-            gap = float(logits[row, best] - logits[row, token])
-            ties += token != best and gap < 1e-3
-            wrong += token != best and gap >= 1e-3
-    return {"positions": sum(len(completion.token_ids) for completion in done), "wrong": wrong, "ties": ties}
+def chosen(text: str) -> list[Section]:
+    """Sections by their names and those of calls. Exits with a sentence for any other name."""
+    names = [one for name in text.split(",") for one in CALLS.get(name, (name,))]
+    for name in names:
+        if name not in SECTIONS:
+            sys.exit(f"There is no section '{name}': choose from {', '.join([*CALLS, *SECTIONS])}.")
+    return [SECTIONS[name] for name in names]
 
 
-def decode(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """Batch 1, 32, 256 at 512 tokens of context."""
-    made = bench()
-    context, steps = (32, 24) if arguments.small else (512, 128)
-    return {f"batch {batch}": made.decode(batch, context, steps) for batch in (1, 32, 256)}
+def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
+    """The models that a section runs with."""
+    if section.models == (NO_MODEL,):
+        return [NO_MODEL]
+    if small:
+        return [SMALL_MODEL]
+    return [model for model in section.models if wanted is None or model in wanted.split(",")]
 
 
-def workload(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """256 requests, input and output uniform in 100-1024: the benchmark of nano-vllm (its README)."""
-    made, random = bench(), Random(0)
-    count, most = (16, 60) if arguments.small else (256, 1024)
-    least = 10 if arguments.small else 100
-    lengths = [(random.randint(least, most), random.randint(least, most)) for _ in range(count)]
-    made.run(lengths[:8])
-    return made.run(lengths)
+class SectionRunner:
+    """Runs sections one after the other, until the time of the whole command is over."""
 
+    def __init__(self, device: str, small: bool, out: Path, ends_at: float) -> None:
+        """`ends_at`: of `time.monotonic`."""
+        self._device = device
+        self._small = small
+        self._out = out
+        self._ends_at = ends_at
+        path = os.pathsep.join([*(str(ROOT / name) for name in IMPORTED), os.environ.get("PYTHONPATH", "")])
+        self._environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUNBUFFERED": "1"}
 
-def long(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """1k in, 1k out, 256 at a time."""
-    made = bench()
-    count, length = (4, 64) if arguments.small else (256, 1024)
-    return made.run([(length, length)] * count)
-
-
-def modes(bench: Callable[..., Bench], arguments: argparse.Namespace) -> Result:
-    """The gain of graphs and asynchronous scheduling, the cost of determinism; whether a row depends on its batch."""
-    context, steps = (32, 24) if arguments.small else (512, 128)
-    variants: dict[str, dict[str, Any]] = {
-        "graphs, ahead": {},
-        "no graphs": {"cuda_graphs": "off"},
-        "one at a time": {"async_scheduling": "off"},
-        "no graphs, one at a time": {"cuda_graphs": "off", "async_scheduling": "off"},
-        "deterministic": {"deterministic": True},
-    }
-    found: Result = {}
-    for name, options in variants.items():
-        made = bench(**options)
-        found[name] = {f"batch {batch}": made.decode(batch, context, steps) for batch in (1, 32)}
-        prompts = made.prompts([(length, 16) for length in range(5, 85, 5)])
-        together = [completion.token_ids for completion in made.engine.generate(prompts)]
-        alone = [made.engine.generate([prompt])[0].token_ids for prompt in prompts]
-        found[name]["alone_equals_together"] = sum(one == other for one, other in zip(alone, together, strict=True))
-        found[name]["of"] = len(prompts)
-        _free(made)
-    return found
-
-
-def _free(made: Bench) -> None:
-    import gc
-
-    import torch
-
-    made.engine = None  # type: ignore[assignment]
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-RUN: dict[str, Callable[..., Result]] = {
-    "kernels": kernels,
-    "tokens": tokens,
-    "decode": decode,
-    "workload": workload,
-    "long": long,
-    "modes": modes,
-}
-
-
-def run_section(section: str, model: str, arguments: argparse.Namespace, answer: Any) -> None:
-    """Runs in a separate process, so that its end frees everything on the device."""
-    try:
+    def run(self, section: Section, model: str, seconds: float) -> report.SectionResult:
+        """At most `seconds`, and less if the command ends before."""
+        result = report.SectionResult(section.name, model)
+        seconds = min(seconds, self._ends_at - time.monotonic())
+        if seconds < START_SECONDS:
+            result.problem = f"{report.NOT_RUN}: no time is left"
+            return result
         with tempfile.TemporaryDirectory() as folder:
+            answers = Path(folder) / "answers.jsonl"
+            order = ChildOrder(
+                section.name, model, self._device, self._small, time.monotonic() + seconds, str(answers),
+                str(self._out.resolve()),
+            )  # fmt: skip
+            command = [sys.executable, "-m", "gpu_bench.child", json.dumps(asdict(order))]
+            ended = isolation.run(command, self._environment, self._out / f"{section.name}.log", seconds)
+            result.read(answers)
+        result.seconds = ended.seconds
+        result.problem = ended.problem or result.problem
+        return result
 
-            def bench(**options: Any) -> Bench:
-                return Bench(model, Path(folder), arguments.device, **options)
 
-            answer.send(RUN[section](bench, arguments))
-    except Exception as error:
-        answer.send({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+def show_list() -> None:
+    for name, sections in CALLS.items():
+        print(f"{name:<12} {', '.join(sections)}")
+    for section in SECTIONS.values():
+        print(f"{section.name:<12} {section.seconds:3.0f} s  {', '.join(section.models):<22} {section.summary}")
 
 
-def device_facts() -> Result:
-    """The device that the figures were measured on."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"gpu": None}
-    major, minor = torch.cuda.get_device_capability()
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": f"{major}.{minor}",
-        "memory_gib": round(memory / 2**30, 1),
-        "cuda": torch.version.cuda,
-    }
+def choose_device(wanted: str, small: bool) -> str:
+    """Imports torch only in another process: this one must not take memory of the GPU."""
+    if wanted != "auto":
+        return wanted
+    done = isolation.run(
+        [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"],
+        os.environ, Path(os.devnull), 120,
+    )  # fmt: skip
+    if done.problem and not small:
+        sys.exit("There is no GPU here; --small runs the same code with a tiny model on a CPU.")
+    return "cpu" if done.problem else "cuda"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="a few short requests: to test the script")
+    parser.add_argument("--list", action="store_true", help="the sections and groups of them, and nothing else")
+    parser.add_argument("--sections", default=",".join(CALLS))
+    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without: those of each section")
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="a tiny model and few short requests")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of logs, traces and results.json")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of the whole command")
     parser.add_argument("--save", action="store_true", help="append to results/gpu.jsonl")
     arguments = parser.parse_args()
-    facts = device_facts()
-    if arguments.device == "cuda" and facts["gpu"] is None:
-        sys.exit("There is no GPU here; --device cpu --models tiny --small tests the script.")
-    context = multiprocessing.get_context("spawn")
-    results: Result = {}
-    for section in arguments.sections.split(","):
-        if section not in RUN:
-            sys.exit(f"There is no section '{section}': choose from {', '.join(SECTIONS)}.")
-        for model in ["-"] if section == "kernels" else arguments.models.split(","):
-            began = time.perf_counter()
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_section, args=(section, model, arguments, theirs))
-            process.start()
-            theirs.close()
-            try:
-                found = ours.recv()
-            except EOFError:
-                found = {"error": "the process ended without a result"}
-            process.join()
-            results.setdefault(section, {})[model] = found
-            print(f"{section} {model} ({time.perf_counter() - began:.0f} s): {json.dumps(found)}", flush=True)
-            if arguments.save:  # after each: an aborted run has saved its results so far
-                machine.save("gpu", {"device": facts, "results": results})
+    if arguments.list:
+        show_list()
+        return
+    sections, ends_at = chosen(arguments.sections), time.monotonic() + arguments.seconds
+    device = choose_device(arguments.device, arguments.small)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    runner = SectionRunner(device, arguments.small, arguments.out, ends_at)
+    results: list[report.SectionResult] = []
+    for section in sections:
+        (arguments.out / f"{section.name}.log").unlink(missing_ok=True)
+        left = section.seconds
+        for model in models_of(section, arguments.models, arguments.small):
+            result = runner.run(section, model, left)
+            left -= result.seconds
+            results.append(result)
+            print(*result.rows(), sep="\n", flush=True)
+            found = report.to_json(machine.describe(), results)
+            (arguments.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.save:
+        print(machine.save("gpu", {name: value for name, value in found.items() if name != "machine"}))
+    if not all(result.is_right for result in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,12 @@ def save(name: str, result: dict[str, Any]) -> Path:
 
 
 def _commit() -> str:
-    """Short hash of the checkout's commit, with '+' if files differ from it; empty without git."""
+    """Short hash of the checkout's commit, with '+' if files differ from it; HEADRACE_COMMIT where git is missing."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get("HEADRACE_COMMIT", "")
 
 
 def _processor() -> str:

@@ -116,12 +116,13 @@ def rows() -> None:
 
 def gpu() -> None:
     """The Triton ops."""
-    from headrace_kernels import gpu_benchmark
+    from headrace_kernels.gpu_benchmark import GpuBenchmark
 
     print(f"{torch.cuda.get_device_name()}, Triton")
-    gpu_benchmark.decode()
-    gpu_benchmark.prefill()
-    gpu_benchmark.rows()
+    cases = GpuBenchmark()
+    for part in (cases.decode, cases.prefill, cases.rows, cases.products):
+        for timing in part():
+            print(timing, flush=True)
 
 
 def _compare(count: int, op: Op[Any], *arguments: object) -> None:

@@ -1,150 +1,215 @@
-"""Times of the Triton ops on a GPU, compared with torch: the GPU part of ``python -m headrace_kernels.benchmark``.
+"""Times of the Triton ops on a GPU beside the same work in torch's libraries: the GPU part of ``benchmark``.
 
 Shapes are Llama-3.1-8B's in bfloat16. Every run is recorded in a CUDA graph over several copies of its inputs, more
-than fit into the L2 cache, so a figure is the device's time alone and all bytes are read from memory.
+than fit into the L2 cache, so a figure is the device's time alone and all bytes are read from memory. On a CPU the
+same calls run small, in float32, without a graph: to test them.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headrace_kernels import catalog
+from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.meta import AttentionMeta
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 _BEYOND_L2 = 256 << 20
-_DTYPE = torch.bfloat16
+_SCALE = HEAD_DIM**-0.5
 
 
-def seconds(run: Callable[[int], object], copies: int) -> float:
-    """Device seconds of one ``run(copy)``: the fastest of ten replays of a graph that runs each copy once."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for copy in range(copies):
-            run(copy)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for copy in range(copies):
-            run(copy)
-    times = []
-    for _ in range(10):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3 / copies)
-    return min(times)
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run: device seconds, and the bytes it must read and write, and operations it must compute."""
+
+    case: str
+    backend: str
+    seconds: float
+    bytes: int
+    flop: int = 0
+
+    def __str__(self) -> str:
+        rates = f"{self.bytes / self.seconds / 1e9:.0f} GB/s"
+        if self.flop:
+            rates += f", {self.flop / self.seconds / 1e12:.1f} TFLOP/s"
+        return f"{self.case}, {self.backend}: {self.seconds * 1e6:.1f} us ({rates})"
 
 
-def _copies(size: int) -> int:
-    return max(1, min(64, -(-_BEYOND_L2 // size)))
+class GpuBenchmark:
+    """All cases, on one device."""
 
+    def __init__(self, device: str = "cuda", small: bool = False) -> None:
+        """small: one short case of each."""
+        self._device = device
+        self._on_gpu = device == "cuda"
+        self._small = small
+        self._dtype = torch.bfloat16 if self._on_gpu else torch.float32
+        self._backend = catalog.PAGED_ATTENTION.chosen(device)
 
-def _meta(sequences: int, query_len: int, seq_len: int) -> AttentionMeta:
-    blocks = -(-seq_len // BLOCK)
-    return AttentionMeta(
-        query_starts=(torch.arange(sequences + 1) * query_len).int().cuda(),
-        seq_lens=torch.full((sequences,), seq_len, dtype=torch.int32, device="cuda"),
-        block_tables=torch.randperm(sequences * blocks).view(sequences, blocks).int().cuda(),
-        slots=torch.empty(0, dtype=torch.int64, device="cuda"),
-        max_query_len=query_len,
-        max_seq_len=seq_len,
-    )
+    def decode(self) -> Iterator[Timing]:
+        """One query per sequence: in each format and mode; torch's attention reads the same keys contiguously."""
+        cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 8192), (32, 1024), (32, 8192), (256, 1024))
+        for sequences, seq_len in ((2, 64),) if self._small else cases:
+            case = f"decode {sequences} at {seq_len}"
+            meta = self._meta(sequences, 1, seq_len)
+            flop = 4 * HEADS * HEAD_DIM * sequences * seq_len
+            query = self._random(sequences, HEADS, HEAD_DIM)
+            for name, dtype in self._formats():
+                scales = 4 * (dtype.itemsize == 1)
+                size = 2 * sequences * seq_len * KV_HEADS * (HEAD_DIM * dtype.itemsize + scales)
+                pools = [self._pool(meta.block_tables.numel(), dtype) for _ in range(self._copies(size))]
+                for mode in ("", ", deterministic") if self._on_gpu else ("",):
+                    took = self._attend(query, pools, meta, mode != "")
+                    yield Timing(f"{case}, {name}{mode}", self._backend, took, size, flop)
+            size = 2 * sequences * seq_len * KV_HEADS * HEAD_DIM * self._dtype.itemsize
+            pairs = [self._random(2, sequences, KV_HEADS, seq_len, HEAD_DIM) for _ in range(self._copies(size))]
+            took = self._library(query.view(sequences, HEADS, 1, HEAD_DIM), pairs, causal=False)
+            yield Timing(f"{case}, {self._formats()[0][0]}", "library", took, size, flop)
 
+    def prefill(self) -> Iterator[Timing]:
+        """Chunks of a prompt; torch's attention where the chunk is the whole prompt."""
+        cases: Sequence[tuple[int, int, int]] = ((1, 2048, 2048), (4, 2048, 2048), (1, 2048, 8192), (8, 128, 1024))
+        for sequences, query_len, seq_len in ((1, 32, 32),) if self._small else cases:
+            case = f"prefill {sequences} x {query_len} at {seq_len}"
+            meta = self._meta(sequences, query_len, seq_len)
+            pools = [self._pool(meta.block_tables.numel(), self._dtype)]
+            query = self._random(sequences * query_len, HEADS, HEAD_DIM)
+            flop = int(4 * HEADS * HEAD_DIM * sequences * query_len * (seq_len - query_len / 2))
+            size = 2 * query.nbytes + 2 * sequences * seq_len * KV_HEADS * HEAD_DIM * self._dtype.itemsize
+            for mode in ("", ", deterministic") if self._on_gpu else ("",):
+                yield Timing(f"{case}{mode}", self._backend, self._attend(query, pools, meta, mode != ""), size, flop)
+            if query_len == seq_len:
+                q = self._random(sequences, HEADS, query_len, HEAD_DIM)
+                took = self._library(q, [self._random(2, sequences, KV_HEADS, seq_len, HEAD_DIM)], causal=True)
+                yield Timing(case, "library", took, size, flop)
 
-def decode() -> None:
-    """One query per sequence: bytes of keys and values per second, in each format and mode."""
-    attend = catalog.PAGED_ATTENTION.named("triton")
-    for sequences, seq_len in ((1, 1024), (1, 8192), (32, 1024), (32, 8192), (256, 1024)):
-        meta = _meta(sequences, 1, seq_len)
-        blocks = meta.block_tables.numel()
-        for name, dtype in (("bf16", _DTYPE), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
-            size = 2 * sequences * seq_len * KV_HEADS * (HEAD_DIM * dtype.itemsize + 4 * (dtype.itemsize == 1))
-            count = _copies(size)
-            pools = [_pool(blocks, dtype) for _ in range(count)]
-            query = torch.randn(sequences, HEADS, HEAD_DIM, dtype=_DTYPE, device="cuda")
-            for mode in (False, True):
+    def rows(self) -> Iterator[Timing]:
+        """Row ops, as bytes read and written."""
+        for count in (2,) if self._small else (1, 32, 256, 4096):
+            x, weight = self._random(count, HIDDEN), self._random(HIDDEN)
+            gate_up = self._random(count, 2 * INNER)
+            heads = self._random(count, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), 1)  # type: ignore[no-untyped-call]
+            cos = self._random(count, HEAD_DIM)
+            slots = torch.arange(count, device=self._device)
+            pool, _ = self._pool(-(-count // BLOCK), self._dtype)
+            yield from self._op(count, "rms_norm", 2 * x.nbytes, x, weight, 1e-5)
+            took = self._seconds(lambda _, x=x, weight=weight: functional.rms_norm(x, (HIDDEN,), weight, 1e-5), 16)  # type: ignore[misc]
+            yield Timing(f"rms_norm rows {count}", "library", took, 2 * x.nbytes)
+            yield from self._op(count, "add_rms_norm", 4 * x.nbytes, x, x, weight, 1e-5)
+            yield from self._op(count, "silu_mul", gate_up.nbytes * 3 // 2, gate_up)
+            yield from self._op(count, "rope_write_kv", 2 * heads.nbytes, query, key, value, cos, cos, pool, slots)
+        for count in (2,) if self._small else (1, 32, 256):
+            scores = torch.randn(count, VOCAB, device=self._device) * 3
+            keys = torch.arange(count, device=self._device)
+            yield from self._op(count, "gumbel_argmax", scores.nbytes, scores, keys)
+            yield from self._op(count, "row_logsumexp", scores.nbytes, scores)
 
-                def run(copy: int, mode: bool = mode) -> Tensor:
-                    pool, scale = pools[copy]  # noqa: B023
-                    return attend(query, pool, meta, scale=0.088, kv_scale=scale, deterministic=mode)  # noqa: B023
+    def products(self) -> Iterator[Timing]:
+        """The linear layers of a step: torch's library, and the one of ``--deterministic``."""
+        outputs = {"qkv": (HEADS + 2 * KV_HEADS) * HEAD_DIM, "gate and up": 2 * INNER, "head": VOCAB}
+        for name, out in {"qkv": 256}.items() if self._small else outputs.items():
+            size = out * HIDDEN * self._dtype.itemsize
+            weights = [self._random(out, HIDDEN) for _ in range(self._copies(size))]
+            invariant = [InvariantLinear(weight) for weight in weights]
+            for count in (1, 2) if self._small else (1, 8, 32, 64, 256, 2048):
+                x = self._random(count, HIDDEN)
+                case, flop = f"{name} rows {count}", 2 * count * out * HIDDEN
+                moved = size + x.nbytes + count * out * self._dtype.itemsize
+                took = self._seconds(
+                    lambda copy, x=x, weights=weights: functional.linear(x, weights[copy]), len(weights)
+                )  # type: ignore[misc]
+                yield Timing(case, "library", took, moved, flop)
+                took = self._seconds(lambda copy, x=x, layers=invariant: layers[copy](x), len(weights))  # type: ignore[misc]
+                yield Timing(case, "deterministic", took, moved, flop)
 
-                took = seconds(run, count)
-                kind = ", deterministic" if mode else ""
-                print(
-                    f"decode {sequences} at {seq_len} {name}{kind}: {took * 1e6:.0f} us, {size / took / 1e9:.0f} GB/s"
-                )
+    def _op(self, count: int, name: str, size: int, *arguments: Any) -> Iterator[Timing]:
+        op = next(op for op in catalog.ALL if op.name == name)
+        # The reference's store waits for the device, which a graph cannot.
+        references = () if name == "rope_write_kv" else ("torch",)
+        for backend in dict.fromkeys((op.chosen(self._device), *references)):
+            run = op.named(backend)
+            took = self._seconds(lambda _, run=run: run(*arguments), 16)  # type: ignore[misc]
+            yield Timing(f"{name} rows {count}", backend, took, size)
 
+    def _attend(
+        self, query: Tensor, pools: list[tuple[Tensor, Tensor | None]], meta: AttentionMeta, deterministic: bool
+    ) -> float:
+        attend = catalog.PAGED_ATTENTION.named(self._backend)
 
-def _pool(blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    shape = (2, blocks, KV_HEADS, BLOCK, HEAD_DIM)
-    if dtype is _DTYPE:
-        return torch.randn(shape, dtype=dtype, device="cuda"), None
-    numbers = torch.randint(0, 100, shape, dtype=torch.uint8, device="cuda").view(dtype)
-    return numbers, torch.full(shape[:4], 0.01, device="cuda")
+        def run(copy: int) -> Tensor:
+            pool, scales = pools[copy % len(pools)]
+            return attend(query, pool, meta, scale=_SCALE, kv_scale=scales, deterministic=deterministic)
 
+        return self._seconds(run, max(4, len(pools)))
 
-def prefill() -> None:
-    """Chunks of a prompt: TFLOP/s, compared with torch's attention over contiguous keys."""
-    attend = catalog.PAGED_ATTENTION.named("triton")
-    for sequences, query_len, seq_len in ((1, 2048, 2048), (4, 2048, 2048), (1, 2048, 8192), (8, 128, 1024)):
-        meta = _meta(sequences, query_len, seq_len)
-        pool, _ = _pool(meta.block_tables.numel(), _DTYPE)
-        query = torch.randn(sequences * query_len, HEADS, HEAD_DIM, dtype=_DTYPE, device="cuda")
-        flops = 4 * HEADS * HEAD_DIM * sequences * query_len * (seq_len - query_len / 2)
-        line = []
-        for mode in (False, True):
-            took = seconds(lambda _, mode=mode: attend(query, pool, meta, scale=0.088, deterministic=mode), 4)  # type: ignore[misc] # noqa: B023
-            line.append(
-                f"{'deterministic' if mode else 'triton'} {took * 1e6:.0f} us ({flops / took / 1e12:.0f} TFLOP/s)"
-            )
-        if query_len == seq_len:
-            q = torch.randn(sequences, HEADS, query_len, HEAD_DIM, dtype=_DTYPE, device="cuda")
-            k, v = torch.randn(2, sequences, KV_HEADS, seq_len, HEAD_DIM, dtype=_DTYPE, device="cuda")
-            took = seconds(
-                lambda _: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # noqa: B023
-                4,
-            )
-            line.append(f"torch {took * 1e6:.0f} us ({flops / took / 1e12:.0f} TFLOP/s)")
-        print(f"prefill {sequences} x {query_len} at {seq_len}: {', '.join(line)}")
+    def _library(self, query: Tensor, pairs: list[Tensor], causal: bool) -> float:
+        def run(copy: int) -> Tensor:
+            key, value = pairs[copy % len(pairs)]
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
+        return self._seconds(run, max(4, len(pairs)))
 
-def rows() -> None:
-    """Row ops: bytes read and written per second."""
-    for count in (1, 32, 256, 4096):
-        x, weight = (
-            torch.randn(count, HIDDEN, dtype=_DTYPE, device="cuda"),
-            torch.ones(HIDDEN, device="cuda").to(_DTYPE),
+    def _seconds(self, run: Callable[[int], object], copies: int) -> float:
+        """Of one ``run(copy)``: the fastest of ten rounds that run each copy once."""
+
+        def each() -> None:
+            for copy in range(copies):
+                run(copy)
+
+        each()
+        if not self._on_gpu:
+            began = time.perf_counter()
+            each()
+            return (time.perf_counter() - began) / copies
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            each()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            each()
+        times = []
+        for _ in range(10):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)) / 1e3 / copies)
+        return min(times)
+
+    def _copies(self, size: int) -> int:
+        return max(1, min(64, -(-_BEYOND_L2 // size))) if self._on_gpu else 1
+
+    def _formats(self) -> list[tuple[str, torch.dtype]]:
+        own = str(self._dtype).removeprefix("torch.")
+        return [(own, self._dtype), ("float8", torch.float8_e4m3fn), ("int8", torch.int8)][: 3 if self._on_gpu else 1]
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self._dtype, device=self._device)
+
+    def _pool(self, blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        shape = (2, blocks, KV_HEADS, BLOCK, HEAD_DIM)
+        if dtype is self._dtype:
+            return self._random(*shape), None
+        numbers = torch.randint(0, 100, shape, dtype=torch.uint8, device=self._device).view(dtype)
+        return numbers, torch.full(shape[:4], 0.01, device=self._device)
+
+    def _meta(self, sequences: int, query_len: int, seq_len: int) -> AttentionMeta:
+        blocks = -(-seq_len // BLOCK)
+        tables = torch.randperm(sequences * blocks).view(sequences, blocks).int()
+        return AttentionMeta(
+            query_starts=(torch.arange(sequences + 1) * query_len).int().to(self._device),
+            seq_lens=torch.full((sequences,), seq_len, dtype=torch.int32, device=self._device),
+            block_tables=tables.to(self._device),
+            slots=torch.empty(0, dtype=torch.int64, device=self._device),
+            max_query_len=query_len,
+            max_seq_len=seq_len,
         )
-        gate_up = torch.randn(count, 2 * INNER, dtype=_DTYPE, device="cuda")
-        heads = torch.randn(count, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=_DTYPE, device="cuda")
-        query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), 1)  # type: ignore[no-untyped-call]
-        cos = torch.randn(count, HEAD_DIM, dtype=_DTYPE, device="cuda")
-        slots = torch.arange(count, device="cuda")
-        pool, _ = _pool(-(-count // BLOCK), _DTYPE)
-        _report(count, "rms_norm", 2 * x.nbytes, x, weight, 1e-5)
-        _report(count, "add_rms_norm", 4 * x.nbytes, x, x, weight, 1e-5)
-        _report(count, "silu_mul", gate_up.nbytes * 3 // 2, gate_up)
-        _report(count, "rope_write_kv", 2 * heads.nbytes, query, key, value, cos, cos, pool, slots)
-    for count in (1, 32, 256):
-        scores = torch.randn(count, VOCAB, device="cuda") * 3
-        _report(count, "gumbel_argmax", scores.nbytes, scores, torch.arange(count, device="cuda"))
-        _report(count, "row_logsumexp", 2 * scores.nbytes, scores)
-
-
-def _report(count: int, name: str, size: int, *arguments: object) -> None:
-    op = next(op for op in catalog.ALL if op.name == name)
-    backends = (
-        [] if name == "rope_write_kv" else ["torch"]
-    )  # the reference's store waits for the device, which a graph cannot
-    parts = []
-    for backend in ["triton", *backends]:
-        run = op.named(backend)
-        took = seconds(lambda _, run=run: run(*arguments), 16)  # type: ignore[misc]
-        parts.append(f"{backend} {took * 1e6:.1f} us ({size / took / 1e9:.0f} GB/s)")
-    print(f"{name} rows {count}: {', '.join(parts)}")

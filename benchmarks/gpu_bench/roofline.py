@@ -1,0 +1,116 @@
+"""The least time that a device needs for the bytes and products of a piece of work, by its measured ceilings.
+
+The bytes are those that must be read: the weights without the input embedding, of which a step reads one row per token
+(a tied one is read as the output head), and the keys and values of the context.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this device reaches: bytes read and written per second by a copy, operations per second by a product."""
+
+    bytes_s: float
+    flop_s: float
+
+    def seconds(self, cost: "Cost") -> float:
+        """Of the slower one of both; they may overlap entirely."""
+        return max(cost.bytes / self.bytes_s, cost.flop / self.flop_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes to move, operations (a multiply-add is two) to compute."""
+
+    bytes: float = 0.0
+    flop: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flop + other.flop)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What the cost of a step depends on; bytes and counts of one rank."""
+
+    read_bytes: int  # of weights, by each step
+    weights: int  # numbers, of all layers and the head
+    head_weights: int
+    kv_token_bytes: int  # keys and values of one token, all layers
+    attention_flop: int  # of one query over one key, all layers and heads
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelSizes":
+        """Of a `LoadedModel`."""
+        config, layout = model.config.get_text_config(), model.layout
+        embedding = model.module.get_input_embeddings().weight
+        read = model.weight_bytes - (0 if config.tie_word_embeddings else embedding.nbytes)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            read_bytes=read,
+            weights=read // embedding.element_size(),
+            head_weights=embedding.numel(),
+            kv_token_bytes=layout.block_bytes // layout.block_size * len(layout.groups),
+            attention_flop=4 * heads * head_dim * config.num_hidden_layers,
+        )
+
+    def decode(self, contexts: Sequence[float]) -> Cost:
+        """One step that computes one token of each sequence, with its tokens of context."""
+        total, count = sum(contexts), len(contexts)
+        read = self.read_bytes + (total + count) * self.kv_token_bytes
+        return Cost(read, 2 * self.weights * count + total * self.attention_flop)
+
+    def prefill(self, tokens: int) -> Cost:
+        """A prompt in one step, to its first token."""
+        flop = 2 * (self.weights - self.head_weights) * tokens + 2 * self.head_weights
+        return Cost(self.read_bytes + tokens * self.kv_token_bytes, flop + self.attention_flop * tokens**2 / 2)
+
+    def workload(self, lengths: Sequence[tuple[int, int]]) -> Cost:
+        """Requests of (input, output) tokens: at least one step per token of the longest output, all in each step."""
+        cost = Cost(max(out for _, out in lengths) * self.read_bytes)
+        for length, out in lengths:
+            cost += Cost(flop=self.prefill(length).flop)
+            steps = out - 1  # the first token is that of the prompt
+            context = steps * length + steps * (steps + 1) / 2
+            cost += Cost((context + length + steps) * self.kv_token_bytes)
+            cost += Cost(flop=2 * self.weights * steps + context * self.attention_flop)
+        return cost
+
+
+def measure(device: str) -> Ceilings:
+    """The fastest of several copies and products of random numbers. Takes about a second on a GPU."""
+    import torch
+
+    on_gpu = device == "cuda"
+    source = torch.rand((2 << 30 if on_gpu else 16 << 20) // 4, device=device)
+    target = torch.empty_like(source)
+    copy = _fastest(lambda: target.copy_(source), on_gpu)
+    del target
+    side, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+    product = _fastest(lambda: a @ b, on_gpu)
+    found = Ceilings(2 * source.nbytes / copy, 2 * side**3 / product)
+    del source, a, b
+    if on_gpu:
+        torch.cuda.empty_cache()  # an engine takes what is free
+    return found
+
+
+def _fastest(run: Callable[[], object], on_gpu: bool) -> float:
+    import torch
+
+    times = []
+    for _ in range(10):
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)

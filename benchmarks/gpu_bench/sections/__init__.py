@@ -1,0 +1,27 @@
+"""All sections, by name, in the order in which they run."""
+
+from gpu_bench.section import Section
+from gpu_bench.sections import (
+    correctness,
+    decode,
+    kernels,
+    libraries,
+    modes,
+    nccl,
+    serving,
+    trace,
+    transfer,
+    ttft,
+)
+
+SECTIONS: dict[str, Section] = {
+    module.SECTION.name: module.SECTION
+    for module in (correctness, kernels, nccl, libraries, decode, trace, serving, ttft, transfer, modes)
+}
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "contact": ("correctness", "kernels", "nccl", "libraries"),
+    "speed": ("decode", "trace"),
+    "load": ("serving", "ttft", "transfer", "modes"),
+}
+"""Sections for one command each on a machine that is lent for ten minutes at a time."""

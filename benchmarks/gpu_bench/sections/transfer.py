@@ -1,0 +1,107 @@
+"""Two replicas on one device: KV blocks from one to the other, and first tokens with a prefill replica.
+
+The roofline of the blocks is a copy of equally large pieces from process to process over the same transport.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from random import Random
+from statistics import median
+from typing import Any
+
+from gpu_bench.figure import Figure
+from gpu_bench.models import MODELS, write_config
+from gpu_bench.section import Section, SectionRun
+
+PIECES = 200
+ROUNDS = 5
+
+
+def run(run: SectionRun) -> Iterator[Figure]:
+    import machine  # noqa: F401  # before torch: it sets how OpenMP waits
+
+    import torch
+    from replicas import copy_raw, raw_speed, run_replica
+
+    from headrace_worker.comm.rendezvous import RendezvousHost
+    from headrace_worker.core.config import ReplicaConfig
+    from headrace_worker.core.transfer.orders import OpenPair
+    from headrace_worker.kv_transfer.pair_group import PairGroup
+
+    context = multiprocessing.get_context("spawn")
+    children: list[tuple[Any, Connection]] = []
+
+    def start(target: Any, *arguments: Any) -> Connection:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        process.start()
+        children.append((process, mine))
+        return mine
+
+    source = str(write_config(run.model, run.folder))
+    dtype = torch.float32 if run.device == "cpu" else torch.bfloat16
+    pipes = [
+        start(run_replica, ReplicaConfig(
+            replica_id=name, model=run.model, source=source, load_format="dummy", device=run.device,
+            dtype=str(dtype).removeprefix("torch."), kv_cache_memory=(64 << 20) if run.small else (6 << 30),
+            max_model_len=4096, max_num_seqs=32, cpu_threads=1 if run.small else 4,
+        ))
+        for name in ("decode", "prefill")
+    ]  # fmt: skip
+    addresses = [pipe.recv() for pipe in pipes]
+    config = MODELS[run.model]
+    piece = (2, 16, config["num_key_value_heads"], 16, config.get("head_dim", 128))  # a layer of sixteen blocks
+    opened = RendezvousHost("127.0.0.1")
+    sender = start(copy_raw, opened.rendezvous, piece, dtype, PIECES)
+    pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
+    lengths = (64, 512) if run.small else (512, 2048, 4000)
+
+    def copy() -> float:
+        return raw_speed(pair_group, piece, dtype, PIECES, sender)
+
+    yield from asyncio.run(measure(addresses, lengths, config["vocab_size"], copy))
+    sender.send(False)
+    pair_group.close()
+    for pipe in pipes:
+        pipe.send(True)
+    for process, _ in children:
+        process.join(20)
+
+
+async def measure(
+    addresses: list[str], lengths: tuple[int, ...], vocabulary: int, raw_copy: Callable[[], float]
+) -> list[Figure]:
+    from replicas import ReplicaStream, fetch_speed, tokens
+
+    first, second = streams = [ReplicaStream(address) for address in addresses]
+    for stream in streams:
+        await stream.open()
+    random = Random(1)
+    for _ in range(2):  # opens the pair, and pins the memory of its copies
+        await fetch_speed(first, second, tokens(random, lengths[-1], vocabulary))
+    figures = []
+    fetched, copied = [], []
+    for _ in range(ROUNDS):
+        copied.append(raw_copy())
+        fetched.append(await fetch_speed(first, second, tokens(random, lengths[-1], vocabulary)))
+    figures.append(Figure(f"blocks of {lengths[-1]} tokens", median(fetched), "GB/s", median(copied)))
+    for length in lengths:
+        local, remote = [], []
+        for _ in range(ROUNDS):
+            local.append(await first.first_token(tokens(random, length, vocabulary)))
+            remote.append(await first.first_token(tokens(random, length, vocabulary), second.address))
+        figures.append(Figure(f"first token of {length} tokens, computed here", median(local) * 1e3, "ms"))
+        figures.append(Figure(f"first token of {length} tokens, by a prefill replica", median(remote) * 1e3, "ms"))
+    counters = first.load.counters
+    figures.append(
+        Figure.check("every fetch delivers", counters.fetches > 0 and not counters.fetches_failed,
+                     fetches=counters.fetches, failed=counters.fetches_failed)
+    )  # fmt: skip
+    for stream in streams:
+        await stream.close()
+    return figures
+
+
+SECTION = Section("transfer", "two replicas on one GPU: GB/s of KV blocks, first tokens", ("qwen3-0.6b",), 180, run)
