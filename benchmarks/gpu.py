@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,8 +53,11 @@ def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
 class SectionRunner:
     """Runs sections one after the other, until the time of the whole command is over."""
 
-    def __init__(self, device: str, small: bool, out: Path, ends_at: float) -> None:
-        """`ends_at`: of `time.monotonic`."""
+    def __init__(
+        self, device: str, small: bool, out: Path, ends_at: float, child: Sequence[str] = ("-m", "gpu_bench.child")
+    ) -> None:
+        """`ends_at`: of `time.monotonic`. `child`: what Python runs, with a `ChildOrder` in JSON."""
+        self._child = child
         self._device = device
         self._small = small
         self._out = out
@@ -74,7 +78,7 @@ class SectionRunner:
                 section.name, model, self._device, self._small, time.monotonic() + seconds, str(answers),
                 str(self._out.resolve()),
             )  # fmt: skip
-            command = [sys.executable, "-m", "gpu_bench.child", json.dumps(asdict(order))]
+            command = [sys.executable, *self._child, json.dumps(asdict(order))]
             ended = isolation.run(command, self._environment, self._out / f"{section.name}.log", seconds)
             result.read(answers)
         result.seconds = ended.seconds

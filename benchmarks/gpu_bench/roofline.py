@@ -86,19 +86,23 @@ def measure(device: str) -> Ceilings:
     """The fastest of several copies and products of random numbers. Takes about a second on a GPU."""
     import torch
 
+    found = _measure(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # an engine takes what is free
+    return found
+
+
+def _measure(device: str) -> Ceilings:
+    import torch
+
     on_gpu = device == "cuda"
     source = torch.rand((2 << 30 if on_gpu else 16 << 20) // 4, device=device)
     target = torch.empty_like(source)
     copy = _fastest(lambda: target.copy_(source), on_gpu)
-    del target
     side, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     product = _fastest(lambda: a @ b, on_gpu)
-    found = Ceilings(2 * source.nbytes / copy, 2 * side**3 / product)
-    del source, a, b
-    if on_gpu:
-        torch.cuda.empty_cache()  # an engine takes what is free
-    return found
+    return Ceilings(2 * source.nbytes / copy, 2 * side**3 / product)
 
 
 def _fastest(run: Callable[[], object], on_gpu: bool) -> float:

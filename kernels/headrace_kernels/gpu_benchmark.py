@@ -8,6 +8,7 @@ same calls run small, in float32, without a graph: to test them.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class GpuBenchmark:
             slots = torch.arange(count, device=self._device)
             pool, _ = self._pool(-(-count // BLOCK), self._dtype)
             yield from self._op(count, "rms_norm", 2 * x.nbytes, x, weight, 1e-5)
-            took = self._seconds(lambda _, x=x, weight=weight: functional.rms_norm(x, (HIDDEN,), weight, 1e-5), 16)  # type: ignore[misc]
+            took = self._layers([partial(functional.rms_norm, x, (HIDDEN,), weight, 1e-5)] * 16)
             yield Timing(f"rms_norm rows {count}", "library", took, 2 * x.nbytes)
             yield from self._op(count, "add_rms_norm", 4 * x.nbytes, x, x, weight, 1e-5)
             yield from self._op(count, "silu_mul", gate_up.nbytes * 3 // 2, gate_up)
@@ -121,20 +122,19 @@ class GpuBenchmark:
                 x = self._random(count, HIDDEN)
                 case, flop = f"{name} rows {count}", 2 * count * out * HIDDEN
                 moved = size + x.nbytes + count * out * self._dtype.itemsize
-                took = self._seconds(
-                    lambda copy, x=x, weights=weights: functional.linear(x, weights[copy]), len(weights)
-                )  # type: ignore[misc]
-                yield Timing(case, "library", took, moved, flop)
-                took = self._seconds(lambda copy, x=x, layers=invariant: layers[copy](x), len(weights))  # type: ignore[misc]
-                yield Timing(case, "deterministic", took, moved, flop)
+                yield Timing(
+                    case, "library", self._layers([partial(functional.linear, x, w) for w in weights]), moved, flop
+                )
+                yield Timing(
+                    case, "deterministic", self._layers([partial(layer, x) for layer in invariant]), moved, flop
+                )
 
     def _op(self, count: int, name: str, size: int, *arguments: Any) -> Iterator[Timing]:
         op = next(op for op in catalog.ALL if op.name == name)
         # The reference's store waits for the device, which a graph cannot.
         references = () if name == "rope_write_kv" else ("torch",)
         for backend in dict.fromkeys((op.chosen(self._device), *references)):
-            run = op.named(backend)
-            took = self._seconds(lambda _, run=run: run(*arguments), 16)  # type: ignore[misc]
+            took = self._layers([partial(op.named(backend), *arguments)] * 16)
             yield Timing(f"{name} rows {count}", backend, took, size)
 
     def _attend(
@@ -154,6 +154,9 @@ class GpuBenchmark:
             return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
         return self._seconds(run, max(4, len(pairs)))
+
+    def _layers(self, runs: Sequence[Callable[[], object]]) -> float:
+        return self._seconds(lambda copy: runs[copy](), len(runs))
 
     def _seconds(self, run: Callable[[int], object], copies: int) -> float:
         """Of one ``run(copy)``: the fastest of ten rounds that run each copy once."""

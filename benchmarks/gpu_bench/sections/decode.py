@@ -6,6 +6,7 @@ from gpu_bench.figure import Figure
 from gpu_bench.section import Section, SectionRun
 
 BATCHES = (1, 32, 256)
+SMALL_BATCHES = (1, 8)
 LIMITS = (4096, 40960)
 
 
@@ -16,7 +17,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
     loaded = None
     for limit in LIMITS:
         bench = run.bench(max_model_len=limit, loaded=loaded)
-        for batch in BATCHES:
+        for batch in SMALL_BATCHES if run.small else BATCHES:
             cost = bench.sizes.decode([context + steps / 2] * batch)
             floor = run.ceilings.seconds(cost)
             for name, sampling in SAMPLINGS.items():

@@ -70,7 +70,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
 
 def in_a_model(run: SectionRun, communicator: Any) -> Iterator[Figure]:
-    """Whole steps with an all-reduce after each attention and MLP, as in a rank of several: the tokens stay the same."""
+    """Steps with an all-reduce after each attention and MLP, as in a rank of several: the tokens stay the same."""
     prompt_lengths = [(length, 16) for length in (3, 17, 60, 130)]
     bench = run.bench(kv_cache_memory=(64 << 20) if run.small else (1 << 30))
     without = [completion.token_ids for completion in bench.engine.generate(bench.prompts(prompt_lengths))]

@@ -30,12 +30,12 @@ def run(run: SectionRun) -> Iterator[Figure]:
     bench = run.bench()
     bench.run([(length, 8) for length, _ in lengths[:8]])
     floor = run.ceilings.seconds(bench.sizes.workload(lengths))
-    output = sum(out for _, out in lengths)
+    prompts, output = (sum(part) for part in zip(*lengths, strict=True))
     for sampling_name, sampling in SAMPLINGS.items():
         seconds, done, facts = bench.run(lengths, sampling)
         yield Figure(
             f"{name}, {sampling_name}", output / seconds, "tok/s", output / floor,
-            {"seconds": round(seconds, 2), "total_tok_s": round((output + sum(n for n, _ in lengths)) / seconds)} | facts,
+            {"seconds": round(seconds, 2), "total_tok_s": round((output + prompts) / seconds)} | facts,
         )  # fmt: skip
         first = sorted(completion.first_token_at for completion in done)
         yield Figure(

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from gpu_bench.figure import Figure
 from gpu_bench.models import MODELS, write_config
 from gpu_bench.section import Section, SectionRun
 
 PIECES = 200
-ROUNDS = 5
+ROUNDS, SMALL_ROUNDS = 5, 2
 
 
 def run(run: SectionRun) -> Iterator[Figure]:
-    import machine  # noqa: F401  # before torch: it sets how OpenMP waits
-
     import torch
     from replicas import copy_raw, raw_speed, run_replica
 
@@ -41,11 +39,12 @@ def run(run: SectionRun) -> Iterator[Figure]:
         return mine
 
     source = str(write_config(run.model, run.folder))
-    dtype = torch.float32 if run.device == "cpu" else torch.bfloat16
+    dtype_name: Literal["float32", "bfloat16"] = "float32" if run.device == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, dtype_name)
     pipes = [
         start(run_replica, ReplicaConfig(
             replica_id=name, model=run.model, source=source, load_format="dummy", device=run.device,
-            dtype=str(dtype).removeprefix("torch."), kv_cache_memory=(64 << 20) if run.small else (6 << 30),
+            dtype=dtype_name, kv_cache_memory=(64 << 20) if run.small else (6 << 30),
             max_model_len=4096, max_num_seqs=32, cpu_threads=1 if run.small else 4,
         ))
         for name in ("decode", "prefill")
@@ -57,11 +56,12 @@ def run(run: SectionRun) -> Iterator[Figure]:
     sender = start(copy_raw, opened.rendezvous, piece, dtype, PIECES)
     pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
     lengths = (64, 512) if run.small else (512, 2048, 4000)
+    rounds = SMALL_ROUNDS if run.small else ROUNDS
 
     def copy() -> float:
         return raw_speed(pair_group, piece, dtype, PIECES, sender)
 
-    yield from asyncio.run(measure(addresses, lengths, config["vocab_size"], copy))
+    yield from asyncio.run(measure(addresses, lengths, config["vocab_size"], rounds, copy))
     sender.send(False)
     pair_group.close()
     for pipe in pipes:
@@ -71,7 +71,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
 
 async def measure(
-    addresses: list[str], lengths: tuple[int, ...], vocabulary: int, raw_copy: Callable[[], float]
+    addresses: list[str], lengths: tuple[int, ...], vocabulary: int, rounds: int, raw_copy: Callable[[], float]
 ) -> list[Figure]:
     from replicas import ReplicaStream, fetch_speed, tokens
 
@@ -83,13 +83,13 @@ async def measure(
         await fetch_speed(first, second, tokens(random, lengths[-1], vocabulary))
     figures = []
     fetched, copied = [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         copied.append(raw_copy())
         fetched.append(await fetch_speed(first, second, tokens(random, lengths[-1], vocabulary)))
     figures.append(Figure(f"blocks of {lengths[-1]} tokens", median(fetched), "GB/s", median(copied)))
     for length in lengths:
         local, remote = [], []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             local.append(await first.first_token(tokens(random, length, vocabulary)))
             remote.append(await first.first_token(tokens(random, length, vocabulary), second.address))
         figures.append(Figure(f"first token of {length} tokens, computed here", median(local) * 1e3, "ms"))
