@@ -34,7 +34,11 @@ def run_replica(config: ReplicaConfig, pipe: Any) -> None:
 
 
 def copy_raw(rendezvous: Rendezvous, piece: tuple[int, ...], dtype: torch.dtype, pieces: int, pipe: Any) -> None:
-    """The sender of the raw copy: pieces of the shape and dtype, again for each true message on the pipe."""
+    """The sender of the raw copy: pieces of the shape and dtype, again for each true message on the pipe.
+
+    It first sends that it is ready to connect, which ranks must do within seconds.
+    """
+    pipe.send(True)
     pair_group = PairGroup(OpenPair(1, rendezvous, 2, 1, 0, (), sends=True), 0, "127.0.0.1", None)
     sent = torch.zeros(piece, dtype=dtype)
     while pipe.recv():

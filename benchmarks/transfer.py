@@ -134,6 +134,7 @@ def main() -> None:
     mine, theirs = context.Pipe()
     sender = context.Process(target=copy_raw, args=(opened.rendezvous, PIECE, torch.float32, PIECES, theirs))
     sender.start()
+    mine.recv()
     pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
     result = asyncio.run(measure(addresses, pair_group, mine, arguments.rounds))
     mine.send(False)

@@ -51,6 +51,8 @@ CI = (  # files and folders of tests that take tens of seconds: most start or ki
     "simulation/test_router_decisions.py",
     "test_benchmarks.py",
     "test_extending.py",
+    "test_gpu_benchmark.py",
+    "test_gpu_packages.py",
     "worker/model/test_hostile_files.py",
     "worker/model/test_warmup_coverage.py",
     *(f"worker/parallel/test_{name}.py" for name in PROCESSES if name != "process_oracle"),
@@ -62,6 +64,7 @@ ALONE = (  # files and folders of tests that run Ray, whole servers, or a model 
     "integration/",
     "test_benchmarks.py",
     "test_extending.py",
+    "test_gpu_benchmark.py",
     *(f"worker/parallel/test_{name}.py" for name in PROCESSES),
 )
 

@@ -25,23 +25,6 @@ def test_the_host_step_benchmark_runs() -> None:
     assert profiled.returncode == 0 and "scheduler.py" in profiled.stdout
 
 
-def test_the_gpu_benchmark_runs_small_on_a_cpu() -> None:
-    command = [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--models", "tiny", "--small"]
-    done = subprocess.run(
-        [*command, "--sections", "tokens,decode,workload,modes"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = {line.split()[0]: json.loads(line[line.index("{") :]) for line in done.stdout.splitlines()}
-    assert found["tokens"]["wrong"] == 0 and found["tokens"]["positions"] == 192
-    assert found["decode"]["batch 32"]["output_tok_s"] > 0
-    assert found["workload"]["requests"] == 16
-    assert all(way["alone_equals_together"] == way["of"] for way in found["modes"].values())
-
-
 def _answers(*flags: str) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
     """(defaults, counts by question) of the embedded model."""
     command = [sys.executable, str(FOLDER / "answers.py"), *flags]

@@ -32,7 +32,7 @@ class SectionRun:
         from gpu_bench.bench import Bench
 
         if self.small:
-            options = {"kv_cache_memory": 64 << 20} | options
+            options = {"kv_cache_memory": 64 << 20, "cpu_threads": 1} | options
         return Bench(self.model, self.folder, self.device, **options)
 
 

@@ -54,6 +54,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
     piece = (2, 16, config["num_key_value_heads"], 16, config.get("head_dim", 128))  # a layer of sixteen blocks
     opened = RendezvousHost("127.0.0.1")
     sender = start(copy_raw, opened.rendezvous, piece, dtype, PIECES)
+    sender.recv()
     pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
     lengths = (64, 512) if run.small else (512, 2048, 4000)
     rounds = SMALL_ROUNDS if run.small else ROUNDS
