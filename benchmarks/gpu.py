@@ -29,7 +29,7 @@ from gpu_bench.sections import CALLS, SECTIONS
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = ("benchmarks", "proto", "kernels", "worker", "router", "cluster", "tests")
-START_SECONDS = 10.0  # less is too little for any section
+START_SECONDS = 5.0  # less is too little for any section
 
 
 def chosen(text: str) -> list[Section]:
