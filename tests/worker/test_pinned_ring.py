@@ -4,13 +4,18 @@ import threading
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.pinned_ring import PinnedRing
 from support.worker.recording_device import RecordingDevice
 
-ARRAYS = [np.arange(3, dtype=np.int64), np.arange(5, dtype=np.int32), np.array([7], np.int64)]
+ARRAYS: list[NDArray[np.generic]] = [
+    np.arange(3, dtype=np.int64),
+    np.arange(5, dtype=np.int32),
+    np.array([7], np.int64),
+]
 
 
 class PinnedDevice(RecordingDevice):
