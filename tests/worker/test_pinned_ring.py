@@ -1,6 +1,7 @@
 """Uploads through pinned memory that is allocated once and written again only when its copy is done."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,7 @@ from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.pinned_ring import PinnedRing
 from support.worker.recording_device import RecordingDevice
 
-ARRAYS: list[NDArray[np.generic]] = [
-    np.arange(3, dtype=np.int64),
-    np.arange(5, dtype=np.int32),
-    np.array([7], np.int64),
-]
+ARRAYS: list[NDArray[Any]] = [np.arange(3, dtype=np.int64), np.arange(5, dtype=np.int32), np.array([7], np.int64)]
 
 
 class PinnedDevice(RecordingDevice):

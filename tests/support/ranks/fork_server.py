@@ -3,9 +3,9 @@ is a fork of this process.
 
 Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConfig, "rank": n, "rendezvous": hex, or
 null for a rank 0 that opens one}, and optionally "hold": the stage of its start in which it blocks, "busy": true for a
-rank 0 that submits endless requests to itself, "fault": the number of a step that raises, "hang": of one that does not
-end although the process lives, "record": options of a
-recorder (see recorders.py) to replay steps with. Prints JSON lines that begin with the process id: when it is forked,
+rank 0 that submits endless requests to itself, "fault": the number of a step that raises, "unread": of one whose
+tokens cannot be read from the device, "hang": of one that does not end although the process lives, "record": options of
+a recorder (see recorders.py) to replay steps with. Prints JSON lines that begin with the process id: when it is forked,
 has opened a rendezvous, reaches a stage, is ready, has ended (with the outcome), has exited.
 Ranks are killed when stdin closes.
 """
@@ -33,6 +33,7 @@ from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
+from headrace_worker.sampler import SampleOutput
 from support import identities
 from support.worker.recording_device import RecordingDevice, ReplayingDevice, replaying_device
 
@@ -60,6 +61,8 @@ def run_rank(order: dict[str, Any]) -> str:
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):
         raise_in_step(order["fault"])
+    if order.get("unread"):
+        raise_when_read(order["unread"])
     if order.get("hang"):
         hang_in_step(order["hang"])
     try:
@@ -118,6 +121,18 @@ def raise_in_step(number: int) -> None:
         return run(self, step)
 
     StageRunner.run = faulty  # type: ignore[method-assign]
+
+
+def raise_when_read(number: int) -> None:
+    """Let the tokens of the step of that number raise when they are read in this process."""
+    to_result = SampleOutput.to_result
+
+    def faulty(self: Any, step: int) -> Any:
+        if step == number:
+            raise FloatingPointError("a secret detail")
+        return to_result(self, step)
+
+    SampleOutput.to_result = faulty  # type: ignore[method-assign]
 
 
 def hang_in_step(number: int) -> None:

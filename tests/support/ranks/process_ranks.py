@@ -117,11 +117,13 @@ class RankGroup:
         absent: Collection[int] = (),
         record: Mapping[int, Mapping[str, Any]] | None = None,
         hangs: Mapping[int, int] = {},
+        unread: Mapping[int, int] = {},
         **options: Any,
     ) -> None:
         """`holds`: ranks that block in a stage of their start; `absent`: ranks that never start; `options`: of rank 0.
 
         `record`: record steps, with the recorder options of each rank. `hangs`: ranks, and the step that does not end.
+        `unread`: ranks but rank 0, and the step whose tokens they cannot read.
         """
 
         def recorder(rank: int) -> Mapping[str, Any] | None:
@@ -137,7 +139,7 @@ class RankGroup:
         for rank in range(1, self.config.tp * self.config.pp):
             if rank not in absent:
                 fault: dict[str, Any] = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
-                fault |= {"record": recorder(rank), "hang": hangs.get(rank)}
+                fault |= {"record": recorder(rank), "hang": hangs.get(rank), "unread": unread.get(rank)}
                 self.pids.append(self.fork_server.start(self.config, rank, rendezvous, hold=holds.get(rank), **fault))
 
     def ready(self) -> None:

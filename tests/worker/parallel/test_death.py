@@ -129,6 +129,16 @@ def test_an_exception_in_a_followers_step(tp: int, pp: int, rank: int, rank_grou
     assert max(ends) - min(ends) <= SECONDS
 
 
+def test_tokens_that_cannot_be_read_on_the_rank_that_samples(rank_group: Make) -> None:
+    """It reads them on another thread than its steps, which waits for the next command meanwhile."""
+    group = rank_group(1, 2)
+    group.start(busy=True, unread={1: 20})
+    for pid in group.pids:
+        said = group.fork_server.ended(pid, 20)
+        assert f"rank 1 (process {group.pids[1]}) failed: FloatingPointError in a step" in said
+        group.fork_server.wait_for(pid, "exited", SECONDS)
+
+
 def test_an_exception_in_rank_0s_step(rank_group: Make) -> None:
     group = rank_group(2, 1)
     group.start(busy=True, fault=20)

@@ -134,8 +134,8 @@ def test_tokens_of_replayed_stages(
     """Each stage replays its own layers of the same steps; without recordings the tokens are the same."""
     folder = save_tiny(family)
     work, found = prompts(12), []
-    records: tuple[dict[int, Any] | None, ...] = (None, {})
-    for record in records:
+    options: list[dict[int, Any] | None] = [None, {}]
+    for record in options:
         with process_replica(folder, tp, pp, record=record, max_num_batched_tokens=24) as replica:
             recorded = any(note.startswith("CUDA graphs: 5 sizes") for note in replica.offline.assembly.notes)
             assert recorded == (record is not None)
