@@ -69,7 +69,7 @@ class StageRunner:
         self._topology = team.topology
         self._dtype = model.dtype
         self._drawings: dict[int, _Drawing] = {}
-        # A step's copy is done when the step is collected, and one more step than stages is never launched.
+        # As many steps as stages are in flight, and a step's copy is done when it is collected: no slot is waited for.
         self._uploads = PinnedRing(model.device, team.topology.pp + 1, runner.max_rows * _DRAWN_BYTES)
         self._sent: deque[Sending] = deque()
         self._undrawn: tuple[Batch, Tensor | None] | None = None
