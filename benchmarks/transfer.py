@@ -5,7 +5,7 @@
 3. ITL of running streams while long prompts arrive: two replicas that do both, against one for prefill and one for
    decode.
 
-    python benchmarks/transfer.py [--rounds N] [--save]
+    PYTHONPATH=tests python benchmarks/transfer.py [--rounds N] [--save]
 
 Processes of this machine, one thread each; the embedded model in float32.
 """
