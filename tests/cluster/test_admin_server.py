@@ -60,10 +60,16 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         yield start
 
 
+def _is_served(connect: Connect) -> bool:
+    with contextlib.suppress(ConnectionError, ssl.SSLError):  # refused: with TLS, before its handshake
+        return _request(connect, KEY).startswith(b"HTTP/1.1 200")
+    return False
+
+
 def _stop(server: uvicorn.Server, thread: threading.Thread, connect: Connect) -> None:
     try:
         deadline = time.monotonic() + 10
-        while not _request(connect, KEY).startswith(b"HTTP/1.1 200"):  # closed connections may still count
+        while not _is_served(connect):  # closed connections may still count
             assert time.monotonic() < deadline, "it serves no other client"
     finally:
         server.should_exit = True
