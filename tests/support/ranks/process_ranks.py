@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import psutil
 
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
@@ -110,6 +111,7 @@ class RankGroup:
     fork_server: ForkServer
     config: ReplicaConfig
     pids: list[int] = field(default_factory=list)  # by rank
+    port: int = 0  # of its rendezvous
 
     def start(
         self,
@@ -136,6 +138,7 @@ class RankGroup:
             bytes.fromhex(self.fork_server.wait_for(first, "rendezvous", 20)), type=Rendezvous
         )
         self.pids = [first]
+        self.port = rendezvous.port
         for rank in range(1, self.config.tp * self.config.pp):
             if rank not in absent:
                 fault: dict[str, Any] = {"fault": options["faults"][rank]} if rank in options.get("faults", {}) else {}
@@ -145,6 +148,19 @@ class RankGroup:
     def ready(self) -> None:
         for pid in self.pids:
             self.fork_server.facts(pid)
+
+    def await_members(self, count: int, seconds: float = 30) -> None:
+        """Waits until so many ranks have a connection to the rendezvous of rank 0."""
+        deadline = time.monotonic() + seconds
+        while True:
+            connections = psutil.Process(self.pids[0]).net_connections("tcp")
+            if (
+                sum(one.laddr.port == self.port and one.status == psutil.CONN_ESTABLISHED for one in connections)
+                >= count
+            ):
+                return
+            assert time.monotonic() < deadline, "the ranks do not connect"
+            time.sleep(0.05)
 
     def reach(self, rank: int, stage: str) -> None:
         self.fork_server.wait_for(self.pids[rank], "stage", 30, stage)

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class CallingRecorder:
@@ -10,6 +12,9 @@ class CallingRecorder:
 
     def __init__(self) -> None:
         self.replays: list[int] = []
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        return make()
 
     def warm_up(self, step: Callable[[], None]) -> None:
         step()
@@ -29,10 +34,17 @@ class FaultyRecorder(CallingRecorder):
     """One of its warm-up runs or recordings raises, or never ends."""
 
     def __init__(self, at: str, number: int, hangs: bool = False, notify: Callable[[], None] = lambda: None) -> None:
-        """`at`: "warm_up" or "record"; `number`: of the call that fails, from 1; `notify`: called just before."""
+        """`at`: "allocate", "warm_up" or "record"; `number`: of the call that fails, from 1.
+
+        `notify`: called just before.
+        """
         super().__init__()
         self._at, self._number, self._hangs, self._notify = at, number, hangs, notify
-        self._calls = {"warm_up": 0, "record": 0}
+        self._calls = {"allocate": 0, "warm_up": 0, "record": 0}
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        self._fail_if_due("allocate")
+        return super().allocate(make)
 
     def warm_up(self, step: Callable[[], None]) -> None:
         self._fail_if_due("warm_up")

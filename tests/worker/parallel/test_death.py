@@ -112,7 +112,8 @@ def test_a_rank_killed_in_warm_up(
 def test_a_rank_killed_while_others_have_not_joined(rank_group: Make, record_testsuite_property: Record) -> None:
     group = rank_group(2, 2)
     group.start(absent=[3])
-    time.sleep(0.5)
+    group.await_members(2)
+    time.sleep(0.3)
     check_times(signal_rank(group, 1, signal.SIGKILL), record_testsuite_property)
 
 

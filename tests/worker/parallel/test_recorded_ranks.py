@@ -184,6 +184,23 @@ def test_a_rank_killed_while_it_records(at: str, rank: int, rank_group: Callable
     assert group.fork_server.when(other, "exited") - started <= SECONDS
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_for_the_buffers_of_recordings(
+    rank: int,
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    """The others would wait for it in the first step's sums."""
+    folder = save_tiny("llama")
+    with process_replica(folder, 2, 1, record={rank: {"at": "allocate", "number": 1}}) as replica:
+        notes = replica.offline.assembly.notes
+        assert f"CUDA graphs: off, as rank {rank} could not record a step (ArithmeticError)." in notes
+        mixed = prompts(6)
+        check_oracle(folder, mixed, replica.run(mixed, 6))
+    assert replica.replays() == [[], []]
+
+
 class FakeAllGather:
     """Replaces the all-gather of a rank whose peers have the values `others`, or never join."""
 

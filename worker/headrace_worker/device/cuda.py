@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from headrace_proto.errors import DeviceError
 from headrace_worker.device.gpu_faults import GpuFaultWatch
 from headrace_worker.device.rank_device import GraphRecorder, Mark
+
+T = TypeVar("T")
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the only error of a launch after which the context still works
 
@@ -38,6 +40,9 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        return make()
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Compiles kernels and initialises libraries, NCCL's connections for this size included: not recordable."""

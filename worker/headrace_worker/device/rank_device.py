@@ -5,10 +5,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Mark(Protocol):
@@ -28,7 +30,11 @@ class Download(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Makes a step replayable. Each step is warmed up, then recorded."""
+    """Makes a step replayable. What steps read and write is allocated; then each one is warmed up and recorded."""
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        """Returns what `make` allocates. Raises what it raises."""
+        ...
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Run the step normally, collectives between ranks included."""

@@ -1,5 +1,6 @@
 """Steps that the ranks of a stage record together, so that either all of them replay or none does.
 
+    every rank:                  allocate what all sizes use ──▶ all-gather of the outcomes
     every rank, for each size:   warm up ── collectives run ──▶ record ── nothing runs ──▶ all-gather of the outcomes
 
 Which step is replayed follows from the plan alone, so the collectives in recordings match as those outside do.
@@ -8,12 +9,15 @@ Which step is replayed follows from the plan alone, so the collectives in record
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.store_all_gather import StoreAllGather
 from headrace_worker.device.rank_device import GraphRecorder
+
+T = TypeVar("T")
 
 RECORD_TIMEOUT_SECONDS = 60.0
 
@@ -55,14 +59,22 @@ class CollectiveRecorder:
             )
             raise RankLostError(str(self._detector.failure)) from error
 
+    def allocate(self, make: Callable[[], T]) -> T:
+        """What `make` allocates, once every rank has allocated its own. Raises as `record`."""
+        return self._on_all_ranks(lambda: self._recorder.allocate(make))
+
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Returns what replays the step, once it is recorded on every rank.
 
         Raises RecordingFailedError on all ranks when one of them could not record it, and RankLostError.
         """
-        replay, failed = None, ""
+        return self._on_all_ranks(lambda: self._recorder.record(step))
+
+    def _on_all_ranks(self, attempt: Callable[[], T]) -> T:
+        made: list[T] = []
+        failed = ""
         try:
-            replay = self._recorder.record(step)
+            made.append(attempt())
         except Exception as error:
             # A collective that cannot be recorded looks like a broken connection; it is one if a rank is lost.
             self._detector.check()
@@ -74,8 +86,7 @@ class CollectiveRecorder:
         for rank, answer in enumerate(answers):
             if answer:
                 raise RecordingFailedError(f"rank {rank} could not record a step ({answer})")
-        assert replay is not None
-        return replay
+        return made[0]
 
     @contextlib.contextmanager
     def _fail_after_timeout(self) -> Iterator[None]:

@@ -9,12 +9,11 @@ kernel: their kernels take longer than their launches.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from headrace_kernels.meta import AttentionMeta
 from headrace_worker.core.plan import Work
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.device.staging import pack, unpack
@@ -28,14 +27,21 @@ MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
 
 
-@dataclass(slots=True)
-class RecordedStep:
-    """One size: its inputs, and the replay of the step on them."""
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a recorded step of one size reads and writes. packed: its inputs, of which the batch has views."""
 
     packed: Tensor
     batch: Batch
     sequences: int
     buffers: StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One size: its tensors, and the replay of the step on them."""
+
+    tensors: StepTensors
     replay: Callable[[], None]
 
 
@@ -62,14 +68,12 @@ class StepGraphs:
 
         Raises whatever the model raises when it cannot be recorded, for example because its code waits for the device.
         """
-        buffers = StepBuffers.of(self._model, max([*decode, *mixed]), self._rows.max_rows)
-        todo = [(True, tokens) for tokens in sorted(decode, reverse=True)]
-        todo += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
-        for place, (one_each, tokens) in enumerate(todo):
-            sequences = min(tokens, self._rows.max_rows)
-            step = self._record(buffers.part(tokens, sequences), tokens, sequences, 1 if one_each else tokens)
-            (self._decode if one_each else self._mixed)[tokens] = step
-            done((place + 1) / len(todo))
+        sizes = [(True, tokens) for tokens in sorted(decode, reverse=True)]
+        sizes += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
+        allocated = self._recorder.allocate(lambda: [*self._allocated(sizes)])
+        for place, ((one_each, tokens), tensors) in enumerate(zip(sizes, allocated, strict=True)):
+            (self._decode if one_each else self._mixed)[tokens] = self._record(tensors)
+            done((place + 1) / len(sizes))
 
     def prepare(self, work: Sequence[Work]) -> Batch | None:
         """The work in the buffers of the smallest recorded step that holds it; None when none does."""
@@ -78,9 +82,9 @@ class StepGraphs:
         if step is None:
             return None
         padded = self._pad(host, step)
-        self._rows.device.upload_into(step.packed, pack(padded.arrays))
+        self._rows.device.upload_into(step.tensors.packed, pack(padded.arrays))
         drawing = len(host.drawn_rows)
-        batch = step.batch
+        batch = step.tensors.batch
         return replace(
             batch,
             sample_index=batch.sample_index[:drawing],
@@ -98,38 +102,44 @@ class StepGraphs:
         """
         step: RecordedStep = batch.recorded
         step.replay()
-        if not step.buffers.ends_in_logits:
-            return step.buffers.out
+        if not step.tensors.buffers.ends_in_logits:
+            return step.tensors.buffers.out
         drawing = len(batch.sample_rows)
-        return step.buffers.out[:drawing] if drawing else None
+        return step.tensors.buffers.out[:drawing] if drawing else None
 
     def _fitting(self, host: HostBatch) -> RecordedStep | None:
         found = self._decode if host.max_query_len == 1 else self._mixed
         sizes = sorted(found)
         for size in sizes[bisect_left(sizes, len(host.token_rows)) :]:
-            if found[size].sequences >= len(host.seq_lens):
+            if found[size].tensors.sequences >= len(host.seq_lens):
                 return found[size]
         return None
 
     def _pad(self, host: HostBatch, step: RecordedStep) -> HostBatch:
-        meta: AttentionMeta = step.batch.metas[0]
-        return host.padded(
-            step.batch.token_rows.shape[0], step.sequences, self._entries, meta.max_query_len, meta.max_seq_len
-        )
+        batch, meta = step.tensors.batch, step.tensors.batch.metas[0]
+        tokens = batch.token_rows.shape[0]
+        return host.padded(tokens, step.tensors.sequences, self._entries, meta.max_query_len, meta.max_seq_len)
 
-    def _record(self, buffers: StepBuffers, tokens: int, sequences: int, max_query_len: int) -> RecordedStep:
+    def _allocated(self, sizes: Sequence[tuple[bool, int]]) -> Iterator[StepTensors]:
+        """The tensors of each step, given as whether it has one token per sequence, and its tokens."""
         nothing = flatten_work([], self._rows, self._layout.block_size)
-        host = nothing.padded(tokens, sequences, self._entries, max_query_len, self._rows.max_len)
-        packed = pack(host.arrays).to(self._rows.device.torch_device)
-        batch = host.over(unpack(packed, host.arrays))
+        buffers = StepBuffers.of(self._model, max(tokens for _, tokens in sizes), self._rows.max_rows)
+        for one_each, tokens in sizes:
+            sequences = min(tokens, self._rows.max_rows)
+            longest = 1 if one_each else tokens
+            host = nothing.padded(tokens, sequences, self._entries, longest, self._rows.max_len)
+            packed = pack(host.arrays).to(self._rows.device.torch_device)
+            batch = host.over(unpack(packed, host.arrays))
+            yield StepTensors(packed, batch, sequences, buffers.part(tokens, sequences))
 
+    def _record(self, tensors: StepTensors) -> RecordedStep:
         def step() -> None:
-            found = self._forward(batch, buffers.hidden_in)
+            found = self._forward(tensors.batch, tensors.buffers.hidden_in)
             assert found is not None  # every sequence of a padded batch counts as sampled
-            buffers.out.copy_(found)
+            tensors.buffers.out.copy_(found)
 
         self._recorder.warm_up(step)
-        return RecordedStep(packed, batch, sequences, buffers, self._recorder.record(step))
+        return RecordedStep(tensors, self._recorder.record(step))
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -201,7 +201,7 @@ class Runner:
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Where the hidden states [1, T, N] of a batch from the stage before are to be put, for `forward`."""
         if batch.recorded is not None:
-            hidden: Tensor = batch.recorded.buffers.hidden_in
+            hidden: Tensor = batch.recorded.tensors.buffers.hidden_in
             return hidden
         return hidden_states(self._loaded, batch.token_rows.shape[0])
 
@@ -215,7 +215,7 @@ class Runner:
         """
         try:
             if batch.recorded is not None and self._graphs is not None:
-                assert hidden_in is batch.recorded.buffers.hidden_in
+                assert hidden_in is batch.recorded.tensors.buffers.hidden_in
                 return self._graphs.run(batch)
             return self._compute(batch, hidden_in, self._written)
         finally:
