@@ -115,6 +115,7 @@ def test_every_other_model_needs_the_child(folder: Path) -> None:
         ({"replicas": 40}, ("40 replicas", "30.04 GiB", "--replicas 21 or less")),
         ({"replicas": 41}, ("41 ranks", "2.05 CPUs", "--cpu-share")),
         ({"device": "cuda"}, ("1 GPU is needed", "this machine has none", "--device cpu")),
+        ({"rank_interface": "nonet0"}, ("--rank-interface nonet0", "it has lo (127.0.0.1)")),
         ({"dtype": "bfloat16", "deterministic": True}, ("--deterministic", "bfloat16")),
     ],
 )
@@ -189,6 +190,7 @@ def test_resources_of_a_joined_ray_are_not_checked_here(folder: Path) -> None:
     far = {"ray": {"address": "192.0.2.55:6379"}}
     assert run(spec({"source": str(folder), "replicas": 100, "device": "cuda"}, **far)) == []
     assert run(spec({"source": str(folder), "kv_cache_memory": "500GiB"}, **far)) == []
+    assert run(spec({"source": str(folder), "rank_interface": "nonet0"}, **far)) == []
     assert "8192 positions" in rejection(spec({"max_model_len": 8193}, **far))
 
 

@@ -27,6 +27,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.pools import Pool
 from headrace_proto.errors import HeadraceError
+from headrace_worker.comm.interface import address_on
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, request_limit, size_kv
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
@@ -63,6 +64,9 @@ def check_start(
     machine = this_machine() if spec.ray.address is None else None
     if machine is not None:
         check_cpus(spec.models, machine.cores)
+        for model in spec.models:
+            if model.rank_interface:
+                address_on(model.rank_interface)
     located = [_locate(spec, model) for model in spec.models]
     spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
     builds = [build for model, source in located if source for build in _builds(spec, model, source, machine)]
