@@ -30,6 +30,7 @@ from gpu_bench.sections import CALLS, SECTIONS
 ROOT = Path(__file__).parents[1]
 IMPORTED = ("benchmarks", "proto", "kernels", "worker", "router", "cluster", "tests")
 START_SECONDS = 5.0  # less is too little for any section
+MOST_SECONDS = 480.0  # of a section
 
 
 def chosen(text: str) -> list[Section]:
@@ -48,6 +49,12 @@ def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
     if small:
         return [SMALL_MODEL]
     return [model for model in section.models if wanted is None or model in wanted.split(",")]
+
+
+def limit_of(section: Section, remaining: Sequence[Section], left: float) -> float:
+    """Seconds that the first of the remaining sections may take: time that earlier ones did not use is shared."""
+    share = left / sum(other.seconds for other in remaining)
+    return min(section.seconds * max(1.0, share), MOST_SECONDS)
 
 
 class SectionRunner:
@@ -125,9 +132,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     runner = SectionRunner(device, arguments.small, arguments.out, ends_at)
     results: list[report.SectionResult] = []
-    for section in sections:
+    for place, section in enumerate(sections):
         (arguments.out / f"{section.name}.log").unlink(missing_ok=True)
-        left = section.seconds
+        left = limit_of(section, sections[place:], ends_at - time.monotonic())
         for model in models_of(section, arguments.models, arguments.small):
             result = runner.run(section, model, left)
             left -= result.seconds

@@ -100,6 +100,20 @@ def test_each_section_belongs_to_a_call_and_ends_within_eight_minutes() -> None:
     assert {model for section in SECTIONS.values() for model in section.models} <= {NO_MODEL, *MODELS}
 
 
+def test_each_call_fits_into_ten_minutes_with_all_its_sections() -> None:
+    for names in CALLS.values():
+        assert sum(SECTIONS[name].seconds for name in names) <= 560
+
+
+def test_time_that_is_left_is_shared() -> None:
+    nccl, kernels = SECTIONS["nccl"], SECTIONS["kernels"]
+    both = nccl.seconds + kernels.seconds
+    assert gpu.limit_of(nccl, [nccl, kernels], both) == nccl.seconds
+    assert gpu.limit_of(nccl, [nccl, kernels], both / 2) == nccl.seconds, "the runner bounds it by what is left"
+    assert gpu.limit_of(nccl, [nccl, kernels], both * 1.5) == nccl.seconds * 1.5
+    assert gpu.limit_of(kernels, [kernels], 3600) == 480
+
+
 def test_the_list_names_every_section() -> None:
     done = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, timeout=60, check=True)
     assert {line.split()[0] for line in done.stdout.splitlines()} == {*CALLS, *SECTIONS}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Each wait returns the next of the Xids in the environment, then times out (NVML_ERROR_TIMEOUT = 10).
+# Each wait returns the next of the Xids in the environment, a negative one as an error of NVML; then it times out (10).
 _NVML = """
 #include <stdlib.h>
 #include <string.h>
@@ -30,13 +30,16 @@ int nvmlEventSetWait_v2(void *events, Event *event, unsigned milliseconds) {
     if (!next) next = getenv("XIDS");
     if (!*next) { usleep(1000); return 10; }
     event->device = &gpu; event->type = 8;
-    event->data = strtoull(next, &next, 10);
-    return 0;
+    long long xid = strtoll(next, &next, 10);
+    event->data = xid;
+    return xid < 0 ? -xid : 0;
 }
 """
 _WATCH = """
 import sys, time
+from headrace_worker.device import gpu_faults
 from headrace_worker.device.gpu_faults import GpuFaultWatch
+gpu_faults.RETRY_SECONDS = 0.01
 watch = GpuFaultWatch("cuda:0", sys.argv[1], print)
 time.sleep(0.5)
 alive = watch._thread.is_alive()
@@ -70,6 +73,19 @@ def _watch(nvml: Path, xids: str, uuid: str = "GPU-1234") -> tuple[list[str], st
 def test_a_fatal_event_is_reported_once(nvml: Path) -> None:
     found, _ = _watch(nvml, "63 31 79 48")
     assert found == ["cuda:0 is defective: the driver reports Xid 79, it is no longer on the bus", "ended False"]
+
+
+def test_a_lost_gpu_is_reported(nvml: Path) -> None:
+    """NVML_ERROR_GPU_IS_LOST (15) may come instead of Xid 79."""
+    found, _ = _watch(nvml, "63 -15 48")
+    assert found == ["cuda:0 is defective: the driver reports it is no longer on the bus", "ended False"]
+
+
+def test_an_error_of_the_interface_does_not_end_the_watch(nvml: Path) -> None:
+    """NVML_ERROR_UNKNOWN (999)."""
+    found, output = _watch(nvml, "-999 -999 48")
+    assert found == ["cuda:0 is defective: the driver reports Xid 48, an uncorrectable memory error", "ended False"]
+    assert output.count("could not be read") == 2
 
 
 def test_errors_of_programs_and_repairs_are_not_defects(nvml: Path) -> None:

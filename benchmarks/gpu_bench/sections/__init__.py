@@ -16,11 +16,11 @@ from gpu_bench.sections import (
 
 SECTIONS: dict[str, Section] = {
     module.SECTION.name: module.SECTION
-    for module in (correctness, kernels, nccl, libraries, decode, trace, serving, ttft, transfer, modes)
+    for module in (nccl, correctness, kernels, libraries, decode, trace, serving, ttft, transfer, modes)
 }
 
 CALLS: dict[str, tuple[str, ...]] = {
-    "contact": ("correctness", "kernels", "nccl", "libraries"),
+    "contact": ("nccl", "correctness", "kernels", "libraries"),
     "speed": ("decode", "trace"),
     "load": ("serving", "ttft", "transfer", "modes"),
 }

@@ -94,4 +94,4 @@ class PlainModel:
             return plain(torch.tensor([ids], device=self._place), use_cache=False).logits[0, -OUTPUT - 1 : -1].float()
 
 
-SECTION = Section("correctness", "tokens against plain transformers, graphs off, then on", ("qwen3-0.6b",), 180, run)
+SECTION = Section("correctness", "tokens against plain transformers, graphs off, then on", ("qwen3-0.6b",), 140, run)

@@ -39,5 +39,5 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
 
 SECTION = Section(
-    "decode", "steps of batch 1, 32, 256; greedy and sampled; two limits", ("qwen3-0.6b", "llama-8b"), 420, run
+    "decode", "steps of batch 1, 32, 256; greedy and sampled; two limits", ("qwen3-0.6b", "llama-8b"), 410, run
 )

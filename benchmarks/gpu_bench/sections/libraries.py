@@ -24,4 +24,4 @@ def run(run: SectionRun) -> Iterator[Figure]:
                 )
 
 
-SECTION = Section("libraries", "attention, row ops and products beside torch's libraries", (NO_MODEL,), 150, run)
+SECTION = Section("libraries", "attention, row ops and products beside torch's libraries", (NO_MODEL,), 120, run)

@@ -34,4 +34,4 @@ def run(run: SectionRun) -> Iterator[Figure]:
         bench.close()
 
 
-SECTION = Section("modes", "graphs, scheduling one step ahead, determinism", ("qwen3-0.6b",), 300, run)
+SECTION = Section("modes", "graphs, scheduling one step ahead, determinism", ("qwen3-0.6b",), 90, run)

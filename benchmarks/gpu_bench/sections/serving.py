@@ -44,4 +44,4 @@ def run(run: SectionRun) -> Iterator[Figure]:
         )  # fmt: skip
 
 
-SECTION = Section("serving", "256 requests at once, mixed lengths or 1k in, 1k out", (MIXED, EQUAL), 300, run)
+SECTION = Section("serving", "256 requests at once, mixed lengths or 1k in, 1k out", (MIXED, EQUAL), 230, run)

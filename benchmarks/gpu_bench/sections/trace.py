@@ -60,4 +60,4 @@ def record(bench: Any, batch: int, context: int) -> Any:
     return found[0]
 
 
-SECTION = Section("trace", "20 steps of the profiler: the true gap", ("qwen3-0.6b", "llama-8b"), 150, run)
+SECTION = Section("trace", "20 steps of the profiler: the true gap", ("qwen3-0.6b", "llama-8b"), 140, run)

@@ -36,4 +36,4 @@ def run(run: SectionRun) -> Iterator[Figure]:
                  {"p50_ms": round(median(first) * 1e3, 1)})  # fmt: skip
 
 
-SECTION = Section("ttft", "first tokens: alone, cached, 32 prompts at once", ("qwen3-0.6b", "llama-8b"), 150, run)
+SECTION = Section("ttft", "first tokens: alone, cached, 32 prompts at once", ("qwen3-0.6b", "llama-8b"), 110, run)

@@ -9,7 +9,7 @@ import pytest
 from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.runner.coverage import OPTIONS, largest_steps
+from headrace_worker.runner.coverage import LARGEST_OPTIONS, largest_steps
 from headrace_worker.runner.graphs import MIXED_TOKENS, decode_sizes
 from headrace_worker.runner.runner import Runner
 from support.worker.recording_device import RecordingDevice
@@ -64,11 +64,11 @@ def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path, replica: C
         assemble(replica(folder, **small), device=device)
 
 
-def test_the_largest_step_has_all_rows_and_every_option(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
+def test_in_the_largest_step_all_rows_filter_and_report(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
     layout = assemble(replica(folder, **SIZES)).model.layout
     prompts, decodes, long, frees = largest_steps(layout, 40, 64, 1000)
     assert sum(work.count for work in prompts.work) == 1000 and len(prompts.work) == len(decodes.work) == 40
-    assert {init.sampling for init in prompts.inits} == set(OPTIONS[:40])
+    assert {init.sampling for init in (*prompts.inits, *long.inits)} == {LARGEST_OPTIONS}
     assert [work.count for work in long.work] == [62] and frees.frees == list(range(40))
 
 

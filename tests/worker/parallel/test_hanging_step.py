@@ -81,10 +81,12 @@ def test_nccl_is_aborted_when_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     dist: Any = SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=FakeNccl)
     monkeypatch.setattr(group_module, "dist", dist)
     monkeypatch.setattr(group_module, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.3)
     detector, store = FailureDetector(0), Any
     groups = [device_group(store, name, torch.device("cuda", 0), 0, 2, detector) for name in ("pipe", "stage-0")]  # type: ignore[arg-type]
     assert [group._backend.aborted for group in groups] == [0, 0]
     detector.fail("a step hangs")
+    assert [group._backend.aborted for group in groups] == [0, 0], "the other ranks do not know of it yet"
     deadline = time.monotonic() + 5
     while [group._backend.aborted for group in groups] != [1, 1]:
         assert time.monotonic() < deadline

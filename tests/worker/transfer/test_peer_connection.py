@@ -1,6 +1,7 @@
 """A peer connection over queues: chunks that arrive in order, are dropped, or are not the expected ones."""
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.group import Sending
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, Sent, TransferReport
@@ -53,19 +55,21 @@ class QueuePairGroup:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]]:
-    """make(sends, device): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
+    """make(sends, device, check): an end of a pair, its pool [2, B, K, P, D] and what it reports."""
 
     class FakePairGroup(QueuePairGroup):
         lane: "queue.Queue[Tensor | None]" = queue.Queue()
 
     monkeypatch.setattr(module, "PairGroup", FakePairGroup)
 
-    def end(sends: bool, device: RankDevice | None = None) -> tuple[PeerConnection, Tensor, list[TransferReport]]:
+    def end(
+        sends: bool, device: RankDevice | None = None, check: Callable[[], None] = lambda: None
+    ) -> tuple[PeerConnection, Tensor, list[TransferReport]]:
         pool = torch.randn(2, 8, 2, 4, 8) if sends else torch.zeros(2, 8, 2, 4, 8)
         caches: Any = {layer: LayerCache(0, pool, 0) for layer in (0, 1)}
         reports: list[TransferReport] = []
         order = OpenPair(1, Rendezvous("", 1, bytes(32)), 2, 0, 1, tuple(plan_routes(SHARDS, SHARDS)), sends)
-        connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, device or CpuDevice(), reports.append)
+        connection = PeerConnection(order, 0, "127.0.0.1", SHARDS, caches, device or CpuDevice(), reports.append, check)
         connection.start()
         return connection, pool, reports
 
@@ -128,6 +132,35 @@ def test_the_time_to_send_has_no_wait_for_layers(
     _wait(sent, 1)
     assert isinstance(sent[0], Sent) and (sent[0].rank, sent[0].pair, sent[0].blocks) == (0, 1, 2)
     assert 0 < sent[0].seconds < 0.2
+    source.close()
+    target.close()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_nothing_is_sent_that_was_computed_while_a_rank_was_lost(
+    gated: bool, make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]]
+) -> None:
+    """On a GPU the wait for a layer ends as if it were computed, once the group of a lost rank is aborted."""
+    lost = threading.Event()
+
+    def check() -> None:
+        if lost.is_set():
+            raise RankLostError("a step hangs")
+
+    class Gate:
+        def wait(self, layer: int) -> None:
+            if layer == 1:
+                lost.set()
+
+    source, _, sent = make(True, None, check)
+    target, _, received = make(False)
+    if not gated:
+        lost.set()
+    source.enqueue(Send(1, 7, 0, ((3, 5),)), Gate() if gated else None)
+    target.enqueue(Receive(1, 7, 0, (2,), ((6, 2),)), None)
+    _wait(sent, 1)
+    assert sent == [PairFailed(0, 1, "a step hangs")]
+    assert not any(isinstance(report, Received) and report.good for report in received)
     source.close()
     target.close()
 

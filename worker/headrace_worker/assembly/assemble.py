@@ -114,7 +114,15 @@ def assemble_part(
     pools = KVPools.of(model, size.num_blocks)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
-    transfers = TransferWorker(rank, rank_host(config), shards, pools.layers, model.device, report_transfer)
+    transfers = TransferWorker(
+        rank,
+        rank_host(config),
+        shards,
+        pools.layers,
+        model.device,
+        report_transfer,
+        team.detector.check if team is not None else lambda: None,
+    )
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
     return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, notes)
 

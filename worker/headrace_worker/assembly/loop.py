@@ -143,6 +143,8 @@ class EngineLoop:
         outputs = [output for command in self.commands.take() if (output := command(self._engine)) is not None]
         if self._engine.has_work or self._engine.exchange.busy:
             outputs += self._watched_step()
+        if self.failure is not None:
+            return  # meanwhile: what the step computed may not be valid
         for output in outputs:
             if output.finish is not None:
                 self._held.discard(output.attempt_id)

@@ -67,7 +67,9 @@ def measure_step_memory(
         stage = StageRunner(model, runner, team, "measure") if team is not None else None
         for plan in largest_steps(model.layout, rows, length, budget):
             if stage is not None:
-                stage.run(Step(plan, []))
+                result = stage.run(Step(plan, []))
+                if result.error is not None:
+                    raise result.error
             else:
                 runner.collect(runner.launch(plan))
         device.synchronize()

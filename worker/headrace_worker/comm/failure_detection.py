@@ -37,7 +37,7 @@ class FailureDetector:
         self._links: dict[int, Link] = {}
         self._heartbeats = HeartbeatTracker(STARTUP_TICKS, PARTING_TICKS)
         self._new: deque[Link] = deque()
-        self._callbacks: list[Callable[[RankLostError], None]] = []
+        self._callbacks: list[Callable[[RankLostError], object]] = []
         self._listener: Callable[[bytes], None] = lambda note: None
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -59,7 +59,7 @@ class FailureDetector:
         if failure is not None:
             link.send_text(FrameKind.FAILED, str(failure))
 
-    def on_loss(self, callback: Callable[[RankLostError], None]) -> None:
+    def on_loss(self, callback: Callable[[RankLostError], object]) -> None:
         """Call `callback` once when a rank is lost, at once if one is already; on the detector's thread or this one."""
         with self._lock:
             if self.failure is None:

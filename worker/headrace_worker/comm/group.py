@@ -5,6 +5,7 @@ gloo transfers tensors in host memory, NCCL tensors on a GPU.
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,9 @@ from headrace_worker.comm.failure_detection import FailureDetector
 
 # An idle replica waits for its next plan without a limit; the failure detector reports a lost peer.
 _FOREVER = timedelta(days=1000)
+
+ABORT_SECONDS = 1.0
+"""From a loss until kernels that wait are ended: by then every rank has learned of it."""
 
 
 @dataclass(slots=True)
@@ -87,14 +91,22 @@ class Group:
         with contextlib.suppress(RuntimeError):
             self._backend.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
-    def abort(self) -> None:
+    def abort(self) -> threading.Thread:
         """Ends the kernels of an NCCL group that wait for a rank, from any thread; nothing can be exchanged after it.
 
-        Returns at once: the abort may wait for the driver. Without it the GPU stays busy, and the process may not exit.
+        Such a kernel exits as if its data had arrived, and may still send to other ranks: what a step computes is not
+        used unless no rank was lost by the time that it was read (`FailureDetector.check`), and it takes ABORT_SECONDS
+        until the first kernel exits. Without the abort the GPU stays busy, and the process may not exit.
+
+        Returns at once. The thread does not end while recordings of the group's collectives exist (NCCL waits for
+        them); the kernels end before.
         """
-        threading.Thread(target=self._abort, name="headrace-nccl-abort", daemon=True).start()
+        thread = threading.Thread(target=self._abort, name="headrace-nccl-abort", daemon=True)
+        thread.start()
+        return thread
 
     def _abort(self) -> None:
+        time.sleep(ABORT_SECONDS)
         with contextlib.suppress(RuntimeError):  # a communicator that is in error already
             self._backend.abort()
 

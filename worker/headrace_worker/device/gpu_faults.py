@@ -4,7 +4,6 @@ A kernel that uses broken memory raises an error in this process, which ends its
 faults that no call of this process returns, such as those of another process on the same GPU, or of an idle GPU.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import structlog
 
 WAIT_MS = 1000  # of one wait, after which the watch may end
+RETRY_SECONDS = 5.0  # after an error of the driver's interface that is none of the GPU
 
 FATAL_XIDS = {
     48: "an uncorrectable memory error",
@@ -70,10 +70,19 @@ class GpuFaultWatch:
                 nvml.nvmlDeviceGetHandleByUUID(self._uuid), nvml.nvmlEventTypeXidCriticalError, events
             )
             while not self._ended.is_set():
-                with contextlib.suppress(nvml.NVMLError_Timeout):
+                try:
                     event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)
-                    if self._handle(int(event.eventData)):
-                        return
+                except nvml.NVMLError_Timeout:
+                    continue
+                except nvml.NVMLError_GpuIsLost:
+                    self._report(FATAL_XIDS[79])
+                    return
+                except nvml.NVMLError as error:
+                    log.warning("an event of the GPU could not be read", device=self._name, error=str(error))
+                    self._ended.wait(RETRY_SECONDS)
+                    continue
+                if self._handle(int(event.eventData)):
+                    return
         finally:
             nvml.nvmlEventSetFree(events)
 
@@ -82,5 +91,8 @@ class GpuFaultWatch:
         if fault is None:
             log.warning("the driver reports an event of the GPU", device=self._name, xid=xid)
             return False
-        self._on_fault(f"{self._name} is defective: the driver reports Xid {xid}, {fault}")
+        self._report(f"Xid {xid}, {fault}")
         return True
+
+    def _report(self, fault: str) -> None:
+        self._on_fault(f"{self._name} is defective: the driver reports {fault}")

@@ -64,14 +64,16 @@ class PeerConnection:
         caches: Mapping[int, LayerCache],
         device: RankDevice,
         report: Callable[[TransferReport], None],
+        check: Callable[[], None] = lambda: None,
         opened: RendezvousHost | None = None,
     ) -> None:
-        """`opened`: the pair's rendezvous, on rank 0 of the target."""
+        """`check` raises if blocks must not be sent. `opened`: the pair's rendezvous, on rank 0 of the target."""
         self._order = order
         self._rank = rank
         self._host = host
         self._caches = caches
         self._report = report
+        self._check = check
         self._opened = opened
         self._first_head = shards.ranks[rank].heads[0]
         mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
@@ -125,6 +127,7 @@ class PeerConnection:
                 while not closed and (task := self._queue.get()) is not None:
                     if isinstance(task.order, Send):
                         task.launched.synchronize()  # not part of the time that it takes to send
+                        self._check()
                         self._send(pair_group, task.order, task.gate)
                     else:
                         self._device.wait_for(task.launched)
@@ -162,6 +165,7 @@ class PeerConnection:
                     if gate is not None:
                         with clock.paused():
                             gate.wait(layer)
+                        self._check()
                     pool = self._caches[layer].pool
                     with self._lock:
                         complete = complete and order.fetch in self._queued_chunks

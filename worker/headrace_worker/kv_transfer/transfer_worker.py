@@ -51,14 +51,19 @@ class TransferWorker:
         caches: dict[int, LayerCache],
         device: RankDevice,
         report: Callable[[TransferReport], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on the threads of the connections."""
+        """`report` is called on the threads of the connections.
+
+        `check` raises once what this rank computes may not be valid: a step of a lost group does not fail by itself.
+        """
         self.shards = shards
         self._rank = rank
         self._host = host
         self._caches = caches
         self._device = device
         self._report = report
+        self._check = check
         self._connections: dict[int, PeerConnection] = {}
         self._opened: dict[int, RendezvousHost] = {}
         self._written: WrittenLayers | None = None
@@ -82,6 +87,7 @@ class TransferWorker:
                         self._caches,
                         self._device,
                         self._report,
+                        self._check,
                         self._opened.pop(order.pair, None),
                     )
                     self._connections[order.pair] = connection

@@ -122,7 +122,9 @@ class MultiRankRunner:
     def _guarded(self, call: Callable[[], Result]) -> Result:
         try:
             self._team.detector.check()
-            return call()
+            result = call()
+            self._team.detector.check()  # a wait that the abort of a group has ended brings no valid result
+            return result
         except RankLostError as error:
             raise RunnerBrokenError(str(error)) from error
         except RecordingFailedError:  # on all ranks
@@ -134,7 +136,9 @@ class MultiRankRunner:
 
     def _guarded_answer(self) -> Answer:
         try:
-            return self._channel.receive_answer(self._team.topology.sampler)
+            answer = self._channel.receive_answer(self._team.topology.sampler)
+            self._team.detector.check()
+            return answer
         except RankLostError as error:
             raise RunnerBrokenError(str(error)) from error
 

@@ -103,10 +103,11 @@ class ServingRank:
         if self._team is not None:
             self._team.detector.fail(sentence)
         self.loop.abandon(RunnerBrokenError(sentence))
+        self._transfers.stop()  # last: a copy on a device that hangs may not end
 
     def stop(self) -> None:
         """Ends the loop, the other ranks, then the server once the last frames are sent. Idempotent."""
-        lost = self._team is not None and self._team.detector.failure is not None
+        lost = self.loop.failure is not None
         if self._watch is not None:
             self._watch.stop()
         self.loop.stop(LOST_STOP_SECONDS if lost else STOP_SECONDS)

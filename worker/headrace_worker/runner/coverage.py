@@ -31,6 +31,10 @@ OPTIONS = (
     RowSampling(temperature=0.0, min_tokens=1 << 30, stop_token_ids=(0,)),
     RowSampling(temperature=1.0, top_p=0.9, logprobs=5),
 )
+LARGEST_OPTIONS = RowSampling(
+    temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+)
+"""What takes the most memory if all rows have it: defaults of a model apply to every request."""
 _FEW = (2, 8, 32, 64)  # tokens of a small prompt
 _SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the previous one
 
@@ -48,14 +52,14 @@ def cover(runner: ModelRunner, budget: int, done: Callable[[float], None] = lamb
 
 
 def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
-    """The steps that take the most memory: all tokens, and all rows, which sample with every option."""
+    """The steps that take the most memory: all tokens, and all rows, each of which filters, penalizes and reports."""
     rows = min(max_rows, budget)
     each = max(1, min(max_len - 2, budget // rows))
-    started = [_start(layout, row, each, max_len, OPTIONS[row % len(OPTIONS)]) for row in range(rows)]
+    started = [_start(layout, row, each, max_len, LARGEST_OPTIONS) for row in range(rows)]
     yield _step([Work(row, 0, each, True) for row in range(rows)], started)
     yield _step([Work(row, each, 1, True) for row in range(rows)], [])
     long = min(budget, max_len - 2)
-    yield _step([Work(0, 0, long, True)], [_start(layout, 0, long, max_len, OPTIONS[-1])])
+    yield _step([Work(0, 0, long, True)], [_start(layout, 0, long, max_len, LARGEST_OPTIONS)])
     yield StepPlan(0, list(range(rows)), [], [], [])
 
 
