@@ -64,12 +64,20 @@ def test_what_all_replicas_do_is_the_fault_of_none() -> None:
     bench = Bench()
     assert bench.run([_found(A, 10), _found(B, 10)]) == []
     assert bench.run([_found(A, 10), _found(B, 6), _found(C, 6)]) == []
+    assert bench.run([_found(A, 10), _found(B, 4)]) == []
     assert {record.state for record in bench.reconciler.records.values()} == {State.READY}
 
 
 def test_a_router_alone_cannot_have_a_replica_replaced() -> None:
     bench = Bench(a=2)
     assert bench.run([_found(A, 2**32 - 1)], [_found(A, 2**32 - 1)]) == []
+
+
+def test_one_of_several_routers_cannot_have_a_source_replaced() -> None:
+    """A source reports nothing of itself: two routers must have found it, or there is only one."""
+    bench = Bench(b=0)
+    assert bench.run([_found(A, 50, B), _found(C, 50, B)], []) == []
+    assert bench.run([_found(A, 3, B)], [_found(C, 3, B)]) == [Stop(B, drain=False)]
 
 
 @pytest.mark.parametrize("source", [B, C])

@@ -13,6 +13,9 @@ from headrace_cluster.core.router_reports import RouterReports
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 from headrace_proto.caller_streams import CallerStreams
+from headrace_router.core.not_finite import MAX_PAIRS, MAX_PROMPTS
+
+MAX_REPLICAS = 10_000  # in a router's report
 
 PROTO_STATES = {
     State.PENDING: replica_pb2.REPLICA_STATE_STARTING,
@@ -40,6 +43,8 @@ class Membership:
 
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages."""
+        if len(report.replicas) > MAX_REPLICAS or len(report.not_finite) > MAX_PAIRS:
+            return  # no router of ours sends so many
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
         not_finite = [_to_not_finite(entry) for entry in report.not_finite]
         self.router_reports.report(report.router_id, heard, self._clock(), not_finite)
@@ -88,4 +93,4 @@ class Membership:
 
 def _to_not_finite(entry: pb.NotFinite) -> NotFinite:
     source = ReplicaName(entry.source_id, entry.source_generation) if entry.source_id else None
-    return NotFinite(ReplicaName(entry.replica_id, entry.generation), source, entry.prompts)
+    return NotFinite(ReplicaName(entry.replica_id, entry.generation), source, min(entry.prompts, MAX_PROMPTS))

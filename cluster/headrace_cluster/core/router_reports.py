@@ -50,10 +50,9 @@ class RouterReports:
         found = [received[name] for received in fresh if name in received]
         return any(found) if found else None
 
-    def not_finite(self, now: float) -> list[NotFinite]:
-        """All routers' outputs that were not finite."""
-        fresh = (key for key, (at, _) in self._reports.items() if now - at <= FRESH_SECONDS)
-        return [entry for key in fresh for entry in self._not_finite[key]]
+    def not_finite(self, now: float) -> dict[str, Sequence[NotFinite]]:
+        """Outputs that were not finite, by router; all routers with a fresh report are in it."""
+        return {key: self._not_finite[key] for key, (at, _) in self._reports.items() if now - at <= FRESH_SECONDS}
 
 
 def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:

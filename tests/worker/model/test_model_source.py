@@ -110,7 +110,7 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     def refuse(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("not in the cache")
@@ -120,6 +120,8 @@ def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyP
             raise RepositoryNotFoundError("404", response=Mock())
         if source == "acme/unreachable":
             raise ConnectionError("no network")
+        if source == "acme/busy":
+            raise HfHubHTTPError("429", response=Mock(status_code=429))
         return SimpleNamespace(sha=f"{source}@{revision}")
 
     monkeypatch.setattr(huggingface_hub, "model_info", info)
@@ -131,7 +133,7 @@ def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelSourceError, match=r"cannot be reached for the commit of 'acme/unreachable'"):
         hub_commit("acme/unreachable", None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "/cache/snapshots/abc")
-    assert hub_commit("acme/unreachable", None) == "abc", "of an earlier download"
+    assert hub_commit("acme/unreachable", None) == hub_commit("acme/busy", None) == "abc", "of an earlier download"
 
 
 def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

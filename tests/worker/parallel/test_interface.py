@@ -1,8 +1,10 @@
 """gloo and NCCL use the interface of the rank's address alone."""
 
 import os
+import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -31,6 +33,13 @@ def test_an_address_by_name_or_network() -> None:
         plain = [entry.address for entry in addresses if entry.family.name == "AF_INET"]
         if plain:
             assert interface.address_on(name) == plain[0] and interface.address_on(f"{plain[0]}/32") == plain[0]
+
+
+def test_a_network_with_all_addresses_is_not_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = SimpleNamespace(family=socket.AF_INET, address="10.1.0.7")
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [loopback], "eth7": [address]})
+    assert interface.address_on("0.0.0.0/0") == "10.1.0.7"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class StepWatch:
     """
 
     def __init__(self, predicted: Callable[[], float], on_hang: Callable[[str], None]) -> None:
-        """predicted: seconds of the running step; called on the thread of the watch."""
+        """predicted: seconds of the longest step that runs or is waited for; called on the thread of the watch."""
         self._predicted = predicted
         self._on_hang = on_hang
         self._running = False

@@ -33,7 +33,8 @@ def address_on(wanted: str) -> str:
             network = ipaddress.ip_network(wanted, strict=False)
         except ValueError as error:
             raise RendezvousError(f"--rank-interface {wanted}: write a network as 10.1.0.0/16") from error
-        matching = [address for addresses in found.values() for address in addresses if address in network]
+        inside = [address for addresses in found.values() for address in addresses if address in network]
+        matching = sorted(inside, key=lambda address: address.is_loopback)  # a wide network contains it, too
     else:
         matching = found.get(wanted, [])
     if not matching:

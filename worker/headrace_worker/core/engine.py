@@ -50,6 +50,7 @@ class _Launched:
     step: ScheduledStep
     handle: Any
     at: float
+    predicted: float  # seconds
 
 
 class Engine:
@@ -73,6 +74,7 @@ class Engine:
         self._failed_steps = 0
         self._last_collect = clock()
         self.predicted_step = 0.0  # seconds, of the newest step
+        self.longest_step = 0.0  # seconds: the longest prediction of those that `step` may wait for
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +123,7 @@ class Engine:
             self.predicted_step = self.latency.cost.predict(
                 scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
             )
+            self.longest_step = max([self.predicted_step, *(launched.predicted for launched in self._launched)])
             try:
                 handle = self._runner.launch(scheduled.plan)
             except RunnerBrokenError:
@@ -128,7 +131,7 @@ class Engine:
             except Exception as error:
                 outputs += self._step_failed(scheduled, error)
             else:
-                self._launched.append(_Launched(scheduled, handle, start))
+                self._launched.append(_Launched(scheduled, handle, start, self.predicted_step))
                 if scheduled.guided:
                     outputs += self._draw(self._launched[-1])
             if orders:

@@ -74,7 +74,7 @@ def is_here(source: str) -> bool:
 def hub_commit(source: str, revision: str | None) -> str | None:
     """The commit of a Hub model, whose files other machines need; None if `source` is a path. Raises ModelSourceError.
 
-    Nothing is downloaded. Where the Hub cannot be reached, the commit of an earlier download.
+    Nothing is downloaded. Where the Hub cannot be reached, or refuses for now, the commit of an earlier download.
     """
     if not _may_be_hub_id(source):
         return None
@@ -83,9 +83,11 @@ def hub_commit(source: str, revision: str | None) -> str | None:
 
     try:
         return str(model_info(source, revision=revision).sha)
-    except (HfHubHTTPError, HFValidationError) as error:
+    except HFValidationError as error:
         raise _refused(source, revision, error) from error
-    except Exception as error:  # of the HTTP library
+    except Exception as error:  # of the HTTP library, or the Hub is overloaded
+        if isinstance(error, HfHubHTTPError) and error.response.status_code not in (429, *range(500, 600)):
+            raise _refused(source, revision, error) from error
         try:
             found = snapshot_download(source, revision=revision, allow_patterns=["config.json"], local_files_only=True)
         except LocalEntryNotFoundError:

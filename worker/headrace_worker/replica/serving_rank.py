@@ -49,7 +49,7 @@ class ServingRank:
         self._server = server = ReplicaServer(config.host, config.port, identity)
         # A single rank on a CPU waits for nothing: its step is slow at most.
         watched = team is not None or device.asynchronous
-        self._watch = StepWatch(lambda: assembly.engine.predicted_step, self.fail) if watched else None
+        self._watch = StepWatch(lambda: assembly.engine.longest_step, self.fail) if watched else None
         try:
             self.loop = loop = EngineLoop(
                 assembly.engine,
