@@ -145,6 +145,36 @@ def test_a_client_that_does_not_read_is_disconnected(
     eventually(lambda: _connections(harness) == 0)
 
 
+@pytest.mark.parametrize("last", [b"keep-alive", b"close"])
+def test_a_client_that_leaves_a_rest_unread_is_disconnected(
+    harness: Any, make_replica: Any, eventually: Any, last: bytes
+) -> None:
+    """It reads until the transport resumes writing, and no further: nothing else would end the connection."""
+    limits = {"write_seconds": 0.5, "idle_seconds": 0.5, "connections": 4}
+    harness.start([make_replica()], auth={"keys": [KEY]}, limits=limits)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+        sock.connect(("127.0.0.1", harness.router.http_port))
+        eventually(lambda: _connections(harness) == 1)
+        (protocol,) = harness.router._http._server.server_state.connections
+        protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        protocol.transport.set_write_buffer_limits(high=32 << 10, low=16 << 10)  # for a shorter answer
+        body = json.dumps({"model": "tiny", "prompt": ["\x01" * 200] * 128, "echo": True, "max_tokens": 1}).encode()
+        headers = (b"content-length: %d" % len(body), b"authorization: Bearer " + KEY.encode(), b"connection: " + last)
+        sock.sendall(_head(*headers) + body)
+        eventually(lambda: _buffered(harness) > 32 << 10)
+        while _buffered(harness) > 16 << 10:
+            sock.recv(512)
+            time.sleep(0.001)
+        assert _buffered(harness)
+        eventually(lambda: _connections(harness) == 0)
+
+
+def _buffered(harness: Any) -> int:
+    return sum(each.transport.get_write_buffer_size() for each in harness.router._http._server.server_state.connections)
+
+
 def test_a_slow_reader_is_not_disconnected(harness: Any, make_replica: Any, connect: Any) -> None:
     harness.start([make_replica()], limits={"write_seconds": 0.3, "prompt_chars": 10**7, "body_bytes": 1 << 24})
     text = "word " * 40

@@ -48,7 +48,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._writes = WriteWatch(transport, self.limits.write_seconds)
+        self.written = WriteWatch(transport, self.limits.write_seconds)
         self._place: Place | None = None
         super().connection_made(transport)
         self._place = self.counter.add(self._address, self._abort)
@@ -66,7 +66,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._tenant = None
         self._closing = True
         self._stop_timers()
-        self._writes.stop()
+        self.written.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -138,7 +138,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._writes.start()
         if self.pipeline:
             self._paced.submit(self._continue)  # the next request of this connection begins in its turn
         else:
@@ -147,14 +146,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _continue(self) -> None:
         if not self._closing:
             super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._writes.start()
-
-    def resume_writing(self) -> None:
-        self._writes.stop()
-        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         if self._parsed_bytes > self.limits.header_bytes:
@@ -182,7 +173,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
         else:
             self.transport.close()
-        self._writes.start()
 
     def _abort(self) -> None:
         """Another connection gets its place."""
@@ -260,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         body = orjson.dumps(error.body())
         retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
-        self.transport.write(
+        self.written.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s"
             b"x-request-id: %s\r\n\r\n%s"
             % (error.status, PHRASES[error.status], len(body), retry, secrets.token_hex(16).encode(), body)
@@ -273,7 +263,7 @@ class _ResponseTransport:
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
-        self.write = protocol.transport.write
+        self.write = protocol.written.write
 
     def is_closing(self) -> bool:
         return self._protocol.closing
