@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_worker.comm.errors import RankLostError
+from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.core.plan import StepPlan, Work
 from headrace_worker.ranks.answer_sender import AnswerSender
 from headrace_worker.ranks.messages import Answer
@@ -53,8 +55,13 @@ def launched(device: RecordingDevice, step: int) -> tuple[StepPlan, StageResult]
     return plan, StageResult(SampleOutput(device, torch.tensor([step]), torch.ones(1, dtype=torch.bool), None))
 
 
-def start(device: RecordingDevice, channel: FakeChannel, on_failure: Callable[[BaseException], None]) -> AnswerSender:
-    sender = AnswerSender(channel, device, on_failure)  # type: ignore[arg-type]
+def start(
+    device: RecordingDevice,
+    channel: FakeChannel,
+    on_failure: Callable[[BaseException], None],
+    check: Callable[[], None] = lambda: None,
+) -> AnswerSender:
+    sender = AnswerSender(channel, device, check, on_failure)  # type: ignore[arg-type]
     sender.start()
     return sender
 
@@ -94,7 +101,19 @@ def test_a_failure_is_reported_once_and_ends_the_thread(device: SlowDevice) -> N
     assert [type(error) for error in failures] == [AttributeError] and channel.sent == []
 
 
+def test_tokens_that_are_read_after_a_loss_are_not_sent(device: SlowDevice) -> None:
+    """On a GPU their wait ends as if they were computed, once the group of a lost rank is aborted."""
+    channel, failures = FakeChannel(), list[BaseException]()
+    detector = FailureDetector(1)
+    sender = start(device, channel, failures.append, detector.check)
+    sender.submit(*launched(device, 1))
+    detector.fail("a step hangs")
+    device.done.set()
+    sender.join()
+    assert [type(error) for error in failures] == [RankLostError] and channel.sent == []
+
+
 def test_a_sender_that_was_not_started_is_stopped(device: SlowDevice) -> None:
-    sender = AnswerSender(FakeChannel(), device, lambda error: None)  # type: ignore[arg-type]
+    sender = AnswerSender(FakeChannel(), device, lambda: None, lambda error: None)  # type: ignore[arg-type]
     sender.stop()
     sender.join()

@@ -8,6 +8,7 @@ import pytest
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import Done, Failed, FetchRequest, Granted, Refused
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Receive, Sent
+from headrace_worker.core.transfer.send_speed import SendSpeed
 from headrace_worker.server.transfer_convert import target_frame
 
 
@@ -83,8 +84,19 @@ def test_a_source_measures_the_slowest_rank_of_each_pair(make_bench: Callable[..
     for target in ("there", "elsewhere"):
         exchange.receive_from_target(target, FetchRequest(1, b"", "", list(range(20, 60)), 0))
     granted = dict(exchange.take_outbound().to_targets)
-    assert granted["there"].block_seconds == pytest.approx(0.2 + 0.2 * (0.4 - 0.2))
+    assert granted["there"].block_seconds == pytest.approx((0.8 * 0.8 + 0.8) / (0.8 * 4 + 2))
     assert granted["elsewhere"].block_seconds == 0, "of no blocks nothing is known"
+
+
+def test_short_chunks_say_little_about_the_speed_of_long_ones() -> None:
+    speed = SendSpeed()
+    speed.add(0, 500, 0.35)
+    for _ in range(3):
+        speed.add(0, 2, 0.0214)  # 20 ms of which are no matter of size
+    assert speed.block_seconds < 0.002
+    for _ in range(30):
+        speed.add(0, 500, 0.7)
+    assert speed.block_seconds == pytest.approx(0.0014, rel=0.02), "it follows"
 
 
 def test_a_source_that_was_silent_is_avoided(make_bench: Callable[..., Any]) -> None:

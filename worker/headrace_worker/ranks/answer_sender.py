@@ -20,10 +20,20 @@ STOP_SECONDS = 4.0
 class AnswerSender:
     """Sends answers in the order in which their steps were launched. Rank 0 bounds how many are waiting."""
 
-    def __init__(self, channel: Channel, device: RankDevice, on_failure: Callable[[BaseException], None]) -> None:
-        """`channel`: used by this thread only. `on_failure`: called on it with what ends it early."""
+    def __init__(
+        self,
+        channel: Channel,
+        device: RankDevice,
+        check: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`channel`: used by this thread only. `check` raises once a rank is lost: tokens are not valid then.
+
+        `on_failure`: called on the thread with what ends it early.
+        """
         self._channel = channel
         self._device = device
+        self._check = check
         self._on_failure = on_failure
         self._launched: SimpleQueue[tuple[StepPlan, StageResult] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headrace-answers", daemon=True)
@@ -49,7 +59,9 @@ class AnswerSender:
             self._device.use()
             # The last sends are not awaited: an answer that rank 0 does not receive any more is not needed.
             while (launched := self._launched.get()) is not None:
-                self._channel.send_answer(_answer(*launched))
+                answer = _answer(*launched)
+                self._check()
+                self._channel.send_answer(answer)
         except BaseException as error:
             self._on_failure(error)
 

@@ -35,7 +35,7 @@ class Follower:
         self._undrawn: StepPlan | None = None  # a guided plan whose masks have not arrived
         # A channel of its own: its thread sends while the follower's receives.
         answers = Channel(team.host, team.topology.pp - 1)
-        self._answers = AnswerSender(answers, stage.runner.device, self._step_failed)
+        self._answers = AnswerSender(answers, stage.runner.device, team.detector.check, self._step_failed)
         self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
 
     def start(self) -> None:

@@ -2,22 +2,25 @@
 
 from dataclasses import dataclass, field
 
-_NEWEST = 0.2  # weight of the newest chunk
+_OLDER = 0.8  # weight of earlier chunks beside the newest one
 
 
 @dataclass(slots=True)
 class SendSpeed:
-    """A moving average for each rank. The slowest one decides: a block is complete when all have sent their part."""
+    """Recent seconds and blocks of each rank: a short chunk, most of which is fixed cost, counts little.
 
-    _ranks: dict[int, float] = field(default_factory=dict)
+    The slowest rank decides: a block is complete when all have sent their part.
+    """
+
+    _ranks: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds, blocks
 
     def add(self, rank: int, blocks: int, seconds: float) -> None:
         """A rank has sent a chunk."""
         if blocks > 0:
-            known, found = self._ranks.get(rank), seconds / blocks
-            self._ranks[rank] = found if known is None else known + _NEWEST * (found - known)
+            spent, sent = self._ranks.get(rank, (0.0, 0.0))
+            self._ranks[rank] = _OLDER * spent + seconds, _OLDER * sent + blocks
 
     @property
     def block_seconds(self) -> float:
         """0 = not known yet."""
-        return max(self._ranks.values(), default=0.0)
+        return max((spent / sent for spent, sent in self._ranks.values()), default=0.0)
