@@ -101,6 +101,18 @@ def test_the_older_one_of_a_pair_is_replaced_first_then_the_other_one() -> None:
     assert bench.run([_found(new, 3, C)]) == [Stop(C, drain=False)]
 
 
+def test_the_only_one_that_answers_serves_on() -> None:
+    """Most of its answers are right: without another replica, its end would be an outage."""
+    bench = Bench()
+    for name in (B, C):
+        bench.reconciler.died(name, "killed", bench.now)
+        del bench.ended[name]
+    assert Stop(A, drain=False) not in bench.run([_found(A, 5)])
+    assert bench.reconciler.records[A.replica_id].state is State.READY
+    bench.ended[ReplicaName(B.replica_id, 2)] = 0
+    assert Stop(A, drain=False) in bench.run([_found(A, 5)]), "the next build of another one answers"
+
+
 def test_it_stays_unhealthy_until_the_budget_allows_a_stop() -> None:
     bench = Bench()
     for stop in range(HEALTH.stops_per_minute):

@@ -52,16 +52,19 @@ def record(monkeypatch: pytest.MonkeyPatch) -> _Record:
     return found
 
 
-def _attach(written: ClusterSpec, commit: str) -> tuple[str | None, list[str]]:
-    """The commit that the controller of a new keeper gets, and what the operator reads. commit: that of the Hub now."""
-    spec = _pinned(written, commit)
+def _attach(written: ClusterSpec, commit: str | None) -> tuple[str | None, list[str]]:
+    """The commit that the controller of a new keeper gets, and what the operator reads.
+
+    commit: that of the Hub now; None = it does not answer.
+    """
+    spec = _pinned(written, commit) if commit is not None else written
     found = resolved_revisions(written, spec)
     args = ControllerArgs(spec=spec.model_dump_json(exclude={"auth"}), program="headrace", loopback=False)
     ray: Any = SimpleNamespace(serves=False, link=SimpleNamespace(address="here"))
     handle = controller_handle.ControllerHandle(spec, args, ClusterSecrets(None), "key", ray, found)
     hub, local = ClusterSpec.model_validate_json(handle._args.spec).models
     assert local.revision is None
-    notes = [note for name, kept in handle.revisions.items() if (note := moved_note(found[name], kept))]
+    notes = [note for name, now in found.items() if (note := moved_note(now, handle.revisions[name]))]
     return hub.revision, notes
 
 
@@ -88,6 +91,14 @@ def test_another_revision_or_source_is_resolved_again(record: _Record) -> None:
     assert _attach(_spec("main"), FIRST) == (FIRST, []), "of a spec with a commit nothing is kept"
 
 
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_hub_that_does_not_answer_changes_no_commit(record: _Record, revision: str | None) -> None:
+    assert _attach(_spec(revision), None) == (revision, []), "of a new cluster: what each node has in its cache"
+    assert _attach(_spec(revision), FIRST) == (FIRST, [])
+    assert _attach(_spec(revision), None) == (FIRST, [])
+    assert _attach(_spec("v2"), None) == ("v2", []), "another revision"
+
+
 def test_the_record_of_the_release_before_has_no_revisions(record: _Record) -> None:
     record.saved = msgspec.msgpack.encode({"id": "before", "control_port": 7, "admin_port": 8})
     assert _attach(_spec(None), SECOND) == (SECOND, [])
@@ -97,5 +108,5 @@ def test_the_record_of_the_release_before_has_no_revisions(record: _Record) -> N
 
 def test_models_of_this_machine_have_no_commit() -> None:
     spec = parse_spec({"models": [{"source": "smollm2"}]})
-    assert resolved_revisions(spec, spec) == {} == kept_revisions({}, {})
+    assert resolved_revisions(spec, spec) == {} == kept_revisions(spec, {}, {})
     assert with_commits(spec, {}) == spec

@@ -36,7 +36,7 @@ from headrace_proto.private_file import PrivateFileError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.footprint import Footprint
-from headrace_worker.model.source import ModelSource, resolve
+from headrace_worker.model.source import HubUnreachableError, ModelSource, resolve
 
 PLAIN = Machine(cores=2, memory=16 << 30, gpus=0)
 FOOTPRINT = Footprint(CacheLayout(16, (CacheGroupSpec(0, (0, 1), 2, 16),), 4), 1000, 64)
@@ -212,6 +212,15 @@ def test_weights_of_other_machines_are_not_downloaded(folder: Path, monkeypatch:
         spec(*models, ray={"address": "192.0.2.55:6379"}), lambda stage: None, print, with_router=False
     )
     assert [model.revision for model in pinned.models] == ["commit of main", None, None]
+
+    def unreachable(source: str, revision: str | None) -> str | None:
+        raise HubUnreachableError("The Hugging Face Hub cannot be reached.")
+
+    monkeypatch.setattr(start_checks, "hub_commit", unreachable)
+    warnings: list[str] = []
+    far = spec(models[0], ray={"address": "192.0.2.55:6379"})
+    (model,) = check_start(far, lambda stage: None, warnings.append, with_router=False).models
+    assert model.revision == "main" and "cannot be reached" in warnings[0] and "keeps its commit" in warnings[0]
 
 
 def test_gpus_that_cannot_be_counted_are_checked_by_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

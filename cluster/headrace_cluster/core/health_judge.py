@@ -27,9 +27,11 @@ class HealthJudge:
         """Compares all replicas."""
         up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
         self._silence = judge_silence(up, self._router_reports, now)
-        defects = find_defects(up, self._router_reports.not_finite(now))
-        for record in up:
-            record.defect = defects.get(record.name, record.defect)  # it remains defective until it is replaced
+        for name, defect in find_defects(up, self._router_reports.not_finite(now)).items():
+            (found,) = (record for record in up if record.name == name)
+            others = (record for record in up if record.model.name == found.model.name and record is not found)
+            if any(other.answers and not other.defect for other in others):  # else it serves what it can
+                found.defect = defect  # until it is replaced
 
     @property
     def may_be_cut_off(self) -> bool:

@@ -31,15 +31,18 @@ def resolved_revisions(spec: ClusterSpec, pinned: ClusterSpec) -> dict[str, Reso
     }
 
 
-def kept_revisions(found: Revisions, earlier: Revisions) -> dict[str, ResolvedRevision]:
-    """`found`, with the earlier commit of each model whose source and revision are the same."""
+def kept_revisions(spec: ClusterSpec, found: Revisions, earlier: Revisions) -> dict[str, ResolvedRevision]:
+    """`found`, with the earlier commit of each model whose source and revision are the same.
 
-    def kept(name: str, now: ResolvedRevision) -> ResolvedRevision:
-        before = earlier.get(name)
-        same = before is not None and (before.source, before.revision) == (now.source, now.revision)
-        return before if before is not None and same else now
-
-    return {name: kept(name, now) for name, now in found.items()}
+    spec: with the commits of `found`. Its other models have none: they are no models of the Hub, or it did not answer.
+    """
+    kept = dict(found)
+    for model in spec.models:
+        before, now = earlier.get(model.name), found.get(model.name)
+        written = now.revision if now is not None else model.revision
+        if before is not None and (before.source, before.revision) == (model.source, written):
+            kept[model.name] = before
+    return kept
 
 
 def with_commits(spec: ClusterSpec, revisions: Revisions) -> ClusterSpec:

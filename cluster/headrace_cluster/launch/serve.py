@@ -186,8 +186,8 @@ class Serve:
         args, key = self._controller_args(ray, logs), self._record.state.admin_key
         found = resolved_revisions(written, self._spec)
         handle = ControllerHandle(self._spec, args, self._secrets, key, ray, found)
-        for name, kept in handle.revisions.items():
-            if note := moved_note(found[name], kept):
+        for name, now in found.items():
+            if note := moved_note(now, handle.revisions[name]):
                 show_message(note, "warning")
         return handle
 

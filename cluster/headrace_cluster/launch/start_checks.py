@@ -33,7 +33,7 @@ from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, request_limit, 
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.headers import check_length, gguf_footprint, read_headers
-from headrace_worker.model.source import ModelSource, hub_commit, is_here, resolve
+from headrace_worker.model.source import HubUnreachableError, ModelSource, hub_commit, is_here, resolve
 
 _NO_LIMIT = 1 << 62  # bytes
 # Settings that change neither weights nor the layout of the cache.
@@ -67,7 +67,7 @@ def check_start(
         for model in spec.models:
             if model.rank_interface:
                 address_on(model.rank_interface)
-    located = [_locate(spec, model) for model in spec.models]
+    located = [_locate(spec, model, warn) for model in spec.models]
     spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
     builds = [build for model, source in located if source for build in _builds(spec, model, source, machine)]
     checked = [build for build in builds if not build.is_plain]
@@ -99,14 +99,18 @@ def check_start(
     return spec
 
 
-def _locate(spec: ClusterSpec, model: ModelSpec) -> tuple[ModelSpec, ModelSource | None]:
+def _locate(spec: ClusterSpec, model: ModelSpec, warn: Callable[[str], None]) -> tuple[ModelSpec, ModelSource | None]:
     """The model with its commit, since a branch or tag may move while ranks are started, and its files.
 
     Without files in a joined Ray: this machine may run no rank, and downloads nothing for those that do.
     """
     with _prefix_errors(spec, model):
         if spec.ray.address is not None and not is_here(model.source):
-            source, commit = None, hub_commit(model.source, model.revision)
+            source = commit = None
+            try:
+                commit = hub_commit(model.source, model.revision)
+            except HubUnreachableError as error:
+                warn(f"{error} A cluster that runs keeps its commit; new ranks load what their node has in its cache.")
         else:
             source = resolve(model.source, model.load_format, model.revision)
             commit = source.commit

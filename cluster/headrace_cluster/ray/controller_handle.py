@@ -70,7 +70,7 @@ class ControllerHandle:
                 f"`{program_name()} stop`, or give this one another name with --cluster"
             )
         earlier = self._record.keeper() or Keeper(id=self._id)
-        self.revisions = kept_revisions(revisions, earlier.revisions)
+        self.revisions = kept_revisions(spec, revisions, earlier.revisions)
         self._spec = with_commits(spec, self.revisions)
         self._take_over(earlier.control_port, earlier.admin_port)
         self._end()

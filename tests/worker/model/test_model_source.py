@@ -115,7 +115,7 @@ def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("not in the cache")
 
-    def info(source: str, revision: str | None) -> Any:
+    def info(source: str, revision: str | None, timeout: float) -> Any:
         if source == "acme/none":
             raise RepositoryNotFoundError("404", response=Mock())
         if source == "acme/unreachable":
@@ -127,6 +127,7 @@ def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     assert hub_commit("acme/model", "main") == "acme/model@main"
+    assert hub_commit("acme/none", "a" * 40) == "a" * 40, "a commit: nothing is asked"
     assert hub_commit("/only/there", None) is hub_commit("~/m.gguf", None) is None
     with pytest.raises(ModelSourceError, match="returned no model 'acme/none at v1'"):
         hub_commit("acme/none", "v1")

