@@ -113,7 +113,7 @@ class DescribeChunk(_message.Message):
     def __init__(self, facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
+    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "cache_key")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class ModelFacts(_message.Message):
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     identity: ReplicaIdentity
     max_model_len: int
     vocab_size: int
@@ -149,7 +150,8 @@ class ModelFacts(_message.Message):
     kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    cache_key: bytes
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., cache_key: _Optional[bytes] = ...) -> None: ...
 
 class GenerationDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")
@@ -405,10 +407,12 @@ class StepModel(_message.Message):
     def __init__(self, base_ms: _Optional[float] = ..., per_prefill_token_ms: _Optional[float] = ..., per_decode_sequence_ms: _Optional[float] = ..., per_kv_token_ms: _Optional[float] = ..., error_ms: _Optional[float] = ...) -> None: ...
 
 class CacheWatchRequest(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "interval_ms")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    interval_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., interval_ms: _Optional[int] = ...) -> None: ...
 
 class CacheFrame(_message.Message):
     __slots__ = ("boot_id", "sequence", "snapshot", "snapshot_end", "events")

@@ -89,6 +89,9 @@ class RouterConfig(RouterSettings):
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
     limits: Limits = Limits()
+    prefix_index_blocks: int = Field(
+        default=16 << 20, ge=1 << 14, description="KV blocks of all replicas that are indexed; 12 bytes of memory each"
+    )
     max_attempts: int = Field(default=3, ge=1, description="replicas tried for one choice")
     migration_patience_seconds: float = Field(
         default=60.0, ge=0, description="that a stream waits for a replica when none is ready"

@@ -25,7 +25,9 @@ from headrace_router.api.services import Services
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
+from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.core.policy import POLICIES
+from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
@@ -67,20 +69,17 @@ class RouterServer:
         metrics = RouterMetrics()
         self._keys = KeyFiles(config.auth)
 
+        policy = POLICIES[config.policy]()
+        index = PrefixIndex(config.prefix_index_blocks) if policy.uses_cache else None
         self._links = ReplicaLinks(
             router_id=config.router_id,
             identity=self._identity,
             cards=CardCache(),
             stall_seconds=config.stall_seconds,
+            index=index,
         )
-        fleet = Fleet(
-            self._links.open,
-            POLICIES[config.policy](),
-            int(time.time()),
-            clock=time.monotonic,
-            jitter=random.random,
-            disaggregation=config.disaggregation,
-        )
+        fleet = Fleet(self._links.open, int(time.time()), clock=time.monotonic, jitter=random.random, index=index)
+        placement = FleetPlacement(fleet, policy, clock=time.monotonic, disaggregation=config.disaggregation)
         metrics.add_fleet(fleet)
         pool = TokenizerPool(config.limits)
         self.services = Services(
@@ -90,7 +89,8 @@ class RouterServer:
             metrics=metrics,
             admission=Admission(config.limits, metrics),
             pool=pool,
-            preparer=Preparer(fleet, config.limits, pool),
+            placement=placement,
+            preparer=Preparer(fleet, placement.schemes, config.limits, pool),
             bodies=BodyReader(config.limits, pool),
             body_budget=BodyBudget(config.limits),
             slices=WorkSlices(),

@@ -24,7 +24,6 @@ from headrace_proto.component import Component
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.identity import Identity
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.policy import LeastLoad
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import watch_controller
 from headrace_router.replicas.router_certificate import RouterCertificate
@@ -139,7 +138,7 @@ def test_a_router_uses_the_list_of_a_controller_of_another_release(
 
     monkeypatch.setattr(ControlService, "Watch", watch_other)
     monkeypatch.setattr(ControlService, "Report", report_other)
-    fleet: Fleet[Any] = Fleet(_Link, LeastLoad(), 0, clock=lambda: 0.0, jitter=lambda: 0.0)
+    fleet: Fleet[Any] = Fleet(_Link, 0, clock=lambda: 0.0, jitter=lambda: 0.0)
 
     async def scenario() -> None:
         membership = Membership()

@@ -101,8 +101,8 @@ class FakeReplica(ReplicaState[None]):
         self.begun: list[Attempt] = []
         self.cancelled: list[bytes] = []
 
-    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
-        self.begun.append(super().submit(submit, on_tokens, on_end))
+    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None], *cached: Any) -> Attempt:
+        self.begun.append(super().submit(submit, on_tokens, on_end, *cached))
         return self.begun[-1]
 
     def answer(self, first: int, count: int, finish: FinishReason = FINISH_NONE) -> None:
@@ -174,6 +174,9 @@ class Scenario:
         if isinstance(preferred, FakeReplica) and preferred.connected:
             return preferred
         return next((entry for entry in self.replicas.values() if entry not in excluded and entry.connected), None)
+
+    def cached_tokens(self, replica: ReplicaState[None], request: ChoiceRequest) -> int:
+        return 0
 
     def prefill_source(
         self, target: ReplicaState[None], request: ChoiceRequest, output_tokens: int

@@ -22,6 +22,7 @@ from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import NoReplicaError, RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
+from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.core.placement import MustWaitError
 from headrace_router.core.policy import LeastLoad
 from headrace_router.core.policy.rebalance import AFTER_LOSS_SECONDS, PAUSE_SECONDS
@@ -66,7 +67,8 @@ class Cluster:
         """Replica `rN` has the Nth revision and generation 1; `rev:G` = generation G."""
         self.now = 100.0
         self.links: list[Link] = []
-        self.fleet: Fleet[str] = Fleet(self._open, LeastLoad(), 0, clock=lambda: self.now, jitter=lambda: jitter)
+        self.fleet: Fleet[str] = Fleet(self._open, 0, clock=lambda: self.now, jitter=lambda: jitter)
+        self.placement = FleetPlacement(self.fleet, LeastLoad(), clock=lambda: self.now)
         members = []
         for number, entry in enumerate(revisions):
             revision, _, generation = entry.partition(":")
@@ -91,7 +93,7 @@ class Cluster:
             self.fleet.maintain()
 
     def place(self, output_tokens: int = 0, **options: Any) -> str:
-        replica = self.fleet.place(REQUEST, output_tokens, (), **options)
+        replica = self.placement.place(REQUEST, output_tokens, (), **options)
         assert replica is not None
         return replica.replica_id
 
@@ -160,20 +162,20 @@ def test_a_stream_of_a_replaced_revision_ends_at_once() -> None:
     old, new = cluster.links
     assert cluster.place(5) == "r0"
     old.state.disconnect()
-    assert cluster.fleet.place(REQUEST, 5, ()) is None, "it may connect again"
-    assert cluster.fleet.place(REQUEST, 0, ()) is None
+    assert cluster.placement.place(REQUEST, 5, ()) is None, "it may connect again"
+    assert cluster.placement.place(REQUEST, 0, ()) is None
     assert old.state.listing is not None and new.state.listing is not None
     old.state.listing.state = REPLICA_STATE_DRAINING
     with pytest.raises(RevisionReplacedError, match="another revision"):
-        cluster.fleet.place(REQUEST, 5, ())
+        cluster.placement.place(REQUEST, 5, ())
     new.state.listing = None
-    assert cluster.fleet.place(REQUEST, 5, ()) is None, "no replica has shown that it has the named one"
+    assert cluster.placement.place(REQUEST, 5, ()) is None, "no replica has shown that it has the named one"
 
 
 @pytest.mark.parametrize("named", ["", "x", "main"])
 def test_a_stream_waits_for_a_revision_that_may_be_built_again(named: str) -> None:
     cluster = Cluster("y", named=named)
-    assert cluster.fleet.place(REQUEST, 5, ()) is None
+    assert cluster.placement.place(REQUEST, 5, ()) is None
 
 
 def test_a_model_without_replicas_is_not_ready_alone() -> None:

@@ -35,7 +35,6 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_proto.stall import STALL_SECONDS
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.policy import LeastLoad
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import watch_controller
 from headrace_router.replicas.router_certificate import RouterCertificate
@@ -63,7 +62,7 @@ class _Bench:
     def __init__(self) -> None:
         self.now = 0.0
         self.fleet: Fleet[Any] = Fleet(
-            lambda member: _Link(member, lambda: self.now), LeastLoad(), 0, clock=lambda: self.now, jitter=lambda: 0.0
+            lambda member: _Link(member, lambda: self.now), 0, clock=lambda: self.now, jitter=lambda: 0.0
         )
 
     def list(self, state: int) -> ReplicaState[Any]:

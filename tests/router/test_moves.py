@@ -19,6 +19,9 @@ class Replica:
     generation: int = 1
     unreported: int = 0
     unreported_tokens: int = 0
+    kv_tokens: float = 0.0
+    rows: int = 0
+    step_tokens: int = 0
 
     @property
     def build(self) -> tuple[str, int]:

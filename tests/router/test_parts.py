@@ -20,7 +20,7 @@ from headrace_router.api.http import strict_json
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.core.policy import LeastLoad, RoundRobin
+from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Work
 from headrace_router.core.submit_queue import SubmitQueue
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_counters import ReplicaCounters
@@ -38,6 +38,9 @@ class Candidate:
     unreported: int = 0
     unreported_tokens: int = 0
     remote_prompt_tokens: int = 0
+    kv_tokens: float = 0.0
+    rows: int = 0
+    step_tokens: int = 0
 
 
 def test_least_load_counts_running_waiting_and_unreported() -> None:
@@ -47,13 +50,14 @@ def test_least_load_counts_running_waiting_and_unreported() -> None:
         Candidate(load=Load(running=1, waiting=1), unreported=2),
         Candidate(load=Load(running=2)),
     ]
-    assert [policy.choose(candidates, REQUEST, 0) for _ in range(5)] == [2] * 5
+    assert [policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(5)] == [2] * 5
 
 
 def test_equal_replicas_are_chosen_in_rotation() -> None:
     candidates = [Candidate() for _ in range(3)]
-    for policy in (LeastLoad(), RoundRobin()):
-        chosen = [policy.choose(candidates, REQUEST, 0) for _ in range(9)]
+    policies: list[Policy] = [LeastLoad(), Predicted(), RoundRobin()]
+    for policy in policies:
+        chosen = [policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(9)]
         assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 

@@ -14,7 +14,6 @@ from headrace_proto.component import Component
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.policy import LeastLoad
 from headrace_router.replicas import router_certificate
 from headrace_router.replicas.membership import watch_controller
 from headrace_router.replicas.router_certificate import CertificateRefusedError, RouterCertificate
@@ -39,7 +38,7 @@ async def _until(condition: Callable[[], object]) -> None:
 
 async def _watched(certificate: RouterCertificate, has_replica: Callable[[], bool], end: Callable[[], object]) -> None:
     """A watch of a controller that has the new secret only, until the condition holds."""
-    fleet: Fleet[Any] = Fleet(lambda member: None, LeastLoad(), 0, clock=time.monotonic, jitter=lambda: 0.0)  # type: ignore[arg-type,return-value]
+    fleet: Fleet[Any] = Fleet(lambda member: None, 0, clock=time.monotonic, jitter=lambda: 0.0)  # type: ignore[arg-type,return-value]
     async with ControlServer(identities.authority((NEW,))) as controller:
         tasks = [
             asyncio.create_task(watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet)),

@@ -400,7 +400,7 @@ def test_choices_begin_in_slices_and_a_cancel_reaches_them(shared: Any, monkeypa
         services = shared.router.services
         body = parse_body(CompletionBody, {"model": "tiny", "prompt": "x", "n": 16}, Limits())
         request = await services.preparer.prepare(body, Tenant("name", b""), "label")
-        running = running_request.RunningRequest(request, services.fleet, services.metrics, services.config)
+        running = running_request.RunningRequest(request, services.placement, services.metrics, services.config)
         runs = [
             SimpleNamespace(begin=lambda i=i: began.append(i), cancel=lambda i=i: cancelled.append(i))
             for i in range(16)

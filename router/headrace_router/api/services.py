@@ -10,6 +10,7 @@ from headrace_router.api.http.body import BodyReader
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
+from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.request import GenerationRequest
@@ -26,6 +27,7 @@ class Services:
     config: RouterConfig
     auth: Authenticator
     fleet: Fleet[ModelCard]
+    placement: FleetPlacement[ModelCard]
     metrics: RouterMetrics
     admission: Admission
     pool: TokenizerPool
@@ -42,6 +44,6 @@ class Services:
     @asynccontextmanager
     async def run_request(self, request: GenerationRequest) -> AsyncIterator[RunningRequest]:
         """Runs a request that was admitted; a shutdown ends it. Raises ShuttingDownError."""
-        async with RunningRequest(request, self.fleet, self.metrics, self.config) as running:
+        async with RunningRequest(request, self.placement, self.metrics, self.config) as running:
             with self.admission.failed_on_shutdown(running.fail):
                 yield running

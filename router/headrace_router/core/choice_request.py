@@ -1,9 +1,11 @@
 """One answer to generate: what every attempt of it and every decision about it is made from."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from headrace_proto.replica_pb2 import Sampling
+from headrace_router.core.prefix.hash_scheme import HashScheme
+from headrace_router.core.prefix.prompt_blocks import PromptBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +21,4 @@ class ChoiceRequest:
     index: int = 0  # in the response
     priority: int = 0
     deadline_seconds: float | None = None  # since `ChoiceRun.begin`
+    blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # of the prompt; none where not needed

@@ -144,7 +144,9 @@ class ChoiceRun(Generic[C]):
         if self._leads:
             self.prompt.replica = replica
         self._producing = False
-        self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended)
+        cached = self._placement.cached_tokens(replica, request)
+        blocks = request.blocks.get(replica.scheme) if replica.scheme is not None else None
+        self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended, cached, blocks)
         self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone, now=self._timers.now())
         if source is not None:
             source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens)

@@ -42,6 +42,9 @@ class Placement(Protocol[C]):
         stream does not wait while replicas continue others.
         """
 
+    def cached_tokens(self, replica: ReplicaState[C], request: ChoiceRequest) -> int:
+        """Leading tokens of the prompt that are in the replica's cache, as far as it is known."""
+
     def prefill_source(
         self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
     ) -> ReplicaState[C] | None:

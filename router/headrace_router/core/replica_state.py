@@ -19,9 +19,14 @@ from headrace_proto.replica_pb2 import (
 from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_proto.trial import RESERVED_SECONDS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
+from headrace_router.core.heartbeat import Heartbeat
+from headrace_router.core.prefix.hash_scheme import HashScheme
+from headrace_router.core.prefix.prompt_blocks import PromptBlocks
+from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
 from headrace_router.core.sampling_options import default_options
 from headrace_router.core.step_speed import StepSpeed
 from headrace_router.core.submit_queue import SubmitQueue
+from headrace_router.core.unreported import Unreported
 
 _SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
 C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
@@ -42,8 +47,9 @@ class ReplicaState(Generic[C]):
         clock: Callable[[], float],
         new_id: Callable[[], bytes],
         on_send: Callable[[], None],
+        blocks: ReplicaBlocks | None = None,
     ) -> None:
-        """`on_send` is called when the queue has messages for the replica."""
+        """`on_send` is called when the queue has messages for the replica. `blocks`: what its cache holds."""
         self.listing: Member | None = member  # the newest entry of the member list; None = no longer a member
         self.address = member.address
         self.identity: ReplicaIdentity = member.identity
@@ -55,19 +61,18 @@ class ReplicaState(Generic[C]):
         self.connected = False
         self.attempts: dict[bytes, Attempt] = {}
         self.remote_prompts: dict[bytes, int] = {}  # by attempt: tokens that another replica will fetch from this one
+        self.blocks = blocks
+        self.scheme: HashScheme | None = None  # of its blocks
+        self.rows = self.step_tokens = 0  # see `Candidate`
         self.submit_queue = SubmitQueue(on_send)
         self.speed = StepSpeed()
         self.arriving: set[bytes] = set()  # attempts that continue a stream and have no new tokens yet
         self.isolated_attempt = b""  # it runs alone: nothing else is placed here until it ends
         self._clock = clock
         self._new_id = new_id
-        self._boot_id: bytes | None = None  # of the process at the other end of the last stream
-        self._step = -1  # the newest
-        self._moves = 0  # of the step counter, seen on one stream
-        self._heartbeat = 0.0
-        self._opened = 0.0  # when the stream was opened
+        self._heartbeat = Heartbeat(clock)
         self._reserved_until = 0.0
-        self._unreported: dict[bytes, tuple[int, int]] = {}  # tokens to compute there, newest step when it was queued
+        self._unreported = Unreported()
 
     # What policies read
 
@@ -95,7 +100,7 @@ class ReplicaState(Generic[C]):
     @property
     def unreported_tokens(self) -> int:
         """Tokens of these attempts that will be computed there."""
-        return sum(tokens for tokens, _ in self._unreported.values())
+        return self._unreported.tokens
 
     @property
     def remote_prompt_tokens(self) -> int:
@@ -105,27 +110,26 @@ class ReplicaState(Generic[C]):
     @property
     def seconds_since_step(self) -> float:
         """Seconds since its step counter moved."""
-        return self._clock() - self._heartbeat
+        return self._heartbeat.seconds
 
     @property
     def progress(self) -> tuple[bytes, int]:
         """For `has_stepped_since`."""
-        return self.identity.boot_id, self._moves
+        return self.identity.boot_id, self._heartbeat.moves
 
     def has_stepped_since(self, progress: tuple[bytes, int]) -> bool:
         """Whether the process of that time is connected and its step counter has moved since."""
         boot_id, moves = progress
-        return self.connected and self.identity.boot_id == boot_id and self._moves > moves
+        return self.connected and self.identity.boot_id == boot_id and self._heartbeat.moves > moves
 
     @property
     def stalled(self) -> bool:
         """Whether the step loop has not moved for longer than a long step would explain."""
-        return self.seconds_since_step > self.stall_limit(STALL_SECONDS)
+        return self._heartbeat.seconds > self.stall_limit(STALL_SECONDS)
 
     def silent(self, seconds: float) -> bool:
         """Whether the open stream has brought no step for that long: it is closed then, and opened again."""
-        last = max(self._heartbeat, self._opened)
-        return self.connected and self._clock() - last > self.stall_limit(seconds)
+        return self.connected and self._heartbeat.silent_seconds > self.stall_limit(seconds)
 
     def stall_limit(self, seconds: float) -> float:
         """Seconds without a step until it counts as stalled, at least `seconds`."""
@@ -139,8 +143,7 @@ class ReplicaState(Generic[C]):
     @property
     def has_room(self) -> bool:
         """Whether one more attempt runs at once, as far as its rows decide."""
-        rows = self.facts.max_num_seqs if self.facts is not None else 0
-        return not rows or self.requests < rows
+        return not self.rows or self.requests < self.rows
 
     @property
     def kv_tokens(self) -> float:
@@ -202,13 +205,25 @@ class ReplicaState(Generic[C]):
 
     # Attempts
 
-    def submit(self, submit: Submit, on_tokens: OnTokens, on_end: Callable[[Attempt], None]) -> Attempt:
-        """Starts an attempt under a new id (docs/reliability.md R12). The submit is sent with the next frame."""
+    def submit(
+        self,
+        submit: Submit,
+        on_tokens: OnTokens,
+        on_end: Callable[[Attempt], None],
+        cached: int = 0,
+        prompt: PromptBlocks | None = None,
+    ) -> Attempt:
+        """Starts an attempt under a new id (docs/reliability.md R12). The submit is sent with the next frame.
+
+        cached: tokens of its prompt that are expected in the replica's cache. prompt: its blocks, if they are known.
+        """
 
         def ended(attempt: Attempt) -> None:
             self.attempts.pop(attempt.id, None)
-            self._unreported.pop(attempt.id, None)
+            self._unreported.discard(attempt.id)
             self.arriving.discard(attempt.id)
+            if self.blocks is not None:
+                self.blocks.ended(attempt.id, self._clock())
             on_end(attempt)
 
         submit.attempt_id = self._new_id()
@@ -218,10 +233,12 @@ class ReplicaState(Generic[C]):
             attempt.end(Outcome.LOST)
             return attempt
         remote = submit.HasField("source")
-        tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids)
-        self._unreported[attempt.id] = tokens, self._step
+        tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids) - cached
+        self._unreported.add(attempt.id, tokens, self._heartbeat.step)
         if submit.output_token_ids:
             self.arriving.add(attempt.id)
+        if self.blocks is not None and prompt is not None:
+            self.blocks.expect(attempt.id, prompt.digests)
         self.submit_queue.submit(submit)
         return attempt
 
@@ -243,40 +260,35 @@ class ReplicaState(Generic[C]):
         self.identity, self.facts, self.card = facts.identity, facts, card
         self.model, self.revision = facts.identity.model, facts.identity.revision
         self.defaults = default_options(facts)
+        self.scheme = HashScheme.of(facts)
+        self.rows, self.step_tokens = facts.max_num_seqs, facts.max_num_batched_tokens
 
     def receive(self, frame: ReplicaFrame) -> bool:
         """Processes one frame of the replica. Returns whether its step counter moved."""
         if frame.HasField("hello"):
-            # A process whose step loop hangs may still connect: it counts as stalled until it makes a step.
-            if frame.hello.boot_id != self._boot_id or not self.stalled:
-                self._heartbeat = self._clock()
-            self._boot_id, self.identity, self._step = frame.hello.boot_id, frame.hello, frame.step
+            self._heartbeat.opened(frame.hello.boot_id, frame.step, stalled=self.stalled)
+            self.identity, self.connected = frame.hello, True
             self.speed.restart()
-            self.connected, self._opened = True, self._clock()
         if frame.HasField("load"):
             self.load = frame.load
         if frame.HasField("submits"):
             for attempt_id in self.submit_queue.take_reported(frame.submits):
-                self._unreported.pop(attempt_id, None)
+                self._unreported.discard(attempt_id)
         for delta in frame.deltas:
             attempt = self.attempts.get(delta.attempt_id)
             if attempt is not None:
                 attempt.receive(delta)
-        if frame.step <= self._step:
+        if not self._heartbeat.stepped(frame.step):
             return False
-        self._moves += self._step > 0  # the first one after a hello may be of an earlier time
-        self._step, self._heartbeat = frame.step, self._clock()
-        self.speed.add(frame.step, self.load, self._heartbeat)
+        self.speed.add(frame.step, self.load, self._clock())
         if not frame.HasField("submits"):
             # A replica of the release before: two steps after it was queued, its load is assumed to include a submit.
-            for attempt_id in [key for key, (_, step) in self._unreported.items() if frame.step >= step + 2]:
-                del self._unreported[attempt_id]
+            self._unreported.discard_until(frame.step - 2)
         return True
 
     def extend_heartbeat(self, seconds: float) -> None:
         """This process was paused: the replica's frames of that time are not read yet."""
-        now = self._clock()
-        self._heartbeat, self._opened = min(now, self._heartbeat + seconds), min(now, self._opened + seconds)
+        self._heartbeat.extend(seconds)
 
     def disconnect(self) -> None:
         """The stream has ended, and with it every attempt on it."""

@@ -2,7 +2,7 @@
 
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +13,9 @@ from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
+from headrace_router.core.prefix.hash_scheme import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
+from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
@@ -28,8 +30,16 @@ _SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_nam
 class Preparer:
     """Makes requests from checked bodies; one per router."""
 
-    def __init__(self, fleet: Fleet[ModelCard], limits: Limits, pool: TokenizerPool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet[ModelCard],
+        schemes: Callable[[str, str], set[HashScheme]],
+        limits: Limits,
+        pool: TokenizerPool,
+    ) -> None:
+        """schemes: how the blocks of a model and revision are hashed."""
         self._fleet = fleet
+        self._schemes = schemes
         self._limits = limits
         self._pool = pool
 
@@ -59,9 +69,10 @@ class Preparer:
         self._check_stream(body)
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
-        token_ids = await self._pool.run(lambda: card.encode_chat(messages), tenant.name, chars)
+        hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
+        prompt = await self._pool.run(lambda: hasher.prompt(card.encode_chat(messages)), tenant.name, chars)
         asked = body.max_completion_tokens or body.max_tokens
-        return self._request(body, card, [token_ids], sampling, asked, None, tenant, label)
+        return self._request(body, card, [prompt], sampling, asked, None, tenant, label)
 
     async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -78,15 +89,17 @@ class Preparer:
         self._check_stream(body)
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, body.logprobs)
+        hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
         if texts:
             encode = card.encoder.encode_prompt
-            ids = await self._pool.run(lambda: [encode(text) for text in texts], tenant.name, chars)
+            prompts = await self._pool.run(lambda: [hasher.prompt(encode(text)) for text in texts], tenant.name, chars)
         else:
             _check_ids([token_id for one in ids for token_id in one], card, "prompt")
             if body.echo:
                 decode = card.decode
                 texts = [await self._pool.run(functools.partial(decode, one), tenant.name, len(one)) for one in ids]
-        request = self._request(body, card, ids, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
+            prompts = await self._pool.run(lambda: list(map(hasher.prompt, ids)), tenant.name, sum(map(len, ids)))
+        request = self._request(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
         if body.echo:
             return replace(request, echoes=tuple(text for text in texts for _ in range(body.n or 1)))
         return request
@@ -95,7 +108,7 @@ class Preparer:
         self,
         body: ChatBody | CompletionBody,
         card: ModelCard,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         sampling: Sampling,
         asked: int | None,
         api_default: int | None,
@@ -105,8 +118,8 @@ class Preparer:
         limits = self._limits
         count = (body.n or 1) * len(prompts)
         _at_most(count, limits.choices, "n", "choices (n x prompts)")
-        longest = max(map(len, prompts))
-        if not all(prompts):
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if not all(prompt.token_ids for prompt in prompts):
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
         self._check_length(longest, asked, card, "messages" if isinstance(body, ChatBody) else "prompt")
         available = card.max_model_len - longest
@@ -131,7 +144,7 @@ class Preparer:
             )
         sampling.max_tokens = max_tokens
         choices: list[ChoiceRequest] = []
-        for token_ids in prompts:
+        for prompt in prompts:
             # Each prompt gets its own seed: otherwise equal prompts would get equal answers.
             seed = secrets.randbits(64) if body.seed is None else body.seed % UINT64
             for copy in range(body.n or 1):
@@ -144,10 +157,11 @@ class Preparer:
                         model=card.model,
                         revision=card.revision,
                         tenant_salt=tenant.salt,
-                        prompt_token_ids=token_ids,
+                        prompt_token_ids=prompt.token_ids,
                         sampling=own,
                         index=len(choices),
                         deadline_seconds=limits.request_seconds,
+                        blocks=prompt.blocks,
                     )
                 )
         return GenerationRequest(card, label, choices, _stops(body.stop))

@@ -13,7 +13,7 @@ from headrace_router.config import RouterConfig
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.fleet import Fleet
+from headrace_router.core.placement import Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate
@@ -34,7 +34,7 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: GenerationRequest, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
+        self, request: GenerationRequest, placement: Placement[ModelCard], metrics: RouterMetrics, config: RouterConfig
     ) -> None:
         self.request = request
         self.choices = [Choice(choice, request.card, request.stop) for choice in request.choices]
@@ -46,10 +46,10 @@ class RunningRequest:
         self._running = 0
         self._runs: list[ChoiceRun[ModelCard]] = []
         for choice in self.choices:
-            self._runs.append(self._run(choice, fleet, metrics, config))
+            self._runs.append(self._run(choice, placement, metrics, config))
 
     def _run(
-        self, choice: Choice, fleet: Fleet[ModelCard], metrics: RouterMetrics, config: RouterConfig
+        self, choice: Choice, placement: Placement[ModelCard], metrics: RouterMetrics, config: RouterConfig
     ) -> ChoiceRun[ModelCard]:
         retry: RetryState[ReplicaState[ModelCard]] = RetryState(
             choice.request.model,
@@ -61,7 +61,7 @@ class RunningRequest:
         copy = choice.request.sampling.choice_index
         leader = self._runs[-copy] if copy else None  # the first choice of the same prompt
         listener = _ChoiceListener(self, choice, metrics)
-        return ChoiceRun(choice.request, choice, fleet, retry, LoopTimers(), listener, leader)
+        return ChoiceRun(choice.request, choice, placement, retry, LoopTimers(), listener, leader)
 
     @property
     def done(self) -> bool:

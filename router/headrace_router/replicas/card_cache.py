@@ -61,6 +61,7 @@ def _shared_part(facts: ModelFacts) -> bytes:
     model, revision = facts.identity.model, facts.identity.revision
     shared.ClearField("identity")
     shared.ClearField("kv_blocks")
+    shared.ClearField("cache_key")
     shared.identity.model, shared.identity.revision = model, revision
     return shared.SerializeToString(deterministic=True)
 

@@ -15,8 +15,17 @@ from headrace_proto.component import Component
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
 from headrace_proto.identity import Identity
-from headrace_proto.replica_pb2 import DescribeRequest, ModelFacts, ReplicaFrame, RouterFrame, RouterHello
+from headrace_proto.replica_pb2 import (
+    CacheWatchRequest,
+    DescribeRequest,
+    ModelFacts,
+    ReplicaFrame,
+    RouterFrame,
+    RouterHello,
+)
 from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_router.core.prefix.prefix_index import PrefixIndex
+from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.text.model_card import ModelCard, ModelFactsError
@@ -26,6 +35,8 @@ CONNECT_SECONDS = 5.0
 DESCRIBE_SECONDS = 60.0
 FIRST_BACKOFF = 0.05
 LAST_BACKOFF = 1.0
+LEAST_EVENT_MS = 20
+EVENTS_PER_SECOND = 1000  # messages with cache events, of all replicas
 
 log = structlog.get_logger("headrace.router.replica")
 
@@ -33,12 +44,18 @@ log = structlog.get_logger("headrace.router.replica")
 class ReplicaLinks:
     """Opens a link for each replica; `drain` waits for the links that are closing."""
 
-    def __init__(self, *, router_id: str, identity: Identity, cards: CardCache, stall_seconds: float) -> None:
-        """stall_seconds: without a heartbeat until a connected replica counts as lost."""
+    def __init__(
+        self, *, router_id: str, identity: Identity, cards: CardCache, stall_seconds: float, index: PrefixIndex | None
+    ) -> None:
+        """stall_seconds: without a heartbeat until a connected replica counts as lost.
+
+        index: of the blocks of all replicas; None = they are not followed.
+        """
         self.router_id = router_id
         self.identity = identity
         self.cards = cards
         self.stall_seconds = stall_seconds
+        self.index = index
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, member: Member) -> "ReplicaLink":
@@ -47,6 +64,11 @@ class ReplicaLinks:
         self._tasks.add(link.task)
         link.task.add_done_callback(self._tasks.discard)
         return link
+
+    @property
+    def event_interval_ms(self) -> int:
+        """Between two messages with cache events of one replica."""
+        return max(LEAST_EVENT_MS, 1000 * len(self._tasks) // EVENTS_PER_SECOND)
 
     async def drain(self) -> None:
         """Returns when every closed link has ended."""
@@ -65,6 +87,7 @@ class ReplicaLink:
             clock=time.monotonic,
             new_id=lambda: secrets.token_bytes(16),  # attempt ids are random (docs/reliability.md R12)
             on_send=self._wake.set,
+            blocks=ReplicaBlocks(links.index) if links.index is not None else None,
         )
         self.task = asyncio.create_task(self._run(), name=f"replica {member.address}")
 
@@ -115,6 +138,7 @@ class ReplicaLink:
             call = stub.Serve()
             hello = RouterHello(router_id=self._links.router_id, contract_version=CONTRACT_VERSION)
             await call.write(RouterFrame(hello=hello))
+            following = asyncio.create_task(self._follow_cache(stub))
             try:
                 async with asyncio.timeout(None) as self._stream:
                     await run_duplex(self._read(call), self._write(call))
@@ -123,6 +147,8 @@ class ReplicaLink:
             finally:
                 self._stream = None
                 call.cancel()
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def _describe(self, stub: Any) -> None:
         cards = self._links.cards
@@ -149,6 +175,29 @@ class ReplicaLink:
             if frame.HasField("hello"):
                 log.info("replica connected", replica=replica.replica_id, address=replica.address)
             frame = await call.read()
+
+    async def _follow_cache(self, stub: Any) -> None:
+        """Which blocks the replica holds, as long as its stream is open. Requests do not depend on it."""
+        blocks = self.state.blocks
+        if blocks is None or self.state.scheme is None:
+            return
+        request = CacheWatchRequest(router_id=self._links.router_id, interval_ms=self._links.event_interval_ms)
+        while True:
+            call = stub.WatchCache(request)
+            try:
+                async for frame in call:
+                    blocks.receive(frame)
+            except (grpc.aio.AioRpcError, MissedEventsError) as error:
+                reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "events are missing"
+                log.info("cache events end", replica=self.state.replica_id, reason=reason)
+                if reason == grpc.StatusCode.UNIMPLEMENTED.name:
+                    return
+            except Exception:
+                log.exception("cache events failed", replica=self.state.replica_id)
+            finally:
+                call.cancel()
+                blocks.lost()
+            await asyncio.sleep(LAST_BACKOFF * random.uniform(0.5, 1.5))
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -156,11 +156,11 @@ class SimPlacement:
 
     @property
     def suspects(self) -> SuspectTable:
-        return self.router.fleet.suspects
+        return self.router.placement.suspects
 
     @property
     def not_finite(self) -> NotFiniteTable:
-        return self.router.fleet.not_finite
+        return self.router.placement.not_finite
 
     def place(
         self,
@@ -176,12 +176,15 @@ class SimPlacement:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return state
-        chosen = self.router.fleet.place(
+        chosen = self.router.placement.place(
             request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent
         )
         if chosen is not None:
             self.router.placed(chosen)
         return chosen
+
+    def cached_tokens(self, replica: State, request: ChoiceRequest) -> int:
+        return self.router.placement.cached_tokens(replica, request)
 
     def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
         """Any other replica, reachable or not; rarely the target itself."""
@@ -191,7 +194,7 @@ class SimPlacement:
             return world.random.choice(states) if states else None
         if self.pinned:
             return None
-        source = self.router.fleet.prefill_source(target, request, output_tokens)
+        source = self.router.placement.prefill_source(target, request, output_tokens)
         self.router.sources_chosen += source is not None
         return source
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from headrace_proto import control_pb2 as control
 from headrace_router.core.fleet import Fleet
+from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.core.policy import LeastLoad
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS
 from support.simulation.client_request import ClientRequest
@@ -40,12 +41,11 @@ class SimRouter:
         self.stalled = 0  # attempts that production's maintenance ended on stalled replicas
         self.source_share = source_share
         self.jitter = Random(self.world.seed).random  # of its own: the schedule's draws stay the same
-        self.fleet: Fleet[str] = Fleet(
-            self._open,
+        self.fleet: Fleet[str] = Fleet(self._open, 0, clock=self.clock, jitter=self.jitter)
+        self.placement = FleetPlacement(
+            self.fleet,
             LeastLoad(),
-            0,
             clock=self.clock,
-            jitter=self.jitter,
             disaggregation="always" if source_share and self.world.seed % 2 else "auto",
             least_disaggregated=2 * BLOCK if source_share else LEAST_TOKENS,  # the prompts of schedules are short
         )

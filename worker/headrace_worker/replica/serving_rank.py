@@ -58,7 +58,7 @@ class ServingRank:
                 device.use,
                 watch=self._watch,
             )
-            self._description = description = describe(assembly, config, boot_id)
+            self._description = description = describe(assembly, config, boot_id, cache_key)
             if team is not None:
                 forward_notes(team.detector, loop.commands)
             pair_registry = PairRegistry(

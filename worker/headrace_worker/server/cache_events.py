@@ -1,4 +1,8 @@
-"""Cache events for routers: a mirror of the cached hashes, sequence numbers, and one bounded queue per watcher."""
+"""Cache events for routers: a mirror of the cached hashes, sequence numbers, and one bounded queue per watcher.
+
+changes of each step ─▶ mirror
+                   └──▶ net changes ── every interval ──▶ one increment, the same for all watchers
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -10,6 +14,8 @@ SNAPSHOT_CHUNK = 4096
 """Hashes per snapshot frame: about 72 KiB on the wire."""
 QUEUE_FRAMES = 1024
 """Increments that a watcher may be behind before its stream ends and it needs a new snapshot."""
+LEAST_SECONDS, MOST_SECONDS = 0.02, 2.0
+"""Between two increments: what watchers request is limited to these."""
 
 
 class CacheEventHub:
@@ -19,46 +25,55 @@ class CacheEventHub:
         self._boot_id = boot_id
         self._sequence = 0
         self._mirror: dict[int, dict[bytes, None]] = {}  # group -> hashes in the order they were stored
-        self._watchers: set[asyncio.Queue[pb.CacheFrame | None]] = set()
+        self._net: dict[
+            int, dict[bytes, bool]
+        ] = {}  # group -> last state of each hash that changed since the last send
+        self._watchers: dict[asyncio.Queue[pb.CacheFrame | None], float] = {}  # the interval that each one requests
+        self._sending: asyncio.TimerHandle | None = None
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
-        """Applies changes to the mirror and sends one increment to every watcher."""
-        events: dict[int, pb.CacheEvent] = {}
-        for group, stored in self._net(changes).items():
-            event = events.setdefault(group, pb.CacheEvent(group=group))
-            for digest, is_stored in stored.items():
-                (event.stored if is_stored else event.removed).append(digest)
-        if not events:
-            return
+        """Applies changes to the mirror. All watchers get them with the next increment."""
+        for group, digest, stored in changes:
+            held = self._mirror.setdefault(group, {})
+            if stored:
+                held[digest] = None
+            else:
+                held.pop(digest, None)
+            if self._watchers:
+                self._net.setdefault(group, {})[digest] = stored
+        if self._net and self._watchers and self._sending is None:
+            # The longest interval of all: each of them bounds what one router receives.
+            self._sending = asyncio.get_running_loop().call_later(max(self._watchers.values()), self._send_net)
+
+    def _send_net(self) -> None:
+        self._sending = None
+        net, self._net = self._net, {}
         self._sequence += 1
-        frame = pb.CacheFrame(boot_id=self._boot_id, sequence=self._sequence, events=list(events.values()))
+        frame = pb.CacheFrame(boot_id=self._boot_id, sequence=self._sequence)
+        for group, states in net.items():
+            event = frame.events.add(group=group)
+            event.stored.extend([digest for digest, stored in states.items() if stored])
+            event.removed.extend([digest for digest, stored in states.items() if not stored])
         for watcher in list(self._watchers):
             self._send(watcher, frame)
 
-    async def watch(self) -> AsyncIterator[pb.CacheFrame]:
-        """A snapshot in chunks, then increments; ends when the watcher is too far behind."""
+    async def watch(self, seconds: float) -> AsyncIterator[pb.CacheFrame]:
+        """A snapshot in chunks, then increments; ends when the watcher is too far behind.
+
+        seconds: between two increments at least, between LEAST_SECONDS and MOST_SECONDS.
+        """
         queue: asyncio.Queue[pb.CacheFrame | None] = asyncio.Queue(QUEUE_FRAMES)
-        snapshot = self._snapshot()  # no await between this and the registration: no change is missed or repeated
-        self._watchers.add(queue)
+        # No await between this and the registration: no change is missed. Changes that no increment has had yet are in
+        # the next one, too, with the same states.
+        snapshot = self._snapshot()
+        self._watchers[queue] = min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
         try:
             for frame in snapshot:
                 yield frame
             while (increment := await queue.get()) is not None:
                 yield increment
         finally:
-            self._watchers.discard(queue)
-
-    def _net(self, changes: Iterable[CacheChange]) -> dict[int, dict[bytes, bool]]:
-        """The last state of every hash that changed; updates the mirror."""
-        net: dict[int, dict[bytes, bool]] = {}
-        for change in changes:
-            held = self._mirror.setdefault(change.group, {})
-            if change.stored:
-                held[change.digest] = None
-            else:
-                held.pop(change.digest, None)
-            net.setdefault(change.group, {})[change.digest] = change.stored
-        return net
+            self._watchers.pop(queue, None)
 
     def _snapshot(self) -> list[pb.CacheFrame]:
         frames = []
@@ -79,7 +94,7 @@ class CacheEventHub:
         try:
             watcher.put_nowait(frame)
         except asyncio.QueueFull:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
             while not watcher.empty():
                 watcher.get_nowait()
             watcher.put_nowait(None)

@@ -10,8 +10,8 @@ from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.server.description import Description
 
 
-def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Description:
-    """The description for routers."""
+def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_key: bytes) -> Description:
+    """The description for routers. `cache_key`: of the block hash."""
     model, limits = assembly.model, assembly.limits
     facts = model.facts
     identity = pb.ReplicaIdentity(
@@ -40,6 +40,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes) -> Descr
         kv_blocks=assembly.size.num_blocks - 1,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        cache_key=cache_key,
     )
     return Description(message, facts.tokenizer_json)
 

@@ -126,7 +126,7 @@ class Servicer(ReplicaServicer):
     async def WatchCache(
         self, request: pb.CacheWatchRequest, context: "grpc.aio.ServicerContext[object, object]"
     ) -> AsyncIterator[pb.CacheFrame]:
-        async for frame in self._cache.watch():
+        async for frame in self._cache.watch(request.interval_ms / 1e3):
             yield frame
 
     async def WatchHealth(

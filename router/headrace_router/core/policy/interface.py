@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from headrace_proto.replica_pb2 import Load
 from headrace_router.core.choice_request import ChoiceRequest
@@ -38,13 +39,42 @@ class Candidate(Protocol):
     def remote_prompt_tokens(self) -> int:
         """Tokens of prompts that other replicas fetch from it, not known to be computed."""
 
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens in its KV cache, as far as its facts are known."""
+
+    @property
+    def rows(self) -> int:
+        """Requests that run at the same time, at most; 0 = not known."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step computes, at most; 0 = not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be placed."""
+
+    request: ChoiceRequest
+    output_tokens: int  # of earlier attempts, to be computed again
+    cached: Sequence[int]  # by candidate: tokens of the prompt that are in its KV cache, or will be; 0 where not known
+
+    @property
+    def tokens(self) -> int:
+        """All that a replica without any of them computes."""
+        return len(self.request.prompt_token_ids) + self.output_tokens
+
 
 class Policy(ABC):
     """Chooses the replica for a request. Pure: no clock, no I/O; called on the event loop, so it must be quick."""
 
+    uses_cache: ClassVar[bool] = False
+    """Whether `Work.cached` is needed: prompts are not hashed for policies that do not read it."""
+
     @abstractmethod
-    def choose(self, candidates: Sequence[Candidate], request: ChoiceRequest, output_tokens: int) -> int:
-        """The index of the best of at least one candidate. output_tokens: of earlier attempts, to be computed again.
+    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
+        """The index of the best of at least one candidate.
 
         Equal candidates should take turns: otherwise the first one gets all requests while the others are idle.
         """

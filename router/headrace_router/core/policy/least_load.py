@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.policy.interface import Candidate, Policy
+from headrace_router.core.policy.interface import Candidate, Policy, Work
 
 
 class LeastLoad(Policy):
@@ -15,7 +14,7 @@ class LeastLoad(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], request: ChoiceRequest, output_tokens: int) -> int:
+    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
         self._turn += 1
         count = len(candidates)
 

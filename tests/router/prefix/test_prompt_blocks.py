@@ -1,0 +1,62 @@
+"""A router predicts the cache hits of a replica: what it finds equals what the replica's KV manager finds."""
+
+import random
+
+import numpy as np
+import pytest
+
+from headrace_proto.block_hash import BlockHasher
+from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
+from headrace_router.core.prefix.prompt_blocks import GroupBlocks, PromptBlocks
+from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+
+SIZE = 4
+
+
+def manager(windows: tuple[int, ...], blocks: int) -> KVManager:
+    groups = tuple(CacheGroupSpec(index, (index,), 1, 8, window) for index, window in enumerate(windows))
+    return KVManager(CacheLayout(SIZE, groups, 1), blocks, BlockHasher(bytes(32)), ModelScope("m", "r", "d", "d"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("windows", [(0,), (0, 0), (9,), (0, 9), (5, 0, 14)])
+def test_it_equals_what_replicas_find(windows: tuple[int, ...], seed: int) -> None:
+    chance = random.Random(seed)
+    replicas = [manager(windows, 40 * len(windows)) for _ in range(3)]
+    index = PrefixIndex(1 << 14)
+    slots = [index.open() for _ in replicas]
+    prompts: list[list[int]] = []
+    hits = 0
+    for _ in range(150):
+        shared = chance.choice(prompts)[: chance.randrange(60)] if prompts else []
+        prompt = shared + [chance.randrange(9) for _ in range(chance.randrange(1, 60))]
+        prompts.append(prompt)
+        chain = replicas[0].start_chain(b"", "")
+        replicas[0].extend_chain(chain, prompt, len(prompt) // SIZE)
+        blocks = PromptBlocks(
+            SIZE,
+            [GroupBlocks(w, digests_of(digests)) for w, digests in zip(windows, chain.digests, strict=True)],
+        )
+        limit = len(prompt) - 1
+        found = [kv.lookup(chain, limit) for kv in replicas]
+        assert blocks.cached_tokens(index, limit)[slots].tolist() == [hit.tokens for hit in found]
+        hits += sum(hit.tokens > 0 for hit in found)
+        chosen = chance.randrange(3)
+        kv = replicas[chosen]
+        table = kv.new_table(found[chosen])
+        for end in range(found[chosen].tokens + SIZE, len(prompt) + 1, SIZE):
+            assert kv.grow(table, 0, end - SIZE, end) is not None
+            kv.publish(table, chain, prompt, end)
+        kv.release(table)
+        for change in kv.pool.take_changes():
+            (index.store if change.stored else index.remove)(slots[chosen], digests_of([change.digest]))
+    assert hits > 20
+
+
+def test_a_prompt_without_a_full_block_hits_nothing() -> None:
+    index = PrefixIndex(1 << 14)
+    index.open()
+    nothing = np.array([], np.uint64)
+    for window in (0, 9):
+        assert PromptBlocks(SIZE, [GroupBlocks(window, nothing)]).cached_tokens(index, 3).tolist() == [0]

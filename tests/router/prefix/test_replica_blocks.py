@@ -1,0 +1,168 @@
+"""A router's view of a replica's cache after random changes, lost messages and restarts: it equals the cache."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from headrace_proto.replica_pb2 import CacheEvent, CacheFrame
+from headrace_router.core.prefix import replica_blocks
+from headrace_router.core.prefix.digest_table import Digests
+from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
+from headrace_router.core.prefix.replica_blocks import EXPECTED_SECONDS, MissedEventsError, ReplicaBlocks
+from headrace_worker.core.kv.blocks import CacheChange
+from headrace_worker.server import cache_events
+from headrace_worker.server.cache_events import CacheEventHub
+
+HASHES = [bytes([number]) * 16 for number in range(1, 60)]
+ALL = digests_of(HASHES)
+
+
+class Replica:
+    """A cache with two groups, and the hub that reports its changes."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.held: set[bytes] = set()
+        self.hub = CacheEventHub(chance.randbytes(16))
+
+    def step(self) -> None:
+        changes = []
+        for digest in self.chance.sample(HASHES, self.chance.randrange(1, 12)):
+            stored = self.chance.random() < 0.6
+            changes.append(CacheChange(HASHES.index(digest) % 2, digest, stored))
+            (self.held.add if stored else self.held.discard)(digest)
+        self.hub.publish(changes)
+
+
+def held(index: PrefixIndex, blocks: ReplicaBlocks) -> set[bytes]:
+    found = index.holders(ALL)[:, blocks.slot]
+    return {digest for digest, has in zip(HASHES, found.tolist(), strict=True) if has}
+
+
+async def follow(replica: Replica, blocks: ReplicaBlocks, steps: int) -> int:
+    """Runs that many steps, and reads what arrives; some messages are lost. Returns how often a snapshot was needed."""
+    chance, snapshots = replica.chance, 1
+    watch: AsyncIterator[CacheFrame] = replica.hub.watch(0.0)
+    reading: asyncio.Task[CacheFrame] | None = None
+    for turn in range(steps + 20):
+        if turn < steps:
+            replica.step()
+        await asyncio.sleep(0.001)
+        while True:
+            reading = reading or asyncio.ensure_future(anext(watch))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if not reading.done():
+                break
+            frame, reading = reading.result(), None
+            if turn < steps and chance.random() < 0.1:
+                continue  # it is lost
+            try:
+                blocks.receive(frame)
+            except MissedEventsError:
+                blocks.lost()
+                watch, snapshots = replica.hub.watch(0.0), snapshots + 1
+    if reading is not None:
+        reading.cancel()
+    return snapshots
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_equals_the_replicas_cache(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_events, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr(cache_events, "SNAPSHOT_CHUNK", 7)
+    chance = random.Random(seed)
+    index = PrefixIndex(1 << 14)
+    routers = [ReplicaBlocks(index), ReplicaBlocks(index)]
+
+    async def run() -> None:
+        needed = 0
+        for _ in range(3):  # the replica restarts, with an empty cache
+            replica = Replica(chance)
+            for router in routers:
+                router.lost()
+            needed += sum(await asyncio.gather(*(follow(replica, router, 60) for router in routers)))
+            # The last messages may have been lost: the next one shows it.
+            for router in routers:
+                if held(index, router) != replica.held:
+                    router.lost()
+                    await follow(replica, router, 0)
+                assert held(index, router) == replica.held and router.complete
+        assert needed > 6, "messages were lost"
+
+    asyncio.run(run())
+
+
+def frame(boot: bytes = b"a", sequence: int = 1, **fields: object) -> CacheFrame:
+    return CacheFrame(boot_id=boot, sequence=sequence, **fields)  # type: ignore[arg-type]
+
+
+def test_increments_must_follow_a_snapshot_without_a_gap() -> None:
+    index = PrefixIndex(1 << 14)
+    blocks = ReplicaBlocks(index)
+    stored = [CacheEvent(stored=HASHES[:3])]
+    with pytest.raises(MissedEventsError):
+        blocks.receive(frame(events=stored))
+    blocks.receive(frame(snapshot=True, events=[CacheEvent(cleared=True), *stored]))
+    assert not blocks.complete and held(index, blocks) == set(HASHES[:3]), "what came so far counts"
+    blocks.receive(frame(snapshot=True, snapshot_end=True, events=[CacheEvent(stored=HASHES[3:4])]))
+    assert blocks.complete
+    blocks.receive(frame(sequence=2, events=[CacheEvent(removed=HASHES[:1])]))
+    for wrong in (frame(sequence=4), frame(sequence=2), frame(boot=b"b", sequence=3)):
+        with pytest.raises(MissedEventsError):
+            blocks.receive(wrong)
+        assert held(index, blocks) == set(HASHES[1:4]), "the last known ones count until the next snapshot"
+        blocks.receive(frame(sequence=2, snapshot=True, snapshot_end=True, events=[CacheEvent(stored=HASHES[1:4])]))
+    blocks.receive(frame(sequence=3, events=[CacheEvent(cleared=True, stored=HASHES[9:10])]))
+    assert held(index, blocks) == {HASHES[9]}
+    blocks.close()
+    assert not index.match(ALL).any()
+
+
+def test_blocks_just_sent_are_expected() -> None:
+    """So that siblings go together, before the replica reports any of their blocks."""
+    index = PrefixIndex(1 << 14)
+    blocks, prompt = ReplicaBlocks(index), ALL[:10]
+
+    def expected() -> int:
+        return int(index.match(prompt)[blocks.slot])
+
+    blocks.expect(b"1", prompt[:6])
+    blocks.expect(b"2", prompt[:8])
+    assert expected() == 8
+    blocks.ended(b"2", 100.0)
+    blocks.ended(b"unknown", 100.0)
+    blocks.expire(100.0 + EXPECTED_SECONDS - 0.1)
+    assert expected() == 8
+    blocks.expire(100.0 + EXPECTED_SECONDS)
+    assert expected() == 6, "the other attempt expects these"
+    snapshot = frame(snapshot=True, snapshot_end=True, events=[CacheEvent(cleared=True, stored=HASHES[:2])])
+    blocks.receive(snapshot)
+    assert expected() == 6, "a snapshot replaces only what the replica holds"
+    blocks.ended(b"1", 200.0)
+    blocks.expire(300.0)
+    assert expected() == 2
+    assert not blocks._expected and not blocks._attempts and not blocks._ended
+
+
+def test_what_is_expected_of_one_attempt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_blocks, "MAX_EXPECTED", 4)
+    index = PrefixIndex(1 << 14)
+    blocks = ReplicaBlocks(index)
+    prompt: Digests = ALL[:10]
+    blocks.expect(b"1", prompt)
+    assert index.match(prompt)[blocks.slot] == 4
+
+
+def test_an_index_without_place_is_noticed() -> None:
+    index = PrefixIndex(1)
+    blocks = ReplicaBlocks(index)
+    many = np.random.default_rng(1).bytes(16 * 9000)
+    hashes = [many[start : start + 16] for start in range(0, len(many), 16)]
+    blocks.receive(frame(snapshot=True, snapshot_end=True, events=[CacheEvent(cleared=True, stored=hashes)]))
+    assert blocks.full and blocks.complete and index.blocks > 5000
+    blocks.receive(frame(snapshot=True, snapshot_end=True, events=[CacheEvent(cleared=True)]))
+    assert not blocks.full
