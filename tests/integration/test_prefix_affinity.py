@@ -41,9 +41,6 @@ def test_requests_go_where_their_prefix_is(cluster: InProcessCluster, policy: st
     expected = PREFIX // BLOCK * BLOCK
     if policy == "predicted":
         assert found == [expected] * len(found)
-        assert cluster._router is not None
-        used = [replica.load.counters.prompt_tokens for replica in cluster._router.services.fleet.replicas]
-        assert all(used), "prefixes that no replica has are spread"
     else:
         assert found.count(expected) < len(found), "it does not look for prefixes"
 

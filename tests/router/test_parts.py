@@ -13,6 +13,7 @@ from headrace_proto.replica_pb2 import (
     Delta,
     Load,
     Sampling,
+    StepModel,
     Submit,
     TokenLogprobs,
 )
@@ -59,6 +60,15 @@ def test_equal_replicas_are_chosen_in_rotation() -> None:
     for policy in policies:
         chosen = [policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(9)]
         assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_predictions_that_differ_by_less_than_their_errors_are_equal() -> None:
+    """Otherwise the replica whose last steps happened to be the fastest would get all requests."""
+    models = [StepModel(base_ms=base, per_prefill_token_ms=1, error_ms=200) for base in (1.0, 1.1, 1.2)]
+    candidates = [Candidate(load=Load(step_model=model)) for model in models]
+    policy = Predicted()
+    assert sorted(policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(9)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert {policy.choose(candidates, Work(REQUEST, 0, [0, 0, 16])) for _ in range(9)} == {2}, "where its prefix is"
 
 
 def test_counters_never_decrease() -> None:
