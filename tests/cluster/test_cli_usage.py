@@ -87,21 +87,21 @@ def test_exit_statuses_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_help_of_the_test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[tuple[list[str], bool]] = []
+    ran: list[list[str]] = []
 
-    def run_tests(rest: list[str], *, ci: bool, slow: bool) -> int:
-        ran.append((rest, slow))
+    def run_tests(rest: list[str]) -> int:
+        ran.append(rest)
         return 3
 
     monkeypatch.setattr("headrace_cluster.cli.test.run_tests", run_tests)
-    for arguments in ("test --help", "test -h", "test --slow -h"):
+    for arguments in ("test --help", "test -h", "test --faults -h"):
         assert _main(arguments, monkeypatch) == 0
         shown = capsys.readouterr().out
-        assert "ruff, mypy" in shown and "--slow" in shown and "-- --help" in shown and len(shown.splitlines()) < 20
+        assert "ruff, mypy" in shown and "--faults" in shown and "-- --help" in shown and len(shown.splitlines()) < 20
     assert ran == []
     assert _main("test -- --help", monkeypatch) == 3
-    assert _main("test --slow tests/x.py -rfh -k hello", monkeypatch) == 3
-    assert ran == [(["--help"], False), (["tests/x.py", "-rfh", "-k", "hello"], True)]
+    assert _main("test --newest --faults serve -rfh -k hello", monkeypatch) == 3
+    assert ran == [["--help"], ["--faults", "serve", "-rfh", "-k", "hello"]]
 
 
 def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:

@@ -125,7 +125,6 @@ def serves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServe
         live.close()
 
 
-@pytest.mark.slow  # tests/e2e/test_refusals.py starts several that cannot
 def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(
     serves: tuple[LiveServe, LiveServe, LiveServe],
 ) -> None:
@@ -138,7 +137,6 @@ def test_a_replica_that_cannot_start_ends_serve_with_its_sentence(
     assert list(refused.home.glob("logs/headrace-*/ray/worker-*")), "logs are kept at the path in the message"
 
 
-@pytest.mark.slow  # tests/e2e/test_process_failures.py and test_routers.py do the same, one after the other
 def test_two_serves_side_by_side_recover_and_stop(serves: tuple[LiveServe, LiveServe, LiveServe]) -> None:
     first, second, _ = serves
     for live in (first, second):
@@ -175,7 +173,6 @@ def test_two_serves_side_by_side_recover_and_stop(serves: tuple[LiveServe, LiveS
     assert list(second.home.glob("*-*")) == []
 
 
-@pytest.mark.slow  # tests/e2e/test_controller_restart.py kills one under load
 def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
     models = [{"source": "smollm2", "name": "pair", "tp": 2}]
     live = LiveServe(tmp_path / "home", ray={"dashboard": False}, models=models)
@@ -199,7 +196,6 @@ def test_a_new_controller_adopts_all_ranks(tmp_path: Path) -> None:
         live.close()
 
 
-@pytest.mark.slow
 def test_a_paused_gcs_and_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
     """Nothing else ends, and the killed one is built again once the GCS answers."""
     live = LiveServe(tmp_path / "home", ray={"dashboard": False})
@@ -288,7 +284,6 @@ def joined_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join
     ray.close()
 
 
-@pytest.mark.slow
 def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, joined_ray: JoinedRay) -> None:
     live = None
     try:
@@ -312,7 +307,6 @@ def test_in_a_joined_ray_only_our_actors_end(tmp_path: Path, joined_ray: JoinedR
             live.close()
 
 
-@pytest.mark.slow
 def test_what_serves_in_a_joined_ray_outlives_its_keeper(tmp_path: Path, joined_ray: JoinedRay) -> None:
     """However the process that started it ends; the next one attaches to it, and only `headrace stop` ends it."""
     home, ray, keepers = tmp_path / "home", {"address": joined_ray.address}, []
@@ -365,7 +359,6 @@ def test_what_serves_in_a_joined_ray_outlives_its_keeper(tmp_path: Path, joined_
             live.close()
 
 
-@pytest.mark.slow
 def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, joined_ray: JoinedRay) -> None:
     """Three replicas that need a core each where there are two, until one of them is drained."""
     cores = len(os.sched_getaffinity(0))

@@ -27,7 +27,7 @@ BLOCKS = blocks()
 def _of_kind(*kinds: str) -> list[object]:
     chosen = [block for block in BLOCKS if block.kind in kinds]
     assert chosen, f"there is no block of kind {kinds}: remove its test"
-    marks = {block.name: [pytest.mark.slow] if block.slow else [] for block in chosen}
+    marks = {block.name: [pytest.mark.faults("serve")] if block.slow else [] for block in chosen}
     return [pytest.param(block, id=block.name, marks=marks[block.name]) for block in chosen]
 
 
@@ -135,7 +135,7 @@ def test_session_block(block: Block, tmp_path: Path) -> None:
 
 
 _STARTS = [
-    pytest.param(command, id=command.partition("#")[0].strip(), marks=pytest.mark.slow)
+    pytest.param(command, id=command.partition("#")[0].strip(), marks=pytest.mark.faults("serve"))
     for block in BLOCKS
     if block.kind == "starts"
     for command in block.commands

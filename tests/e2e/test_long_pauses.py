@@ -45,7 +45,6 @@ def _stopped(serve: Serve, which: str) -> list[int]:
     return [pid for pid, process in serve.processes.items() if process.is_running() and process.name() == "gcs_server"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "seconds"), [("serve and controller", PAUSE_SECONDS), ("Ray's GCS", GCS_SECONDS)], ids=["control", "gcs"]
 )

@@ -121,7 +121,7 @@ def test_only_cache_hits_are_reported_as_cached(pools: Serve, eventually: Callab
     assert grown("vllm:prefix_cache_hits_total") == sum(cached) or failed, "a hit counts where it occurred"
 
 
-@pytest.mark.parametrize("token", [1, 40, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 65) if k != 40)])
+@pytest.mark.parametrize("token", [1, 40])
 def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[..., None]) -> None:
     """A greedy and a seeded stream lose their replica at that token, and continue with equal tokens."""
     eventually(lambda: _all_ready(pools), 150, "all are ready")  # a rebuild is delayed after several deaths
@@ -143,7 +143,7 @@ def test_the_owner_is_killed(token: int, pools: Serve, eventually: Callable[...,
     assert found[1].token_ids == expected[1].token_ids
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80])
 def test_one_of_two_decode_replicas_is_killed_under_load(
     count: int, pools: Serve, eventually: Callable[..., None]
 ) -> None:

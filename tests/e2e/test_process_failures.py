@@ -195,7 +195,6 @@ def test_ctrl_c_during_a_start(start: Callable[..., Serve], eventually: Callable
     assert "Traceback" not in serve.stderr_text
 
 
-@pytest.mark.slow
 def test_a_lost_raylet_ends_the_server_with_a_sentence(
     start: Callable[..., Serve], eventually: Callable[..., None]
 ) -> None:

@@ -99,7 +99,6 @@ def test_without_a_folder_it_is_rejected(server: Serve) -> None:
     assert line.startswith("headrace: ") and "--profile DIR" in line
 
 
-@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_an_error(start: Callable[..., Serve]) -> None:
     serve = start(*SMALL, "--profile", "/proc/profiles")
     assert serve.process.wait(120) == 1

@@ -20,7 +20,7 @@ from support.e2e.streams import Outcome, run_streams
 GREEDY, SAMPLED, OUTPUT = 12, 20, 12
 END_SECONDS = 2.0
 
-SPLITS = [("--tp", "2"), ("--pp", "2"), pytest.param(("--tp", "2", "--pp", "2"), marks=pytest.mark.slow)]
+SPLITS = [("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--pp", "2")]
 
 
 @pytest.fixture(scope="module", params=SPLITS, ids=" ".join)

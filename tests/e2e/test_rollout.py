@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from support.e2e.headrace_process import Serve
@@ -18,7 +17,6 @@ def _status(serve: Serve) -> list[tuple[str, int, str]]:
     return [(entry["id"], entry["generation"], entry["state"]) for entry in serve.status()["replicas"]]
 
 
-@pytest.mark.slow
 def test_the_only_replicas_are_rolled_under_load(
     start: Callable[..., Serve], tmp_path: Path, eventually: Callable[..., None]
 ) -> None:

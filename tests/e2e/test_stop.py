@@ -193,7 +193,6 @@ def test_a_start_that_is_ended(terminal: Callable[..., Terminal], phase: str, wa
     _ends(serve, way, phase)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_and_way(terminal: Callable[..., Terminal], phase: str, way: str) -> None:
@@ -202,14 +201,12 @@ def test_every_phase_and_way(terminal: Callable[..., Terminal], phase: str, way:
     _ends(serve, way, phase)
 
 
-@pytest.mark.slow
 def test_timeout(terminal: Callable[..., Terminal]) -> None:
     serve = terminal("timeout", "4")
     assert serve.process.wait(4 + 90) == 124
     eventually(lambda: not serve.remaining(), 2, "that nothing is left")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["group", "every process", "Ctrl-C twice", "closed terminal"])
 def test_a_stream_ends_with_an_event(terminal: Callable[..., Terminal], way: str) -> None:
     serve = terminal()

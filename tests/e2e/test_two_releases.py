@@ -21,8 +21,6 @@ from support.e2e.plain_model import same_but_for_ties
 from support.e2e.streams import Outcome, run_streams
 from support.next_release import NextRelease
 
-pytestmark = pytest.mark.ci
-
 BODIES = [
     {
         "model": "smollm2",

@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-import pytest
-
 from support.integration.arrivals import Answer, Arrivals
 from support.integration.throttle import Throttle
 
@@ -26,7 +24,6 @@ def _capacity(url: str, rate: float) -> float:
     return _tokens_per_second(arrivals.stop(120), begin, begin + MEASURED_SECONDS)
 
 
-@pytest.mark.slow
 def test_three_carry_on_at_their_speed(process_cluster: Any) -> None:
     cluster = process_cluster
     cluster.open(await_ready=False, limits={"queue_seconds": 5.0, "max_concurrent_requests": 4 * 2 * ROWS})

@@ -24,7 +24,7 @@ def other_router(process_cluster: Any, tiny_folder: Path, fork_server: Any) -> I
     made.close()
 
 
-@pytest.mark.parametrize("direction", [pytest.param("to the replica", marks=pytest.mark.slow), "to the router"])
+@pytest.mark.parametrize("direction", ["to the replica", "to the router"])
 def test_streams_move_and_the_other_router_is_untouched(
     process_cluster: Any, other_router: ProcessCluster, direction: Direction
 ) -> None:

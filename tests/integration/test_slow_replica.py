@@ -34,7 +34,6 @@ def _shares(placed: list[tuple[float, str]], begin: float, end: float) -> Counte
     return Counter(replica for at, replica in placed if begin <= at < end)
 
 
-@pytest.mark.slow
 def test_a_slow_replica_gets_few_requests_until_it_is_fast_again(
     process_cluster: Any, placed: list[tuple[float, str]]
 ) -> None:

@@ -11,8 +11,6 @@ from headrace_proto.replica_pb2 import Role
 from support.next_release import NextRelease
 from support.ranks.process_ranks import ForkServer
 
-pytestmark = pytest.mark.ci
-
 PROMPTS = [[10 + number, 11, 12, 13, 14] for number in range(2)]
 TOKENS = 1000
 

@@ -20,7 +20,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mix", [pytest.param(mix, marks=[pytest.mark.ci] * (mix == "long")) for mix in MIXES])
+@pytest.mark.parametrize("mix", MIXES)
 def test_mixes(make_case: Callable[..., Case], backend: str, mix: str) -> None:
     case = make_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)

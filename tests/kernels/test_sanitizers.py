@@ -44,7 +44,6 @@ def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
     done = _run(tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -53,7 +52,6 @@ def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_such_an_access_would_be_found(tmp_path: Path) -> None:
     done = _run(tmp_path, "overflow")
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr

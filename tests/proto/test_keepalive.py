@@ -16,7 +16,7 @@ CLIENT_SECONDS = 2.0 * (PING_SECONDS + WATCH_REPLY_SECONDS)
 SERVER_SECONDS = 1.25 * (PING_SECONDS + PAUSE_SECONDS)  # gRPC's own limit of a ping is a minute
 
 
-@pytest.mark.ci
+@pytest.mark.faults("router")
 def test_a_silent_peer_is_detected_by_both_ends() -> None:
     """A stream on which the client sends nothing: TCP reports no error of it."""
 

@@ -131,7 +131,6 @@ def test_idle_connections_are_closed(harness: Any, make_replica: Any, connect: A
     assert _until_closed(sock) == b"" and time.monotonic() - began < 3
 
 
-@pytest.mark.ci
 def test_a_client_that_does_not_read_is_disconnected(
     harness: Any, make_replica: Any, connect: Any, eventually: Any
 ) -> None:

@@ -110,7 +110,6 @@ def test_values_that_contain_others_twice_are_not_hashed() -> None:
         assert TOO_MUCH in ended, (source, ended)
 
 
-@pytest.mark.ci
 def test_what_one_rendering_holds_is_bounded() -> None:
     for source, (ended, peak) in zip(HELD, probe(HELD), strict=True):
         assert TOO_MUCH in ended, (source, ended)

@@ -1,7 +1,5 @@
 """What a chat template nests deeply ends with an error, and is freed: neither ends the process."""
 
-import pytest
-
 from support.router.template_probe import probe
 
 FAILS = "fails on these messages"
@@ -37,14 +35,12 @@ DEEP = "{% set ns = namespace(t=()) %}" + (
 )
 
 
-@pytest.mark.ci
 def test_filters_that_read_from_each_other_end_with_an_error() -> None:
     sources = [NESTED.replace("NEXT", f"ns.{lazy}".replace("ns.{", "{")) + "{{ t | list | length }}" for lazy in LAZY]
     for source, (ended, _) in zip(sources, probe(sources), strict=True):
         assert ended == "1" if "items" in source else FAILS in ended, source
 
 
-@pytest.mark.ci
 def test_deep_values_are_freed() -> None:
     sources = [f"{NESTED.replace('NEXT', holder)}ok" for holder in HOLDERS] + [f"{source}ok" for source in LOOPS]
     for source, (ended, _) in zip(sources, probe(sources), strict=True):

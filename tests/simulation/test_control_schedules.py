@@ -17,9 +17,8 @@ import structlog
 from support.simulation.control_schedule import ControlSchedule
 
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
-FAST, CI, LAST = (SEEDS, SEEDS, SEEDS) if SEEDS else (40, 520, 20_000)  # the rest is slow
+LAST = SEEDS or 40
 SHARE = 40  # seeds per test
-OPERATED_CI, OPERATED_LAST = (SEEDS, SEEDS) if SEEDS else (160, 4000)  # the same with operators, who drain replicas
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,11 +38,7 @@ def _run(seed: int, *, operated: bool = False) -> Counter[str]:
         raise AssertionError(f"seed {seed}: {error}\nreplay: {replay}") from error
 
 
-def _marks(first: int, ci: int = CI) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if first >= ci else [pytest.mark.ci] if first >= FAST else []
-
-
-@pytest.mark.parametrize("first", [pytest.param(first, marks=_marks(first)) for first in range(0, LAST, SHARE)])
+@pytest.mark.parametrize("first", range(0, LAST, SHARE))
 def test_no_schedule_violates_an_invariant(first: int) -> None:
     total: Counter[str] = Counter()
     seeds = range(first, min(first + SHARE, LAST))
@@ -56,12 +51,10 @@ def test_no_schedule_violates_an_invariant(first: int) -> None:
         assert total["disconnected"] and total["deadline"]
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=_marks(first, OPERATED_CI)) for first in range(0, OPERATED_LAST, SHARE)]
-)
+@pytest.mark.parametrize("first", range(0, LAST, SHARE))
 def test_no_drain_that_was_accepted_is_forgotten(first: int) -> None:
     total: Counter[str] = Counter()
-    seeds = range(first, min(first + SHARE, OPERATED_LAST))
+    seeds = range(first, min(first + SHARE, LAST))
     for seed in seeds:
         total += _run(seed, operated=True)
     if len(seeds) >= SHARE:

@@ -1,5 +1,6 @@
 """`headrace test`: all checks for a change, and a short summary."""
 
+import json
 import subprocess
 import sys
 import time
@@ -9,27 +10,8 @@ from pathlib import Path
 from headrace_cluster.errors import SpecError
 
 PYTHON = [sys.executable, "-m"]
-PYTEST = ["pytest", "--durations=20"]
-COVERAGE = ".coverage.json"  # in the checkout
-FAST = "not slow and not ci"
-
-
-def checkout() -> Path:
-    """The checkout that this package is installed from. Raises SpecError."""
-    for folder in Path(__file__).resolve().parents:
-        if (folder / "pyproject.toml").is_file() and (folder / "tests").is_dir():
-            return folder
-    raise SpecError("`headrace test` works in a checkout of the project; clone it and run ./headrace test there")
-
-
-def run_tests(rest: list[str], *, ci: bool, slow: bool) -> int:
-    """Runs the steps and prints a summary; 0 if all passed. With `rest`, pytest's arguments, pytest alone runs."""
-    steps = chosen_tests(rest, ci=ci, slow=slow) if rest or slow else full_check(ci=ci)
-    results = [result for group in steps for result in _run(group)]
-    print("== summary")
-    for step, code, seconds in results:
-        print(f"{'passed' if code == 0 else 'FAILED':8}{step.name:24}{seconds:7.1f} s")
-    return 0 if all(code == 0 for _, code, _ in results) else 1
+PYTEST = [*PYTHON, "pytest"]
+LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # in the checkout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +23,57 @@ class Step:
     quiet: bool = False
 
 
-def chosen_tests(rest: list[str], *, ci: bool, slow: bool) -> list[list[Step]]:
-    """The tests that pytest's arguments select."""
-    marks = "slow" if slow else "not slow" if ci or rest else FAST
-    return [[Step("pytest", [*PYTHON, *PYTEST, *([] if "-m" in rest else ["-m", marks]), *rest])]]
+CHECKS = [
+    Step("ruff check", [*PYTHON, "ruff", "check", "--no-cache", "."], quiet=True),
+    Step("ruff format", [*PYTHON, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
+    Step("mypy", [*PYTHON, "mypy"], quiet=True),
+    Step("pytest", [*PYTEST, "-n", "2", "--dist", "loadfile"]),
+]
 
 
-def full_check(*, ci: bool) -> list[list[Step]]:
-    """Groups of steps, one after the other; the steps of a group run side by side.
+def checkout() -> Path:
+    """The checkout that this package is installed from. Raises SpecError."""
+    for folder in Path(__file__).resolve().parents:
+        if (folder / "pyproject.toml").is_file() and (folder / "tests").is_dir():
+            return folder
+    raise SpecError("`headrace test` works in a checkout of the project; clone it and run ./headrace test there")
 
-    Tests that measure time, or need the machine for themselves, are marked `alone` and come after the others. CI
-    measures the coverage of the others only, since measuring changes times, and prints it last.
-    """
-    static = [
-        Step("ruff check", [*PYTHON, "ruff", "check", "--no-cache", "."], quiet=True),
-        Step("ruff format", [*PYTHON, "ruff", "format", "--no-cache", "--check", "."], quiet=True),
-        Step("mypy", [*PYTHON, "mypy"], quiet=True),
-    ]
-    marks = "not slow" if ci else FAST
-    beside = [*PYTEST, "-n", "2", "--dist", "loadfile", "-m", f"not alone and {marks}"]
-    alone = Step("pytest, one by one", [*PYTHON, *PYTEST, "-m", f"alone and {marks}"])
-    if not ci:
-        return [[*static, Step("pytest, side by side", [*PYTHON, *beside])], [alone]]
-    measured = Step("pytest, side by side", [*PYTHON, "slipcover", "--json", "--out", COVERAGE, "-m", *beside])
-    coverage = Step("coverage", [*PYTHON, "headrace_cluster.cli.coverage_table", COVERAGE])
-    return [[*static, measured], [alone], [coverage]]
+
+def run_tests(rest: list[str]) -> int:
+    """Runs the steps and prints a summary; 0 if all passed. With `rest`, pytest's arguments, pytest alone runs."""
+    if "--faults" in rest:
+        return _run_faults(rest)
+    results = _run([Step("pytest", [*PYTEST, *rest])] if rest else CHECKS)
+    _print_summary(results)
+    return 0 if all(code == 0 for _, code, _ in results) else 1
+
+
+def _run_faults(rest: list[str]) -> int:
+    """Runs a failed test once more: one that passes then is reported as flaky."""
+    results = _run([Step("pytest", [*PYTEST, *rest])])
+    flaky: list[str] = []
+    if results[0][1] == 1 and (failed := _last_failed()):
+        results += _run([Step("pytest, second try", [*PYTEST, *rest, "--last-failed"])])
+        flaky = sorted(failed - _last_failed())
+    _print_summary(results)
+    for test in flaky:
+        print(f"flaky: {test}")
+    return 0 if results[-1][1] == 0 else 1
+
+
+def _last_failed() -> set[str]:
+    path = checkout() / LAST_FAILED
+    return set(json.loads(path.read_text())) if path.is_file() else set()
+
+
+def _print_summary(results: list[tuple[Step, int, float]]) -> None:
+    print("== summary")
+    for step, code, seconds in results:
+        print(f"{'passed' if code == 0 else 'FAILED':8}{step.name:24}{seconds:7.1f} s")
 
 
 def _run(steps: list[Step]) -> list[tuple[Step, int, float]]:
+    """Side by side."""
     started = []
     for step in steps:
         print(f"== {step.name}", flush=True)

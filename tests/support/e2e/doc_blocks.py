@@ -12,7 +12,7 @@ kinds of a shell block
   no        it is not run; `why=` gives the reason
 kinds of others: client (Python), spec (a cluster file in YAML), no
 
-options: expect=REGEX (in the output of the block), slow (run by `./headrace test --slow`), why=REASON
+options: expect=REGEX (in the output of the block), slow (run by `./headrace test --faults`), why=REASON
 """
 
 import re

@@ -22,7 +22,7 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 
 TIE = 1e-3
-MODELS = (pytest.param("smollm2", marks=pytest.mark.ci), "llama", "qwen3", "mistral")
+MODELS = ("smollm2", "llama", "qwen3", "mistral")
 GREEDY = RowSampling(temperature=0.0, logprobs=3)
 
 
@@ -112,7 +112,6 @@ def test_in_a_mixed_batch_of_32(subject: Subject) -> None:
     assert_oracle(subject, prompts, run(subject.engine(), prompts, lengths))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("budget", [16, 64])
 def test_with_chunked_prefill(subject: Subject, budget: int) -> None:
     prompts = subject.prompts([90, 3, 33, 64, 16, 17], seed=3)
@@ -120,7 +119,6 @@ def test_with_chunked_prefill(subject: Subject, budget: int) -> None:
     assert_oracle(subject, prompts, run(engine, prompts, [10] * 6))
 
 
-@pytest.mark.ci
 def test_with_prefix_hits(subject: Subject) -> None:
     stem = subject.prompts([50], seed=4)[0]
     prompts = [stem[: 20 + 4 * index] + tail for index, tail in enumerate(subject.prompts([5] * 8, seed=5))]
@@ -135,7 +133,6 @@ def test_with_prefix_hits(subject: Subject) -> None:
     assert sum(c.cached_tokens for c in again) > sum(c.cached_tokens for c in completions)
 
 
-@pytest.mark.ci
 def test_after_preemption(subject: Subject) -> None:
     layout = subject.loaded.layout
     # Memory for two and a half requests, so that sixteen preempt each other; for one request if a window bounds their

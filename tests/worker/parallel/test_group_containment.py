@@ -41,7 +41,6 @@ def _exchange(team: Team) -> None:
     team.host.gather(torch.ones(4))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_other_pair_still_works(device: str) -> None:
     (first, first_peer), (second, second_peer) = _pair(device, 1), _pair(device, 2)

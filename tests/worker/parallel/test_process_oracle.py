@@ -11,13 +11,10 @@ from support.ranks.prompts import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 # In the fast tests: grouped heads, windows beside full attention, and experts with sinks. CI runs every family.
-FAST = ("llama", "gemma3_text", "gpt_oss")
 
 
 @pytest.mark.parametrize(("tp", "pp"), SPLITS)
-@pytest.mark.parametrize(
-    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_between_processes(
     family: str,
     tp: int,
@@ -50,7 +47,6 @@ def test_whole_experts_per_process(
         check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 def test_the_real_model_between_processes(
     tp: int, pp: int, process_replica: Callable[..., Any], check_oracle: Callable[..., None]

@@ -137,7 +137,7 @@ def test_a_target_computes_blocks_that_a_dead_source_does_not_send(
     wait_until_idle(from_target)
 
 
-@pytest.mark.parametrize("repeats", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("repeats", [4])
 def test_sources_killed_in_the_middle(
     repeats: int,
     rank_group: Callable[..., Any],

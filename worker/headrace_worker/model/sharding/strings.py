@@ -22,6 +22,8 @@ _KNOWN = {
     "moe_tp_experts": EXPERTS,
     "replicated_with_grad_allreduce": WHOLE,
     "replicate": WHOLE,
+    "embedding_rowwise": WHOLE,  # vocabularies are cut for every family (shard.py); other embeddings stay whole
+    "embedding_colwise": WHOLE,
     PACKED_QKV: PACKED_QKV,
     PER_HEAD: PER_HEAD,
 }
