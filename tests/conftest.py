@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -18,11 +19,35 @@ settings.register_profile("headrace", deadline=None)  # no test asserts how fast
 settings.load_profile("headrace")
 _INSTALLABLE = re.compile(r"\b(apt-get install|apt install|pip install|npm (install|pack))\b")
 
+# Signals that the caller ignores (nohup, a background job) stay ignored here; child processes have the default.
+for _signal in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, lambda *_: None)
+
 HERE = Path(__file__).parent
 FAULTS = {  # area: files and folders of tests that start servers or ranks, send signals, or wait in real time
     "cluster": (
-        "cluster/test_local_ray.py",
+        "cluster/test_admin_server.py",
+        "cluster/test_adoption.py",
+        "cluster/test_cli_logs.py",
+        "cluster/test_cli_replicas.py",
+        "cluster/test_controller.py",
+        "cluster/test_controller_watch.py",
+        "cluster/test_detach.py",
+        "cluster/test_draining.py",
         "cluster/test_live_ray.py",
+        "cluster/test_local_ray.py",
+        "cluster/test_operations.py",
+        "cluster/test_rank_actor.py",
+        "cluster/test_rank_group.py",
+        "cluster/test_roles.py",
+        "cluster/test_rolling_builds.py",
+        "cluster/test_router_process.py",
+        "cluster/test_secrets.py",
+        "cluster/test_servers.py",
+        "cluster/test_signals.py",
+        "cluster/test_tls.py",
+        "cluster/test_token_check.py",
         "e2e/test_controller_restart.py",
         "e2e/test_nodes.py",
         "e2e/test_rollout.py",
@@ -44,27 +69,39 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "e2e/test_unauthenticated.py",
         "integration/",
     ),
-    "ranks": tuple(
-        f"worker/parallel/test_{name}.py"
-        for name in (
-            "death",
-            "guided_ranks",
-            "hanging_step",
-            "loaded_facts",
-            "process_oracle",
-            "process_requests",
-            "recorded_ranks",
-            "rendezvous",
-            "transfers",
-        )
-    ),
     "router": (
+        "proto/test_caller_streams.py",
+        "proto/test_keepalive.py",
         "router/test_docs_page.py",
-        "router/test_failures.py",
-        "router/test_request_heads.py",
+        "router/test_membership.py",
+        "router/test_read_pacer.py",
+        "router/test_router_certificate.py",
+        "router/test_shutdown.py",
         "router/test_slow_clients.py",
+        "router/test_tls.py",
+        "router/test_write_watch.py",
     ),
-    "templates": tuple(f"router/test_template_{name}.py" for name in ("bounds", "costs", "nesting")),
+    "templates": (
+        "router/test_template_bounds.py",
+        "router/test_template_costs.py",
+        "router/test_template_nesting.py",
+    ),
+    "ranks": (
+        "worker/test_gpu_faults.py",
+        "worker/parallel/test_death.py",
+        "worker/parallel/test_device_calls.py",
+        "worker/parallel/test_group_containment.py",
+        "worker/parallel/test_guided_ranks.py",
+        "worker/parallel/test_hanging_step.py",
+        "worker/parallel/test_loaded_facts.py",
+        "worker/parallel/test_process_oracle.py",
+        "worker/parallel/test_process_requests.py",
+        "worker/parallel/test_recorded_ranks.py",
+        "worker/parallel/test_rendezvous.py",
+        "worker/parallel/test_shared_entries.py",
+        "worker/parallel/test_transfers.py",
+        "worker/parallel/test_unauthenticated_peers.py",
+    ),
     "tools": (
         "kernels/test_build.py",
         "kernels/test_compiles.py",

@@ -43,7 +43,7 @@ def identity() -> Identity:
 def eventually() -> Callable[..., object]:
     """await eventually(condition): waits until it holds, or fails after some seconds."""
 
-    async def wait(condition: Callable[[], object], seconds: float = 8) -> object:
+    async def wait(condition: Callable[[], object], seconds: float = 30) -> object:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while not (value := condition()):

@@ -224,7 +224,7 @@ def test_a_download_shows_its_progress(checkout: Checkout) -> None:
         while data := os.read(ours, 4096):
             shown += data
     os.close(ours)
-    assert process.wait(20) == 0
+    assert process.wait(30) == 0
     lines = [line for line in shown.decode().split("\r") if "downloading" in line]
     assert "\x1b[Kheadrace: torch: 2 MB so far, downloading torch-2.13.0-cp311.whl (184.1 MB)" in lines
     assert all(len(line) <= 79 + len("\x1b[K") for line in lines)

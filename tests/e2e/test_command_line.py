@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,7 @@ def test_the_banner_lists_every_address(server: Serve) -> None:
 
 
 def test_status_as_json(server: Serve) -> None:
-    began = time.monotonic()
     done = server.run("status", "--json", "--admin-port", str(server.admin_port))
-    assert time.monotonic() - began < 5  # one second when nothing else runs
     assert (done.returncode, done.stderr) == (0, "")
     document: dict[str, Any] = json.loads(done.stdout)
     (replica,) = document["replicas"]

@@ -1,4 +1,7 @@
-"""Every command of README.md and docs/, verbatim, from the root of the checkout and on the default ports."""
+"""Every command of README.md and docs/, from the root of the checkout.
+
+Those of clients run against the shared server, on its ports; the others verbatim, on the default ports.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ import pytest
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.settings import read_file
 from support.e2e.doc_blocks import KINDS, ROOT, Block, blocks
-from support.e2e.headrace_process import START_SECONDS, environment, eventually
+from support.e2e.headrace_process import START_SECONDS, Serve, environment, eventually
 
 PORTS = (8000, 8001, 8002)
 BLOCK_SECONDS = 300
@@ -27,15 +30,14 @@ BLOCKS = blocks()
 def _of_kind(*kinds: str) -> list[object]:
     chosen = [block for block in BLOCKS if block.kind in kinds]
     assert chosen, f"there is no block of kind {kinds}: remove its test"
-    marks = {block.name: [pytest.mark.faults("serve")] if block.slow else [] for block in chosen}
-    return [pytest.param(block, id=block.name, marks=marks[block.name]) for block in chosen]
+    return [pytest.param(block, id=block.name) for block in chosen]
 
 
 class DefaultServer:
     """One server, started as in the documentation; `run` executes further commands while it runs."""
 
     def __init__(self, home: Path) -> None:
-        self.environment = environment(home) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        self._home = home
         self._log = home.with_suffix(".log")
 
     @contextmanager
@@ -52,7 +54,7 @@ class DefaultServer:
             process = subprocess.Popen(
                 ["bash", "-c", f"exec {command}"],
                 cwd=ROOT,
-                env=self.environment,
+                env=_environment(self._home),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -75,27 +77,27 @@ class DefaultServer:
         return "is ready after" in self._log.read_text() or "are ready after" in self._log.read_text()
 
     def run(self, command: str, language: str = "sh") -> "subprocess.CompletedProcess[str]":
-        """Runs one command, or a whole block, to its end."""
-        interpreter = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
-        return subprocess.run(
-            [*interpreter, command],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BLOCK_SECONDS,
-            check=False,
-        )
+        return _run(command, language, self._home)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DefaultServer]:
-    """The README's first command, up while the blocks of kind `client` run."""
-    server = DefaultServer(tmp_path_factory.mktemp("documentation") / "home")
-    with server.serving("./headrace serve"):
-        yield server
+def _environment(home: Path) -> dict[str, str]:
+    return environment(home) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def _run(command: str, language: str, home: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs one command, or a whole block, to its end."""
+    interpreter = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    return subprocess.run(
+        [*interpreter, command],
+        cwd=ROOT,
+        env=_environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BLOCK_SECONDS,
+        check=False,
+    )
 
 
 def test_every_block_has_a_mark() -> None:
@@ -108,13 +110,14 @@ def test_every_block_has_a_mark() -> None:
 
 
 @pytest.mark.parametrize("block", _of_kind("client"))
-def test_client_block(block: Block, shared: DefaultServer) -> None:
-    _check(block, shared.run(block.text, block.language))
+def test_client_block(block: Block, server: Serve) -> None:
+    text = block.text.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8001", server.grpc)
+    _check(block, _run(text, block.language, server.home))
 
 
 @pytest.mark.parametrize("block", _of_kind("plain"))
 def test_plain_block(block: Block, tmp_path: Path) -> None:
-    _check(block, DefaultServer(tmp_path / "home").run(block.text, block.language))
+    _check(block, _run(block.text, block.language, tmp_path / "home"))
 
 
 @pytest.mark.parametrize("block", _of_kind("spec"))
@@ -124,6 +127,7 @@ def test_cluster_file(block: Block, tmp_path: Path) -> None:
     parse_spec(read_file(path))
 
 
+@pytest.mark.faults("serve")
 @pytest.mark.parametrize("block", _of_kind("session"))
 def test_session_block(block: Block, tmp_path: Path) -> None:
     first, *rest = block.commands
@@ -135,13 +139,14 @@ def test_session_block(block: Block, tmp_path: Path) -> None:
 
 
 _STARTS = [
-    pytest.param(command, id=command.partition("#")[0].strip(), marks=pytest.mark.faults("serve"))
+    pytest.param(command, id=command.partition("#")[0].strip())
     for block in BLOCKS
     if block.kind == "starts"
     for command in block.commands
 ]
 
 
+@pytest.mark.faults("serve")
 @pytest.mark.parametrize("command", _STARTS)
 def test_start_command(command: str, tmp_path: Path) -> None:
     port = re.search(r"--port (\d+)", command)

@@ -78,9 +78,7 @@ def test_hostile_bodies_get_an_error_object_and_have_no_effect(http: httpx.Clien
     body, status = HOSTILE[name]
     if stream and body.endswith(b"}"):
         body = body[:-1] + b',"stream":true}'
-    began = time.monotonic()
     answer = http.post(CHAT, content=body, headers=JSON)
-    assert time.monotonic() - began < 2
     assert answer.status_code == status, answer.text[:300]
     _check_error(answer)
     good = http.post(CHAT, json=GOOD)

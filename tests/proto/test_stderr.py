@@ -24,7 +24,7 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
     os.close(secondary)
     assert "one ünd".encode() in os.read(primary, 100)
     os.close(primary)
-    assert process.wait(10) == 0
+    assert process.wait(30) == 0
     assert (tmp_path / "end").read_text() == "done"
 
 
@@ -33,5 +33,5 @@ def test_a_closed_reader(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     assert process.stderr is not None
     process.stderr.close()
-    assert process.wait(10) == 0
+    assert process.wait(30) == 0
     assert (tmp_path / "end").exists()

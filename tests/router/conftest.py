@@ -41,7 +41,7 @@ def shared(tokenizer: Tokenizer) -> Iterator[Harness]:
 def eventually() -> Callable[[Callable[[], bool]], None]:
     """Waits until a condition holds; fails after five seconds."""
 
-    def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "the condition did not become true"

@@ -20,7 +20,7 @@ def test_a_card_that_is_made_slowly_delays_no_other_model(tokenizer: Any, monkey
 
     def make(facts: ModelFacts, loaded: Any) -> ModelCard:
         if facts.chat_template == "slow":
-            assert others_done.wait(10)
+            assert others_done.wait(30)
         made.append(facts.chat_template)
         return ModelCard(facts, loaded)
 

@@ -34,7 +34,7 @@ def test_a_disconnect_cancels_at_the_replica(
             for _ in answer.iter_raw():
                 if time.monotonic() - began > 0.3:
                     raise httpx.ReadTimeout("enough")
-    eventually(lambda: {submit.attempt_id for submit in replica.submits} == set(replica.cancels), 2)
+    eventually(lambda: {submit.attempt_id for submit in replica.submits} == set(replica.cancels))
     assert len(replica.submits) == 2
     eventually(lambda: harness.router.services.admission.running == 0)
     eventually(lambda: not any(link.attempts for link in harness.router.services.fleet.replicas))
@@ -180,11 +180,11 @@ def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventuall
     thread = threading.Thread(target=lambda: answers.append(_post(harness, stream=True)))
     thread.start()
     with harness.client() as client:
-        eventually(lambda: client.get("/health").status_code == 503, 5)
+        eventually(lambda: client.get("/health").status_code == 503)
     back = make_replica(boot_id=b"c" * 16)
     back.address = dying.address
     harness.call(back.start())
-    thread.join(20)
+    thread.join(30)
     assert _text(answers[0]) == expected_reply
     assert len(back.submits) == 1 and len(back.submits[0].output_token_ids) == 4
 
@@ -240,12 +240,12 @@ def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     eventually(lambda: bool(slow.submits))
     slow.frozen = True
     with harness.client() as client:
-        eventually(lambda: client.get("/health/ready").status_code == 503, 4)
+        eventually(lambda: client.get("/health/ready").status_code == 503)
     other = make_replica(replica_id="other")
     harness.call(other.start())
     harness.replicas.append(other)
     _add_member(harness, [slow, other])
-    thread.join(10)
+    thread.join(30)
     assert answers[0].json()["choices"][0]["message"]["content"] == expected_reply
     assert len(other.submits) == 1
 
@@ -279,7 +279,7 @@ def test_a_router_that_was_paused_keeps_the_streams_of_its_replicas(
         thread.start()
         eventually(lambda: bool(replica.submits))
         harness.loop.call_soon_threadsafe(time.sleep, 3.0)
-        thread.join(20)
+        thread.join(30)
         assert answers[0].json()["choices"][0]["message"]["content"] == expected_reply
         assert (replica.streams, len(replica.submits)) == (1, 1)
     finally:
@@ -391,7 +391,7 @@ def test_a_deadline_ends_the_request_and_frees_it(harness: Any, make_replica: An
     answer = _post(harness)
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
     assert 0 < replica.submits[0].deadline_ms <= 300
-    eventually(lambda: len(replica.cancels) == 1, 1)
+    eventually(lambda: len(replica.cancels) == 1)
 
 
 def test_shutdown_lets_streams_finish_and_refuses_new_requests(harness: Any, make_replica: Any) -> None:
@@ -401,7 +401,7 @@ def test_shutdown_lets_streams_finish_and_refuses_new_requests(harness: Any, mak
     thread.start()
     time.sleep(0.3)
     harness.call(harness.router.stop())
-    thread.join(5)
+    thread.join(30)
     assert texts[0].endswith("data: [DONE]\n\n")
     with pytest.raises(httpx.ConnectError):
         _post(harness)

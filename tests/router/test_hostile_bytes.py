@@ -150,7 +150,7 @@ async def _call(channel: Any, method: str, message: bytes) -> grpc.StatusCode:
 @given(message=MESSAGES, method=st.sampled_from(RPCS))
 def _send_message(loop: asyncio.AbstractEventLoop, channel: Any, message: bytes, method: str) -> None:
     call = _call(channel, method, message)
-    code = asyncio.run_coroutine_threadsafe(call, loop).result(20)
+    code = asyncio.run_coroutine_threadsafe(call, loop).result(30)
     assert code in EXPECTED or code == grpc.StatusCode.OK, code
 
 

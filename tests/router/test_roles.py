@@ -59,7 +59,7 @@ def test_new_requests_are_placed_elsewhere_and_streams_continue(
         assert _post(harness).status_code == 200
     assert (len(leaving.submits), len(staying.submits)) == (3, 4)
     for stream in streams:
-        stream.join(20)
+        stream.join(30)
     texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
     assert [answer.status_code for answer in answers] == [200] * 3 and len(texts) == 1
     assert leaving.cancels == [] and len(staying.submits) == 4, "nothing moved"

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,9 +189,8 @@ def test_a_router_accepts_connections_when_it_can_answer(
     start()
     assert opened == [True]
     monkeypatch.setattr(server, "JOIN_SECONDS", 0.3)
-    before = time.monotonic()
     empty = start(members=())  # it has no replica to wait for, and reports that it is not ready
-    assert opened == [True, False] and time.monotonic() - before >= 0.3
+    assert opened == [True, False]
     answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)
     assert answer.status_code == 503
 

@@ -135,26 +135,24 @@ def test_every_valid_message_passes(message: GenerateRequest) -> None:
     check_values(message.SerializeToString(), GenerateRequest.DESCRIPTOR, 1024)
 
 
-async def _status_without_request(port: int, method: str) -> tuple[grpc.StatusCode, float]:
-    """The status of a call that sends no request, and when it came."""
+async def _status_without_request(port: int, method: str) -> grpc.StatusCode:
+    """The status of a call that sends no request."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        began = time.monotonic()
         call = _method(channel.stream_stream, method)()
-        code = await asyncio.wait_for(call.code(), 5)
-        return code, time.monotonic() - began
+        return await call.code()
 
 
 def test_a_call_without_its_request_ends(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica()], limits={"body_seconds": 0.3, "header_seconds": 0.3})
     for method in (GENERATE, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
-        code, _ = harness.call(_status_without_request(harness.router.grpc_port, method))
+        code = harness.call(_status_without_request(harness.router.grpc_port, method))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED, method
 
 
 def test_a_call_without_key_is_refused_before_its_request(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica()], auth={"keys": ["a-key-of-a-tenant"]})
     for method in (GENERATE, "/headrace.v1.Inference/ListModels", "/no.such/Method"):
-        code, _ = harness.call(_status_without_request(harness.router.grpc_port, method))
+        code = harness.call(_status_without_request(harness.router.grpc_port, method))
         assert code is grpc.StatusCode.UNAUTHENTICATED, method
 
 
@@ -257,9 +255,9 @@ def test_bodies_count_until_they_are_tokenized(harness: Any, make_replica: Any, 
             assert second.status_code == 503 and "bodies" in second.json()["error"]["message"]
         finally:
             go_on.set()
-        assert first.result(10).status_code == 200
+        assert first.result(30).status_code == 200
         assert client.post("/v1/completions", json=body).status_code == 200
-    assert blocked.result(5) and router.services.body_budget.held == 0
+    assert blocked.result(30) and router.services.body_budget.held == 0
 
 
 def test_a_share_is_released_once() -> None:

@@ -128,10 +128,8 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     served = make_served(num_blocks=512)
     submits = [submit(bytes([i]) * 16, [10 + i] * 20, 150) for i in range(12)]
     asyncio.run(run_stream(served, submits, lambda merged: len(merged) >= 4))
-    end = time.monotonic() + 2
-    while served.bench.engine.has_work and time.monotonic() < end:
+    while served.bench.engine.has_work:
         time.sleep(0.01)
-    assert not served.bench.engine.has_work
     assert served.bench.kv.pool.used == 0
 
 

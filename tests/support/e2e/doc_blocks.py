@@ -12,7 +12,7 @@ kinds of a shell block
   no        it is not run; `why=` gives the reason
 kinds of others: client (Python), spec (a cluster file in YAML), no
 
-options: expect=REGEX (in the output of the block), slow (run by `./headrace test --faults`), why=REASON
+options: expect=REGEX (in the output of the block), why=REASON
 """
 
 import re
@@ -37,7 +37,6 @@ class Block:
     kind: str
     expect: str
     why: str
-    slow: bool
 
     @property
     def commands(self) -> list[str]:
@@ -74,7 +73,6 @@ def _of(path: Path) -> list[Block]:
                 kind=kind.strip(),
                 expect=options.get("expect", ""),
                 why=options.get("why", ""),
-                slow="slow" in options,
             )
         )
     return found

@@ -163,7 +163,7 @@ class Serve:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()

@@ -58,7 +58,7 @@ class InProcessCluster:
             await router.start()
             return router
 
-        self._router = asyncio.run_coroutine_threadsafe(make(), self._loop).result(20)
+        self._router = asyncio.run_coroutine_threadsafe(make(), self._loop).result(30)
         if await_ready:
             self.eventually(lambda: len(self.ready) == len(self.replicas))
 
@@ -87,8 +87,8 @@ class InProcessCluster:
 
     def close(self) -> None:
         if self._router is not None:
-            asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(20)
+            asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(30)
         for replica in self.replicas:
             replica.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(30)

@@ -26,7 +26,7 @@ class LoadGenerator:
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(20)
+        self._thread.join(30)
         self._loop.close()
 
     async def _run(self) -> None:

@@ -19,7 +19,7 @@ class OneWayCut:
         self._thread.start()
         self._passing: dict[Direction, asyncio.Event] = {}
         self._connections: set[asyncio.Task[None]] = set()
-        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(5)
+        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(30)
 
     def cut(self, direction: Direction) -> None:
         self._loop.call_soon_threadsafe(self._passing[direction].clear)
@@ -30,9 +30,9 @@ class OneWayCut:
             self._loop.call_soon_threadsafe(passing.set)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(30)
 
     async def _listen(self) -> str:
         for direction in ("to the replica", "to the router"):

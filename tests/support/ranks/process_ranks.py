@@ -89,7 +89,7 @@ class ForkServer:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(30)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

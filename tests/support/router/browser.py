@@ -60,7 +60,7 @@ class Browser:
             self._call("DELETE", "")
         self._client.close()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(30)
 
     def open(self, url: str) -> None:
         self._call("POST", "/url", url=url)

@@ -61,4 +61,4 @@ class Harness:
         for replica in self.replicas:
             self.call(replica.kill())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
+        self._thread.join(30)

@@ -38,7 +38,7 @@ class SlowDevice(RecordingDevice):
 
     def note(self, call: str, stream: str = "") -> None:
         if call == "download.wait":
-            assert self.done.wait(10)
+            assert self.done.wait(30)
         super().note(call, stream)
 
 

@@ -32,7 +32,7 @@ def groups() -> Iterator[list[Group]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     yield [group for group in made if group is not None]
 
 
@@ -76,7 +76,7 @@ def test_masks_are_sent_to_one_rank_only_and_unchanged(groups: list[Group]) -> N
     sending = threading.Thread(target=first.send_command, args=(Draw.of(4, masks), 2))
     sending.start()
     draw = third.receive_command()
-    sending.join(20)
+    sending.join(30)
     assert isinstance(draw, Draw) and draw.step == 4
     assert {index: mask.tolist() for index, mask in draw.unpacked().items()} == {
         index: mask.tolist() for index, mask in masks.items()
@@ -103,7 +103,7 @@ def test_messages_below_at_and_above_a_frame(groups: list[Group], size: int) -> 
         sender.send_command(command)
     sender.flush()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     assert taken == [[large, small, large, small]] * 2
 
 
@@ -115,7 +115,7 @@ def test_answers_of_every_size(groups: list[Group]) -> None:
         thread = threading.Thread(target=third.send_answer, args=(answer,))
         thread.start()
         assert first.receive_answer(2) == answer
-        thread.join(20)
+        thread.join(30)
     third.flush()
 
 
@@ -141,7 +141,7 @@ def test_commands_and_answers_keep_their_order(groups: list[Group]) -> None:
     first.send_command(StopRank())
     first.flush()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
         assert not thread.is_alive()
 
 

@@ -78,7 +78,7 @@ def test_gloo_uses_the_given_address_alone(monkeypatch: pytest.MonkeyPatch) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     opened = set(psutil.Process().net_connections("inet")) - before
     assert len(opened) >= 2 and {connection.laddr.ip for connection in opened} == {"127.0.0.1"}
     assert len(made) == 2

@@ -30,7 +30,7 @@ class AbortedSamples:
         self._aborted = aborted
 
     def to_result(self, step: int) -> StepResult:
-        assert self._aborted.wait(10)
+        assert self._aborted.wait(30)
         return StepResult(step, [TOKEN], {}, {})
 
 
@@ -41,7 +41,7 @@ class AbortedChannel:
         self._aborted = aborted
 
     def receive_answer(self, rank: int) -> Answer:
-        assert self._aborted.wait(10)
+        assert self._aborted.wait(30)
         return Answer(StepResult(1, [TOKEN], {}, {}))
 
 
@@ -79,8 +79,8 @@ def outputs_of(step: Callable[[], list[Output]], begin: Callable[[EngineLoop], N
     loop._held.add(b"a")
     begin(loop)
     loop.start()
-    assert loop.ended.wait(10)
-    loop._thread.join(10)
+    assert loop.ended.wait(30)
+    loop._thread.join(30)
     assert reports[-1].last
     return [output for report in reports for output in report.outputs]
 

@@ -77,9 +77,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerConnection,
 
 
 def _wait(reports: list[TransferReport], count: int) -> None:
-    end = time.monotonic() + 10
     while len(reports) < count:
-        assert time.monotonic() < end, reports
         time.sleep(0.001)
 
 
