@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -84,13 +85,15 @@ def _environment(home: Path) -> dict[str, str]:
     return environment(home) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def _run(command: str, language: str, home: Path) -> "subprocess.CompletedProcess[str]":
+def _run(
+    command: str, language: str, home: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.CompletedProcess[str]":
     """Runs one command, or a whole block, to its end."""
     interpreter = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
     return subprocess.run(
         [*interpreter, command],
         cwd=ROOT,
-        env=_environment(home),
+        env={**_environment(home), **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -111,8 +114,9 @@ def test_every_block_has_a_mark() -> None:
 
 @pytest.mark.parametrize("block", _of_kind("client"))
 def test_client_block(block: Block, server: Serve) -> None:
-    text = block.text.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8001", server.grpc)
-    _check(block, _run(text, block.language, server.home))
+    text = block.text.replace("http://127.0.0.1:8000", server.url)
+    addresses = {"OPENAI_BASE_URL": f"{server.url}/v1", "GRPC_ADDRESS": server.grpc}
+    _check(block, _run(text, block.language, server.home, addresses))
 
 
 @pytest.mark.parametrize("block", _of_kind("plain"))

@@ -85,10 +85,8 @@ def test_an_invalid_model_file(start: Callable[..., Serve], tmp_path: Path) -> N
     ("flags", "words"),
     [
         (("--tp", "7"), ("tp 7", "KV heads", "--tp 1, 2, 3 or 9")),
-        ("--pp", "31"),
-        ("pp 31", "30 layers", "--pp 30"),
-        ("--tp", "2", "--ep"),
-        ("no routed experts", "without --ep"),
+        (("--pp", "31"), ("pp 31", "30 layers", "--pp 30")),
+        (("--tp", "2", "--ep"), ("no routed experts", "without --ep")),
     ],
 )
 def test_a_split_that_the_model_does_not_allow(
