@@ -116,7 +116,7 @@ def choose_device(wanted: str, small: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="the sections and groups of them, and nothing else")
-    parser.add_argument("--sections", default=",".join(CALLS))
+    parser.add_argument("--sections", default=",".join(CALLS), help="names or groups of sections, with commas: --list")
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without: those of each section")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a tiny model and few short requests")

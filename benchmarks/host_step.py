@@ -37,6 +37,7 @@ from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowSampling, StepPlan
+from headrace_worker.core.report_pacer import ReportPacer, ReportState
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
@@ -124,7 +125,7 @@ class Bench:
         self.engine = Engine(self.scheduler, self.runner, time.monotonic)
         self.report: StepReport | None = None
         self.loop = EngineLoop(self.engine, self._take, CommandQueue())
-        self.outbox = Outbox()
+        self.outbox = Outbox(ReportPacer(), time.monotonic)
         self.events = asyncio.new_event_loop()
         for number in range(running):
             self.engine.submit(self._request(random, number, sampling, steps))
@@ -163,7 +164,8 @@ class Bench:
         report = self.report
         assert report is not None
         self.outbox.put(report.outputs)
-        self.outbox.set_heartbeat(report.step, to_load(report.load, report.step, report.draining), submits=0)
+        load = to_load(report.load, report.step, report.draining, report.idle_steps)
+        self.outbox.set_heartbeat(report.step, load, ReportState(report.load.predicted_step))
         frame = self.events.run_until_complete(self.outbox.take())
         assert frame is not None and len(frame.deltas) == len(report.outputs)
         frame.SerializeToString()

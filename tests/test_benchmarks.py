@@ -1,4 +1,7 @@
-"""Benchmarks that need a dedicated machine must still start: each runs here with a tiny input."""
+"""Benchmarks that need a dedicated machine must still start: those named here run with a tiny input.
+
+`policies.py` and others start whole servers, and those of `gpu_bench/` need a GPU: they do not run here.
+"""
 
 import json
 import os
@@ -10,6 +13,10 @@ from typing import Any
 
 import pytest
 from answers import loops
+
+from headrace_cluster.simulator.generated import generated
+from headrace_cluster.simulator.latency_model import latency_model
+from headrace_cluster.simulator.simulation import Setup, Simulation
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -23,6 +30,64 @@ def test_the_host_step_benchmark_runs() -> None:
     assert float(parts["step"][0]) > float(parts["process"][0]) > 0
     profiled = subprocess.run([*command, "--profile"], capture_output=True, text=True, timeout=120, check=False)
     assert profiled.returncode == 0 and "scheduler.py" in profiled.stdout
+
+
+def test_the_router_scale_benchmark_runs() -> None:
+    command = [sys.executable, str(FOLDER / "router_scale.py"), "--replicas", "2,40", "--rounds", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    head, *lines = (line.rsplit(maxsplit=2) for line in done.stdout.splitlines())
+    assert head == ["ms", "2", "40"]
+    found = {part: (float(few), float(many)) for part, few, many in lines}
+    parts = {"load report", "frame of 8 tokens", "rebalance", "maintain", "decision 20", "card", "scrape", "stall"}
+    assert parts <= found.keys() and all(many > 0 for _, many in found.values()), found
+
+
+def test_the_relay_benchmark_runs() -> None:
+    command = [sys.executable, str(FOLDER / "relay.py"), "--streams", "4", "--seconds", "0.5", "--rounds", "1"]
+    paths = os.pathsep.join([str(FOLDER.parent / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    heads, (streams, floor, router) = (line.split() for line in done.stdout.splitlines())
+    assert heads[-2:] == ["floor", "router"] and streams == "4" and float(floor) > 0 and float(router) > 0
+
+
+def _simulated(name: str, *flags: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name), *flags], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_placement_benchmark_runs() -> None:
+    policies = ("predicted", "cache-aware")
+    trace = ("--trace", "chat", "--limit", "12", "--replicas", "2")
+    lines = _simulated("placement.py", *trace, "--load", "0.8", "--cache", "0,50", "--policies", ",".join(policies))
+    rows = [line.split() for line in lines if line.startswith(policies)]
+    assert [row[0] for row in rows] == [*policies, *policies]
+    assert all(0 < float(row[2]) < 1 and 0 < float(row[3]) < 1 for row in rows), rows
+
+
+def test_the_disaggregation_benchmark_runs() -> None:
+    shape = ("--lengths", "512", "--loads", "0.5", "--replicas", "2", "--prefill", "1", "--output", "8")
+    head, row = _simulated("disaggregation.py", *shape, "--requests", "6", "--seeds", "1")
+    assert head.split()[:6] == ["tokens", "load", "colocated", "always", "auto", "shared"]
+    assert row.split()[:2] == ["512", "0.50"] and row.count("(") == 4
+
+
+def test_a_fitted_latency_model_can_be_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "fit.json"
+    command = [sys.executable, str(FOLDER / "fit_latency.py"), "--out", str(path), "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    model = latency_model(str(path))
+    assert model.base > 0 and model.per_prefill_token > 0 and model.kv_bytes == 46_080
+    setup = Setup(model, replicas=2)
+    simulation = Simulation(generated("chat", 10, 0).faster(0.05), setup)
+    simulation.run()
+    assert all(request.failure is None and (request.ttft or 0) > 0.05 for request in simulation.requests)
 
 
 def _answers(*flags: str) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:

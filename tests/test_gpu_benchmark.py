@@ -69,7 +69,7 @@ def figures(folder: Path, section: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_sections_measure_what_they_name(small_runs: dict[str, tuple[str, Path]]) -> None:
-    contact, speed, load = (small_runs[call][1] for call in ("contact", "speed", "load"))
+    contact, speed, load, replicas = (small_runs[call][1] for call in ("contact", "speed", "load", "replicas"))
     tokens = figures(contact, "correctness")["float32, graphs on: tokens of plain transformers"]["extra"]
     assert tokens["positions"] == 192 and tokens["wrong"] == 0
     assert figures(contact, "kernels")["passed tests"]["value"] >= 10
@@ -83,7 +83,10 @@ def test_the_sections_measure_what_they_name(small_runs: dict[str, tuple[str, Pa
     assert (speed / traced["trace"]).stat().st_size > 1000
     assert figures(speed, "trace")["batch 1: a step"]["extra"]["steps"] == 20
     assert figures(load, "ttft")["prompt of 200, cached"]["extra"]["cached_tokens"] == 192
-    assert figures(load, "transfer")["every fetch delivers"]["extra"]["fetches"] > 4
+    served = figures(load, "serving")
+    for suffix in ("", ", limit 40960"):
+        assert served[f"16 requests of 10-60, greedy{suffix}"]["extra"]["steps"] > 10
+    assert figures(replicas, "transfer")["every fetch delivers"]["extra"]["fetches"] > 4
     assert figures(load, "modes")["deterministic: alone as together"]["extra"]["equal"] == 16
 
 

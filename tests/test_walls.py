@@ -36,7 +36,18 @@ PURE_ALLOWED = {  # by file
     "worker/headrace_worker/core/guide.py": {"numpy"},  # the type of a mask
     **{
         f"router/headrace_router/core/prefix/{name}.py": {"numpy"}  # tables; without numpy.random, see below
-        for name in ("digest_table", "holder_sets", "prefix_index", "prompt_blocks", "replica_blocks")
+        for name in ("digest_table", "holder_sets", "prefix_index", "prompt_blocks", "replica_blocks", "reuse_share")
+    },
+    **{
+        f"router/headrace_router/core/{name}.py": {"numpy"}  # replicas as columns
+        for name in (
+            "fleet_placement",
+            "replica_table",
+            *(
+                f"policy/{part}"
+                for part in ("disaggregate", "forecast", "interface", "least_load", "predicted", "transfer", "view")
+            ),
+        )
     },
     "proto/headrace_proto/block_hash.py": {"sys"},  # the byte order of this machine
 }
@@ -180,17 +191,22 @@ def test_grpc_options_of_internal_connections_have_one_declaration() -> None:
     assert not bad, "\n".join(bad)
 
 
-def declared_layers(package: str) -> dict[str, int]:
-    """Each folder or file of a package and its layer, as declared in the package's README."""
-    (line,) = LAYERS.findall((ROOT / package / "README.md").read_text())
+def declared_layers(readme: Path) -> dict[str, int]:
+    """Each folder or file that a README declares, and its layer."""
+    (line,) = LAYERS.findall(readme.read_text())
     steps = [re.findall(r"`([a-z0-9_]+)`", step) for step in line.split(" · ")]
     return {name: height for height, names in enumerate(steps) for name in names}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_go_down(package: str) -> None:
-    folder = ROOT / package / f"headrace_{package}"
-    layers = declared_layers(package)
+LAYERED = {f"headrace_{package}": ROOT / package / "README.md" for package in PACKAGES} | {
+    "headrace_router.core": ROOT / "router" / "headrace_router" / "core" / "README.md"
+}
+
+
+@pytest.mark.parametrize("layered", LAYERED)
+def test_imports_go_down(layered: str) -> None:
+    folder = ROOT / layered.split("_")[1].split(".")[0] / layered.replace(".", "/")
+    layers = declared_layers(LAYERED[layered])
     found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert found - {"__init__", "__main__"} == layers.keys(), "each folder and file has a layer"
     bad = []
@@ -199,10 +215,10 @@ def test_imports_go_down(package: str) -> None:
         if here in ("__init__", "__main__"):
             continue
         for name in headrace_modules(path):
-            owner, _, rest = name.partition(".")
-            there = rest.partition(".")[0]
+            there = name.removeprefix(f"{layered}.").partition(".")[0]
             top = len(layers)  # the package's own `__init__` is above its layers
-            if owner == f"headrace_{package}" and there != here and layers.get(there, top) >= layers[here]:
+            inside = name == layered or name.startswith(f"{layered}.")
+            if inside and there != here and layers.get(there, top) >= layers[here]:
                 bad.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not bad, "\n".join(bad)
 

@@ -75,6 +75,14 @@ class ProfileError(HeadraceError):
     """No profile can be recorded; the message has the reason."""
 
 
+class ExplainRefusedError(HeadraceError):
+    """Accounts cannot be asked for now; the message has the reason."""
+
+
+class UnknownRequestError(HeadraceError):
+    """No router has an account of the request; the message has the reason."""
+
+
 class RoleError(HeadraceError):
     """The role of a replica cannot be changed now; the message has the reason."""
 

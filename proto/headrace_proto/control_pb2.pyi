@@ -8,14 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterReport(_message.Message):
-    __slots__ = ("router_id", "replicas", "not_finite")
+    __slots__ = ("router_id", "replicas", "not_finite", "accounts")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     replicas: _containers.RepeatedCompositeFieldContainer[HeardReplica]
     not_finite: _containers.RepeatedCompositeFieldContainer[NotFinite]
-    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ...) -> None: ...
+    accounts: _containers.RepeatedCompositeFieldContainer[RequestAccount]
+    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[RequestAccount, _Mapping]]] = ...) -> None: ...
+
+class RequestAccount(_message.Message):
+    __slots__ = ("request_id", "document")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    document: str
+    def __init__(self, request_id: _Optional[str] = ..., document: _Optional[str] = ...) -> None: ...
 
 class NotFinite(_message.Message):
     __slots__ = ("replica_id", "generation", "source_id", "source_generation", "prompts")
@@ -42,10 +52,12 @@ class HeardReplica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., heard: _Optional[bool] = ...) -> None: ...
 
 class RouterReportReply(_message.Message):
-    __slots__ = ("authorities",)
+    __slots__ = ("authorities", "explain")
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     authorities: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, authorities: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    explain: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, authorities: _Optional[_Iterable[bytes]] = ..., explain: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("certificate_request",)

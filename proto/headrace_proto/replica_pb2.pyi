@@ -99,10 +99,12 @@ class CacheGroup(_message.Message):
     def __init__(self, index: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("known_digest",)
+    __slots__ = ("known_digest", "facts_only")
     KNOWN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FACTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     known_digest: bytes
-    def __init__(self, known_digest: _Optional[bytes] = ...) -> None: ...
+    facts_only: bool
+    def __init__(self, known_digest: _Optional[bytes] = ..., facts_only: _Optional[bool] = ...) -> None: ...
 
 class DescribeChunk(_message.Message):
     __slots__ = ("facts", "tokenizer_json")
@@ -186,15 +188,17 @@ class RouterFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., reserve: _Optional[bool] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "contract_version")
+    __slots__ = ("router_id", "contract_version", "report_interval_ms")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPORT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     contract_version: int
-    def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ...) -> None: ...
+    report_interval_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ..., report_interval_ms: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "alone", "trial_tokens")
+    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "alone", "trial_tokens", "expected_cached_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LABEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class Submit(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_label: str
     model: str
@@ -223,7 +228,8 @@ class Submit(_message.Message):
     source: Source
     alone: bool
     trial_tokens: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., alone: _Optional[bool] = ..., trial_tokens: _Optional[int] = ...) -> None: ...
+    expected_cached_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., alone: _Optional[bool] = ..., trial_tokens: _Optional[int] = ..., expected_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_id", "address", "cached_only")
@@ -297,7 +303,7 @@ class ReplicaFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions", "not_finite")
+    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions", "not_finite", "times")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +314,7 @@ class Delta(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -318,7 +325,34 @@ class Delta(_message.Message):
     queue_us: int
     preemptions: int
     not_finite: bool
-    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ...) -> None: ...
+    times: AttemptTimes
+    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ..., times: _Optional[_Union[AttemptTimes, _Mapping]] = ...) -> None: ...
+
+class AttemptTimes(_message.Message):
+    __slots__ = ("fetch_us", "compute_us", "own_tokens", "beside_tokens", "ahead", "ahead_tokens", "prompt_preempted_us", "decode_us", "prompts_us", "sequences_us", "preempted_us")
+    FETCH_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PREEMPTED_US_FIELD_NUMBER: _ClassVar[int]
+    DECODE_US_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_US_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_US_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_US_FIELD_NUMBER: _ClassVar[int]
+    fetch_us: int
+    compute_us: int
+    own_tokens: int
+    beside_tokens: int
+    ahead: int
+    ahead_tokens: int
+    prompt_preempted_us: int
+    decode_us: int
+    prompts_us: int
+    sequences_us: int
+    preempted_us: int
+    def __init__(self, fetch_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., own_tokens: _Optional[int] = ..., beside_tokens: _Optional[int] = ..., ahead: _Optional[int] = ..., ahead_tokens: _Optional[int] = ..., prompt_preempted_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., prompts_us: _Optional[int] = ..., sequences_us: _Optional[int] = ..., preempted_us: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")
@@ -365,7 +399,7 @@ class SourceSpeed(_message.Message):
     def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +412,7 @@ class Counters(_message.Message):
     FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_STEPS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
@@ -390,7 +425,8 @@ class Counters(_message.Message):
     fetch_seconds: float
     grants: int
     not_finite: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ...) -> None: ...
+    idle_steps: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ..., idle_steps: _Optional[int] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("base_ms", "per_prefill_token_ms", "per_decode_sequence_ms", "per_kv_token_ms", "error_ms")

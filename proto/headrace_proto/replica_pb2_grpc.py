@@ -72,7 +72,7 @@ class ReplicaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """The router sends requests, the replica one frame per engine step. The first RouterFrame and the first
+        """The router sends requests, the replica their tokens and its load, as above. The first RouterFrame and the first
         ReplicaFrame carry `hello`. Closing the stream cancels every attempt sent on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,17 +3,17 @@
 import socket
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretBytes, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretBytes, model_validator
 
 from headrace_proto.flag import flag
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
+from headrace_router.core.disaggregation_mode import Mode
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy import PolicyName
-from headrace_router.core.policy.disaggregate import Mode
 
 
 class StaticMember(BaseModel):
@@ -25,13 +25,39 @@ class StaticMember(BaseModel):
     replica_id: str = ""
 
 
+def _with_hyphens(name: Any) -> Any:
+    """SGLang, Dynamo and others write round_robin."""
+    return name.lower().replace("_", "-") if isinstance(name, str) else name
+
+
+# Names of policies that others have for what `predicted` does: SGLang, Dynamo, Ray Serve, the vLLM production stack.
+_OTHER_POLICIES = ("cache-aware", "kv", "kvaware", "prefix-aware", "prefixaware", "power-of-two", "random")
+
+
+def policy_hint(name: str) -> str:
+    """What to use instead of another router's policy; empty for any other name."""
+    if _with_hyphens(name) not in _OTHER_POLICIES:
+        return ""
+    return "predicted, the default, knows the KV caches and the load: leave --policy out"
+
+
+def _header_name(name: Any) -> Any:
+    return name.lower() if isinstance(name, str) else name
+
+
 class RouterSettings(BaseModel):
     """The settings that routers receive as they are: the only declaration of each; the spec of routers inherits it."""
 
-    policy: PolicyName = Field(
-        default="least-load",
+    policy: Annotated[PolicyName, BeforeValidator(_with_hyphens)] = Field(
+        default="predicted",
         description="how a request's replica is chosen",
         json_schema_extra=flag("--policy"),
+    )
+    session_header: Annotated[str, BeforeValidator(_header_name)] = Field(
+        default="x-session-id",
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$",
+        description="header, or gRPC metadata, that names a request's session",
+        json_schema_extra=flag("--session-header"),
     )
     migration_limit: int = Field(
         default=3,
@@ -41,7 +67,7 @@ class RouterSettings(BaseModel):
     )
     disaggregation: Mode = Field(
         default="auto",
-        description="prefill replicas compute prompts: where it is predicted to be faster, or all",
+        description="prefill replicas compute prompts where that is faster (shared: and answer), or all prompts",
         json_schema_extra=flag("--disaggregation"),
     )
     rebalancing: bool = Field(

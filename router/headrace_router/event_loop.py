@@ -24,9 +24,13 @@ class BoundedSelector(selectors.DefaultSelector):
         return (events + events)[start : self._start]
 
 
-def exempt_from_collection() -> None:
-    """Call it when everything is loaded: a full garbage collection, a pause of the loop, skips what exists now."""
-    gc.collect()
+def exempt_from_collection(*, collect: bool = True) -> None:
+    """Call it when everything is loaded: a full garbage collection, a pause of the loop, skips what exists now.
+
+    collect: removes unused objects before, which is such a pause itself.
+    """
+    if collect:
+        gc.collect()
     gc.freeze()
 
 

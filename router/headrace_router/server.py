@@ -24,14 +24,17 @@ from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
+from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.core.policy import POLICIES
 from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
+from headrace_router.dispatch.measured_placement import MeasuredPlacement
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.dispatch.turns import Turns
+from headrace_router.event_loop import exempt_from_collection
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.membership import static_list, watch_controller
 from headrace_router.replicas.replica_link import ReplicaLinks
@@ -39,6 +42,8 @@ from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
+EXPIRING_TURNS = 20  # of the event loop, in each maintenance
+EXEMPTED_AGAIN = 1.25  # times as many connected replicas as when these were last exempted from garbage collections
 FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
 # For a router on shared ports to be ready: until then others get its share of the connections. After that it listens in
 # any case, and reports why it is not ready.
@@ -79,7 +84,9 @@ class RouterServer:
             index=index,
         )
         fleet = Fleet(self._links.open, int(time.time()), clock=time.monotonic, jitter=random.random, index=index)
-        placement = FleetPlacement(fleet, policy, clock=time.monotonic, disaggregation=config.disaggregation)
+        placement = MeasuredPlacement(
+            metrics, fleet, policy, clock=time.monotonic, disaggregation=config.disaggregation
+        )
         metrics.add_fleet(fleet)
         pool = TokenizerPool(config.limits)
         self.services = Services(
@@ -94,12 +101,16 @@ class RouterServer:
             bodies=BodyReader(config.limits, pool),
             body_budget=BodyBudget(config.limits),
             slices=WorkSlices(),
+            turns=Turns(),
+            accounts=AccountTable(),
         )
         self._tls = TlsFiles(config.tls) if config.tls.enabled else None
         self._grpc = GrpcServer(self.services, self._tls)
         self._http: HttpServer | None = None
         self._monitoring: HttpServer | None = None
         self._was_ready = asyncio.Event()
+        self._described = 0  # replicas, at the last maintenance
+        self._exempted = 16  # replicas; those of a small cluster take little time
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -193,7 +204,10 @@ class RouterServer:
         config = self.config
         self.services.fleet.update(static_list(config.members))
         if config.controller is not None:
-            watch = watch_controller(config.controller, self.info(), self._certificate, self.services.fleet)
+            services = self.services
+            watch = watch_controller(
+                config.controller, self.info(), self._certificate, services.fleet, services.accounts
+            )
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))
 
@@ -216,11 +230,25 @@ class RouterServer:
             async with asyncio.timeout(JOIN_SECONDS):
                 await self._was_ready.wait()
 
+    def _exempt_replicas(self) -> None:
+        """From garbage collections, once most have connected: each has hundreds of objects."""
+        described = sum(replica.facts is not None for replica in self.services.fleet.replicas)
+        if described == self._described and described > EXEMPTED_AGAIN * self._exempted:
+            self._exempted = described
+            exempt_from_collection(collect=False)
+        self._described = described
+
     async def _maintain(self) -> None:
         while True:
             await asyncio.sleep(MAINTENANCE_SECONDS)
             try:
                 self.services.fleet.maintain()
+                self._exempt_replicas()
+                await asyncio.sleep(0)
+                for _ in range(EXPIRING_TURNS):  # many attempts may have ended at once
+                    if not self.services.fleet.expire():
+                        break
+                    await asyncio.sleep(0)
                 if self.config.rebalancing:
                     self.services.fleet.rebalance(time.monotonic())
                 if self.services.ready:

@@ -1,12 +1,13 @@
 """What a controller takes over from a killed one: which builds, which records, and when routers are notified."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,8 +25,12 @@ from headrace_cluster.core.rank_config import RankReport, fingerprint
 from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
+from headrace_cluster.core.view import ControllerArgs
 from headrace_cluster.errors import AdoptionError
-from headrace_cluster.ray import resources
+from headrace_cluster.local.authority import ClusterAuthority
+from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.ray import cluster_record, controller_handle, resources
+from headrace_cluster.ray import names as ray_names
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -212,6 +217,55 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     assert plan.state.generations == {"m-0": 3, "m-1": 7}, "numbers are not used again"
     assert plan.ended_ranks == [(older, 0), (without_group, 0)]
     assert plan.ended_groups == [older, without_ranks]
+
+
+@pytest.mark.parametrize("changed", [{"authorities": (b"another",)}, {"role": "encode"}])
+def test_a_foreign_build_beside_others_is_neither_adopted_nor_ended(changed: dict[str, Any]) -> None:
+    """Before, it left all others without a controller."""
+    foreign, *ours = (ReplicaName(f"m-{number}", 1) for number in range(3))
+    reports: Reports = {(foreign, 0): _report(**changed), **{(name, 0): _report() for name in ours}}
+    plan = _plan(reports, None)
+    assert [build.name for build in plan.state.builds] == ours and plan.state.generations["m-0"] == 1
+    assert not (plan.ended_ranks or plan.ended_groups or plan.state.silent)
+    (problem,) = plan.state.problems
+    assert problem.startswith("m-0 ") and "build 1 is left as it is" in problem
+    with pytest.raises(AdoptionError, match="m-0 "):
+        _plan({(foreign, 0): _report(**changed), (ours[0], 0): _report(started=None)}, None)
+
+
+def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver, identity: Identity) -> None:
+    async def scenario() -> None:
+        driver.adopted_state = AdoptedState(problems=["m-0 runs in this Ray with another secret"])
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
+        await supervisor.adopt(None)
+        assert supervisor.status()["problems"] == ["m-0 runs in this Ray with another secret"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_keeper_with_another_secret_leaves_the_controller_alone(
+    monkeypatch: pytest.MonkeyPatch, *, trusted: bool
+) -> None:
+    """Before, it ended the controller and started one that could adopt nothing."""
+    secrets, done = ClusterSecrets(None), []
+    ours = ClusterAuthority(secrets.current).fingerprints
+    encoded = msgspec.msgpack.encode(_report(authorities=ours if trusted else OURS))
+    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda: encoded))
+    monkeypatch.setattr(ray_names, "rank_actors", lambda cluster: {(ReplicaName("m-0", 1), 0): actor})
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
+    monkeypatch.setattr(ray, "get", lambda call: call)
+    record = SimpleNamespace(keeper=lambda: None, save_keeper=lambda keeper: done.append("recorded"))
+    monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: record)
+    monkeypatch.setattr(controller_handle, "_exists", lambda cluster: True)
+    monkeypatch.setattr(controller_handle, "_is_watched", lambda cluster: False)
+    monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: done.append("ended"))
+    monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: done.append("created"))
+    spec, connection = parse_spec({}), cast(Any, SimpleNamespace(serves=False))
+    args = ControllerArgs(spec=spec.model_dump_json(), program="", loopback=True)
+    with contextlib.nullcontext() if trusted else pytest.raises(AdoptionError, match="with another secret"):
+        controller_handle.ControllerHandle(spec, args, secrets, "key", connection, {})
+    assert done == (["recorded", "ended", "created"] if trusted else [])
 
 
 def test_replicas_with_another_secret_are_left_alone() -> None:

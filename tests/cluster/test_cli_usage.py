@@ -27,6 +27,17 @@ from headrace_cluster.errors import SpecError
         (("serve", "m", "--tokenizer", "t"), "it comes with the model"),
         (("serve", "m", "--quantization=awq"), "GGUF"),
         (("serve", "m", "--enforce-eager"), "here it is --cuda-graphs off"),
+        (("router", "--routing-logic", "session"), "here it is --policy"),
+        (("serve", "m", "--router-mode=kv"), "here it is --policy"),
+        (("serve", "m", "--load_balance_method", "minimum_tokens"), "here it is --policy"),
+        (("router", "--cache-threshold", "0.5"), "placement has no weights and follows the KV caches by itself"),
+        (("serve", "m", "--router-kv-overlap-score-weight=1"), "placement has no weights"),
+        (("serve", "m", "--kv-events-config", "{}"), "placement has no weights"),
+        (("serve", "m", "--session-key", "x-user-id"), "here it is --policy session, with the id in the header"),
+        (
+            ("serve", "m", "--kv-transfer-config", "{}"),
+            "always send KV blocks to each other; leave it out (pools: --pre",
+        ),
     ],
 )
 def test_flags_of_other_servers_suggest_ours(arguments: tuple[str, ...], words: str) -> None:
@@ -63,6 +74,16 @@ def test_wrong_usage_is_one_sentence(arguments: str, sentence: str, monkeypatch:
 def test_foreign_commands_are_not_commands_here() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert not FOREIGN_COMMANDS.keys() & commands.keys()
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "Cache-Aware", "kv", "power_of_two", "random", "prefix-aware"])
+def test_policies_of_other_routers_suggest_ours(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(f"config show --policy {name}", monkeypatch) == 2
+    assert "; predicted, the default, knows the KV caches and the load: leave" in capsys.readouterr().err
+    assert _main("config show --policy Round_Robin", monkeypatch) == 0
+    assert "policy: round-robin" in capsys.readouterr().out
 
 
 def _main(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -111,6 +132,7 @@ def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:
     assert not FLAGS.keys() & options["serve"], "ours"
     for here in FLAGS.values():
         assert not here.startswith("--") or here.split()[0].rstrip(",") in options["serve"], here
+    assert not FLAGS.keys() & options["router"], "ours"
     check_flags(("serve", "Qwen/Qwen3-0.6B", "--tp", "2", "--served-model-name", "m"))
     check_flags(("chat", "--model", "m"))
     check_flags(("test", "-m", "slow"))

@@ -109,11 +109,12 @@ def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
 
 def test_a_replica_without_health_is_replaced(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, _):
+        async with _supervised(driver, identity, 2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
+            record, other = supervisor.reconciler.records.values()
+            await eventually(lambda: record.last_health > other.up_since)  # else the other one is no witness
             replica = driver.replicas[FIRST]
             replica.health_paused.set()
-            record = supervisor.reconciler.records["smollm2-0"]
             await eventually(lambda: record.state is State.UNHEALTHY)
             assert "no health message" in supervisor.status()["replicas"][0]["note"]
             replica.health_paused.clear()

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace_cluster.core.view import ControllerArgs, View
-from headrace_cluster.errors import ControllerLostError, ControllerTakenError
+from headrace_cluster.errors import ControllerLostError, ControllerTakenError, ReplicaFailedError
 from headrace_cluster.launch import running_cluster
 from headrace_cluster.launch.controller_watch import ControllerWatch
 from headrace_cluster.launch.running_cluster import RunningCluster
@@ -114,7 +115,7 @@ def test_routers_secrets_and_stops_are_watched_while_a_restart_waits(
     monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: None)
     calls: list[str] = []
 
-    def restarted() -> list[str]:
+    def restarted(*, serving: bool) -> list[str]:
         calls.append("routers")
         return []
 
@@ -142,21 +143,22 @@ class _Starting:
         self.views = list(views)
         self.calls: list[str] = []
         monkeypatch.setattr(running_cluster, "START_SECONDS", 0)
-        monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: None)
+        self.shown: list[str] = []
+        monkeypatch.setattr(running_cluster, "show_message", lambda text, *_, **__: self.shown.append(text))
 
     def note(self, call: str, result: Any = None) -> Callable[..., Any]:
-        def noted(*_: object) -> Any:
+        def noted(*_: object, **__: object) -> Any:
             self.calls.append(call)
             return result
 
         return noted
 
-    def run(self) -> None:
+    def run(self, *, owned: bool = False) -> None:
         routers: Any = SimpleNamespace(
             watch=self.note("routers", []), places=lambda known: list(known), ready=lambda places: True
         )
         secrets: Any = SimpleNamespace(reread=self.note("secrets", False))
-        ray: Any = SimpleNamespace(check=list, link=SimpleNamespace(owned=False))
+        ray: Any = SimpleNamespace(check=list, link=SimpleNamespace(owned=owned))
         polled: Any = SimpleNamespace(poll=lambda: self.views.pop(0), messages=list)
         display: Any = SimpleNamespace(update=lambda *_: None)
         record: Any = SimpleNamespace(add_routers=lambda places: None)
@@ -176,6 +178,17 @@ def test_clients_are_served_from_the_first_ready_replica_on(monkeypatch: pytest.
     assert starting.calls == [*watched, *watched, "serving", *watched]
 
 
+def test_a_late_replica_that_cannot_start_ends_none_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = msgspec.structs.replace(VIEW, ready=False, unable={"m-1": "too little memory"})
+    started: Any = {"m-0": SimpleNamespace()}
+    serving = msgspec.structs.replace(failed, started=started)
+    starting = _Starting(monkeypatch, serving, serving, VIEW)
+    starting.run(owned=True)
+    assert starting.shown == ["too little memory"]
+    with pytest.raises(ReplicaFailedError, match="too little memory"):
+        _Starting(monkeypatch, msgspec.structs.replace(failed, started={})).run(owned=True)
+
+
 @pytest.mark.parametrize("destroys", [True, False])
 def test_a_ray_in_a_call_of_another_thread_is_not_shut_down(*, destroys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are killed by their mark instead, and what is in a joined one ends by name, within seconds."""
@@ -184,6 +197,7 @@ def test_a_ray_in_a_call_of_another_thread_is_not_shut_down(*, destroys: bool, m
     monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: record)
     monkeypatch.setattr(controller_handle, "_exists", lambda cluster: True)
     monkeypatch.setattr(controller_handle, "_is_watched", lambda cluster: False)
+    monkeypatch.setattr(controller_handle, "_check_secrets", lambda cluster, secrets: None)
     monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: None)
     monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: ended.append("created"))
     monkeypatch.setattr(controller_handle.ControllerHandle, "close", lambda self: ended.append("close"))

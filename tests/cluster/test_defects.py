@@ -133,3 +133,20 @@ def test_the_next_build_begins_without_a_count() -> None:
     bench.run([_found(A, 3)])
     assert bench.run([_found(A, 3)]) == []
     assert bench.reconciler.records[A.replica_id].state is State.READY
+
+
+def test_a_defect_is_of_a_build_alone() -> None:
+    """An operator ended the build meanwhile: the next one is healthy."""
+    bench = Bench()
+    record = bench.reconciler.records[A.replica_id]
+    record.defect, record.not_finite = "its device may be defective", 9  # found while no further build may be stopped
+    bench.reconciler.hold(A.replica_id)
+    bench.run()
+    bench.reconciler.stopped(A, bench.now)
+    bench.reconciler.release(A.replica_id)
+    for _ in range(3):
+        bench.run()
+    assert record.generation == 2 and not record.defect and not record.not_finite
+    following = ReplicaName(A.replica_id, 2)
+    bench.reconciler.health_received(following, State.READY, 0.01, bench.now)
+    assert not any(isinstance(action, Stop) and action.name == following for action in bench.run())

@@ -104,6 +104,22 @@ def test_a_drain_waits_for_requests_then_ends_and_stays_down(
     asyncio.run(scenario())
 
 
+def test_the_deadline_of_a_replica_that_ends_without_draining_is_discarded(
+    driver: FakeDriver, identity: Identity, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _ready(driver, identity, eventually) as (supervisor, _):
+            driver.process_gate.clear()
+            driver.kill(SECOND)
+            await eventually(lambda: supervisor.reconciler.records["smollm2-1"].state is State.STARTING)
+            supervisor.drains.begin("smollm2-1", 600.0)
+            driver.process_gate.set()
+            await eventually(lambda: _entry(supervisor, 1)["state"] == "drained")
+            assert supervisor.drains.remaining() == {}
+
+    asyncio.run(scenario())
+
+
 def test_a_drain_ends_at_its_deadline(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _ready(driver, identity, eventually) as (supervisor, _):
@@ -330,8 +346,8 @@ def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
         (State.READY, True, "", "draining"),
         (State.DRAINING, True, "killed", "draining"),
         (State.DRAINED, True, "", "the note"),
-        (State.DEAD, False, "", "it is built again"),
-        (State.STARTING, False, "", "it is built again"),
+        (State.DEAD, False, "", "it is being built again"),
+        (State.STARTING, False, "", "it is being built again"),
         (State.STARTING, False, "killed", "the note"),
         (State.UNHEALTHY, False, "", "the note"),
     ],

@@ -23,6 +23,7 @@ from headrace_proto import control_pb2, replica_pb2
 from headrace_proto.component import Component
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.identity import Identity
+from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import watch_controller
@@ -144,7 +145,9 @@ def test_a_router_uses_the_list_of_a_controller_of_another_release(
         membership = Membership()
         server, address = await _controller(membership)
         info = control_pb2.RouterInfo(id="r-1")
-        router = asyncio.create_task(watch_controller(address, info, RouterCertificate(identities.router()), fleet))
+        router = asyncio.create_task(
+            watch_controller(address, info, RouterCertificate(identities.router()), fleet, AccountTable())
+        )
         await eventually(lambda: fleet.replicas)
         await eventually(
             lambda: membership.router_reports.receives(ReplicaName("m-0", 3), membership._clock()) is False

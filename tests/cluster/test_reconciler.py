@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler
-from headrace_cluster.core.record import BACKOFF_LIMIT_SECONDS, Launch, State, Stop
+from headrace_cluster.core.record import BACKOFF_LIMIT_SECONDS, Action, Launch, State, Stop
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.role import Role
@@ -25,6 +25,15 @@ def _ready(reconciler: Reconciler, now: float = 0.0) -> ReplicaName:
     assert isinstance(launch, Launch)
     reconciler.health_received(launch.name, State.READY, 0.01, now)
     return launch.name
+
+
+def _pair() -> tuple[Reconciler, ReplicaName, ReplicaName]:
+    """Two ready replicas: the silence of one of them is its own."""
+    reconciler = _reconciler(2)
+    first, second = (action.name for action in reconciler.actions(0.0))
+    for name in (first, second):
+        reconciler.health_received(name, State.READY, 0.01, 0.0)
+    return reconciler, first, second
 
 
 def test_builds_each_replica_once() -> None:
@@ -78,15 +87,19 @@ def test_old_failures_do_not_count() -> None:
 
 
 def test_missing_health_makes_unhealthy_then_replaces() -> None:
-    reconciler = _reconciler()
-    name = _ready(reconciler)
+    reconciler, name, other = _pair()
     record = reconciler.records["smollm2-0"]
-    assert reconciler.actions(HEALTH.silence_seconds) == [] and record.state is State.READY
-    assert reconciler.actions(2.5) == [] and record.state is State.UNHEALTHY
+
+    def actions(now: float) -> list[Action]:
+        reconciler.health_received(other, State.READY, 0.01, now)
+        return reconciler.actions(now)
+
+    assert actions(HEALTH.silence_seconds) == [] and record.state is State.READY
+    assert actions(2.5) == [] and record.state is State.UNHEALTHY
     assert "no health message" in record.cause
-    assert reconciler.actions(2.5 + HEALTH.replace_seconds) == []
-    assert reconciler.actions(2.6 + HEALTH.replace_seconds) == [Stop(name, drain=False)]
-    (launch,) = reconciler.actions(2.7 + HEALTH.replace_seconds)
+    assert actions(2.5 + HEALTH.replace_seconds) == []
+    assert actions(2.6 + HEALTH.replace_seconds) == [Stop(name, drain=False)]
+    (launch,) = actions(2.7 + HEALTH.replace_seconds)
     assert launch.name.generation == 2
 
 
@@ -101,9 +114,9 @@ def test_health_that_resumes_in_time_has_no_effect() -> None:
 
 
 def test_a_long_step_extends_the_limit() -> None:
-    reconciler = _reconciler()
-    name = _ready(reconciler)
+    reconciler, name, other = _pair()
     reconciler.health_received(name, State.READY, 3.0, 0.0)  # predicted: the next step takes 3 s
+    reconciler.health_received(other, State.READY, 0.01, 11.9)
     reconciler.actions(11.9)
     assert reconciler.records["smollm2-0"].state is State.READY
     reconciler.actions(12.1)

@@ -45,8 +45,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> _Record:
     """Without Ray: no controller runs, and none is created."""
     found = _Record()
     monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: found)
-    for name, result in (("_exists", True), ("_is_watched", False)):
-        monkeypatch.setattr(controller_handle, name, lambda cluster, result=result: result)
+    for name, result in (("_exists", True), ("_is_watched", False), ("_check_secrets", None)):
+        monkeypatch.setattr(controller_handle, name, lambda *_, result=result: result)
     monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: None)
     monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: None)
     return found

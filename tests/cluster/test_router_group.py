@@ -114,12 +114,14 @@ def test_addresses_are_known_once_all_are_listed(make: Callable[..., RouterGroup
 def test_a_router_that_was_listed_is_restarted_and_one_that_never_was_is_an_error(
     make: Callable[..., RouterGroup], started: list[RouterConfig]
 ) -> None:
-    """Whatever the replicas do: others may serve while one of them is not ready."""
+    """Unless clients have requests in flight, which the error would end."""
     group = make(count=2, port=0, grpc_port=0)
     group.start()
     assert group.places([_place(started[0], 9001)]) == []
     with pytest.raises(RouterFailedError, match="router 2 of 2 ended"):
         group.watch()
+    events = group.watch(serving=True)
+    assert [event.partition(" ended")[0] for event in events] == ["router 2 of 2"], "the other one is restarted already"
     group = make(count=2, port=0, grpc_port=0)
     group.start()
     group.places([_place(config, 9001 + index) for index, config in enumerate(started[2:])])

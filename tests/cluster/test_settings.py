@@ -59,6 +59,7 @@ _TEXTS = {  # settings with a notation of their own
     "cluster": "other",
     "model": "a/b",
     "served_model_name": "name",
+    "session_header": "x-conversation",
 }
 
 
@@ -202,10 +203,8 @@ def test_an_invalid_yaml_file_is_reported_with_line_and_reason(tmp_path: Path) -
     path.write_text("models:\n  a: b: c\n")
     with pytest.raises(SpecError) as raised:
         build_spec({}, path, {})
-    assert (
-        str(raised.value)
-        == f"the config file {path} is not YAML: line 2, column 7: mapping values are not allowed here"
-    )
+    problem = "line 2, column 7: mapping values are not allowed here; correct it there"
+    assert str(raised.value) == f"the config file {path} is not YAML: {problem}"
 
 
 def test_each_setting_has_its_flag_in_every_command_that_uses_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.health_judge import ALL_SILENT_FACTOR
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.pauses import Pauses
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Action, Launch, State, Stop
 from headrace_cluster.core.router_reports import FRESH_SECONDS, RouterReports
@@ -20,13 +21,14 @@ MINUTE = 60.0
 class Bench:
     """A reconciler with ready replicas, its routers, and a clock."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, up: int | None = None) -> None:
+        """up: of these replicas; None: all."""
         self.now = 0.0
         self.router_reports = RouterReports()
         spec = parse_spec({"models": [{"replicas": replicas}]})
         self.reconciler = Reconciler(desired_replicas(spec), HEALTH, self.router_reports)
         self.names = [action.name for action in self.reconciler.actions(0.0)]
-        self.hear(self.names)
+        self.hear(self.names[:up])
 
     def hear(self, names: Iterable[ReplicaName]) -> None:
         for name in names:
@@ -87,10 +89,36 @@ def test_a_replica_that_alone_is_silent_is_replaced() -> None:
     assert done[0] == Stop(lost, drain=False) and isinstance(done[1], Launch) and len(done) == 2
 
 
-def test_the_only_replica_is_replaced_unless_a_router_hears_it() -> None:
+def test_the_only_replica_is_replaced_once_routers_report_its_silence_for_a_minute() -> None:
+    """It may hang; or routers are cut off from its machine together with the controller."""
     bench = Bench(1)
     assert bench.run(MINUTE / 2, routers=[{bench.names[0]: True}]) == []
-    assert bench.run(MINUTE / 2, routers=[{bench.names[0]: False}])[0] == Stop(bench.names[0], drain=False)
+    assert bench.run(ALL_SILENT_FACTOR * HEALTH.replace_seconds, routers=[{bench.names[0]: False}]) == []
+    assert bench.states == {State.UNHEALTHY}
+    assert bench.run(2, routers=[{bench.names[0]: False}])[0] == Stop(bench.names[0], drain=False)
+
+
+@pytest.mark.parametrize("starting", [0, 1])
+def test_no_silence_of_the_only_replica_that_is_up_stops_it_without_a_report(starting: int) -> None:
+    """Seen before: a controller that was cut off stopped it after 18 s."""
+    bench = Bench(1 + starting, up=1)
+    assert bench.run(5 * MINUTE) == []
+    assert bench.reconciler.records["smollm2-0"].state is State.READY
+    assert "the controller may be cut off" in bench.reconciler.records["smollm2-0"].cause
+
+
+def test_a_build_that_came_up_later_does_not_prove_that_a_silent_one_is_lost() -> None:
+    """The controller is cut off from both; one is built again where it reaches it. Routers decide as always."""
+    bench = Bench(2)
+    cut, killed = bench.names
+    bench.run(4)
+    bench.reconciler.died(killed, "it was killed", bench.now)
+    (launch,) = bench.reconciler.actions(bench.now)
+    bench.run(3)
+    assert bench.run(5 * MINUTE, heard=[launch.name]) == [] and bench.states == {State.READY}
+    words = {cut: False, launch.name: True}
+    done = bench.run(HEALTH.replace_seconds + 2, heard=[launch.name], routers=[words])
+    assert done[0] == Stop(cut, drain=False)
 
 
 def test_many_are_replaced_when_routers_agree_and_only_a_few_in_a_minute() -> None:
@@ -211,9 +239,49 @@ def test_a_pause_of_the_controller_does_not_count(state: State) -> None:
     """SIGSTOP for ten minutes: nobody was silent, and nobody was unhealthy for ten minutes."""
     bench = Bench(1)
     if state is State.UNHEALTHY:
-        bench.run(4)
+        bench.run(4, routers=[{bench.names[0]: False}])
     bench.now += 10 * MINUTE
     bench.reconciler.resume(10 * MINUTE, bench.now)
     assert bench.reconciler.actions(bench.now) == [] and bench.states == {state}
     bench.hear(bench.names)
     assert bench.run(5, heard=bench.names) == [] and bench.states == {State.READY}
+
+
+@pytest.mark.parametrize("gaps", [[1.1], [5.0], [0.2, 3.0]])
+def test_a_controller_that_is_always_slow_judges_silence(gaps: list[float]) -> None:
+    """It receives messages between its passes. Before, no silence was ever judged then."""
+    bench, pauses = Bench(3), Pauses()
+    lost, *others = bench.names
+    done: list[Action] = []
+    for _ in range(100):
+        for gap in gaps:
+            bench.now += gap
+            bench.hear(others)
+            if pause := pauses.pause(gap):
+                bench.reconciler.resume(pause, bench.now)
+            done += bench.reconciler.actions(bench.now)
+        if done:
+            break
+    assert done[0] == Stop(lost, drain=False) and bench.now < MINUTE
+
+
+def test_a_pause_is_what_exceeds_the_usual_time_between_two_passes() -> None:
+    pauses = Pauses()
+    assert [pauses.pause(gap) for gap in (0.25, 600.25, 0.25)] == [0.0, 600.0, 0.0]
+
+
+def test_a_new_build_that_only_routers_receive_from_is_kept() -> None:
+    """They connect to it once it is listed as unhealthy. Before, it was ended after its time to start."""
+    bench = Bench(3, up=2)
+    *others, new = bench.names
+    record = bench.reconciler.records[new.replica_id]
+    bench.run(MINUTE, heard=others)
+    bench.reconciler.started(new, bench.now)
+    assert bench.run(HEALTH.silence_seconds, heard=others) == [] and record.state is State.STARTING
+    assert bench.run(1, heard=others) == [] and record.state is State.UNHEALTHY
+    words = dict.fromkeys(bench.names, True)
+    assert bench.run(HEALTH.start_seconds + MINUTE, heard=others, routers=[words]) == []
+    assert bench.reconciler.ready and record.ever_ready and "routers receive from it" in record.cause
+    words[new] = False
+    done = bench.run(2 * HEALTH.replace_seconds, heard=others, routers=[words])
+    assert done[0] == Stop(new, drain=False), "it is judged like every other one"

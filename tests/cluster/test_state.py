@@ -176,3 +176,16 @@ def test_the_files_of_an_ended_server_are_removed_with_its_generated_secret(priv
         secret.write_text("s" * 32)
         state.remove(saved)
         assert not path.exists() and secret.exists() is (secret == operators)
+
+
+def test_the_file_of_an_ended_keeper_goes_with_its_replacement(private_home: Path) -> None:
+    ended, me = ProcessId(2**22 - 1, 1), _me()
+    stays = [
+        state.save(_state(ended, 8003, detaches=True, ray_dashboard="http://10.0.0.2:8265")),  # of another Ray
+        state.save(_state(ended, 8004)),  # it owned its Ray
+    ]
+    gone = state.save(_state(ended, 8005, detaches=True, ray_dashboard="http://10.0.0.1:8265"))
+    now = _state(me, 8006, detaches=True, ray_dashboard="http://10.0.0.1:8265")
+    stays.append(state.save(now))
+    state.remove_replaced(now)
+    assert not gone.exists() and all(path.exists() for path in stays)

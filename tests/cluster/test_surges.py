@@ -217,3 +217,18 @@ def test_in_any_event_sequence_the_only_replica_drains_only_for_a_ready_one(
             reconciler.start_failed(name, "failed", now, final=False, lacks_resources=kind == "lacks resources")
         now += delay
         take(reconciler.actions(now))
+
+
+@pytest.mark.parametrize("cause", ["it drains", "it is silent", "the old one ended"])
+def test_a_next_build_that_drains_is_ended(cause: str) -> None:
+    """A call of an earlier controller may arrive late; it never becomes ready again."""
+    reconciler = _starting(_ready())
+    reconciler.health_received(SECOND, State.DRAINING, 0.01, 2.0)
+    assert reconciler.actions(2.0 + HEALTH.replace_seconds) == []
+    now = 2.1 + HEALTH.replace_seconds
+    if cause == "it drains":
+        reconciler.health_received(SECOND, State.DRAINING, 0.01, now)
+    elif cause == "the old one ended":
+        reconciler.died(FIRST, "it was killed", now)
+    assert Stop(SECOND, drain=False) in reconciler.actions(now)
+    assert _record(reconciler).name != SECOND and reconciler.surges.following(_record(reconciler)) is None

@@ -1,7 +1,9 @@
 """The commands of docs/nodes.md: nodes of Ray on this machine, each with its own address, home folder and labels."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from support.e2e.headrace_process import Serve, eventually
+from headrace_cluster.local.ports import free_port_after, is_taken
+from support.e2e.headrace_process import Serve, eventually, headrace
 from support.integration.tiny_llama import save_tiny_llama
 
 LEFT, RIGHT = "127.0.0.2", "127.0.0.3"
@@ -122,3 +125,35 @@ def test_pools_on_groups_of_nodes(start: Any, nodes: Nodes, expected: list[int])
     metrics = httpx.get(f"{serve.url}/metrics", trust_env=False).text
     fetched = [line for line in metrics.splitlines() if line.startswith("headrace_kv_fetched_bytes_total")]
     assert sum(float(line.split()[-1]) for line in fetched) > 0, "the prompt's KV blocks came from the other node"
+
+
+def test_the_same_command_attaches_on_the_same_ports(tmp_path: Path, nodes: Nodes, expected: list[int]) -> None:
+    """After the first process was killed. Meanwhile the controller listens on the admin port that the command names."""
+    nodes.add(LEFT)
+    nodes.add(RIGHT)  # room for the next build
+    http, grpc, admin = (free_port_after("127.0.0.1", first, 1, set()) for first in (20_500, 20_600, 20_700))
+    ports = ("--port", str(http), "--grpc-port", str(grpc), "--admin-port", str(admin))
+    home, command = tmp_path / "home", ("~/model", *FLAGS, *ports, "--ray-address", nodes.address)
+    first = Serve(home, *command, ports=False)
+    try:
+        first.await_ready()
+        ((before,),) = ([rank["pid"] for rank in entry["ranks"]] for entry in first.status()["replicas"])
+        done = headrace(home, "serve", *command)
+        assert done.returncode == 1 and "end that one with Ctrl-C" in done.stderr, done.stderr
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+        eventually(lambda: not is_taken("127.0.0.1", http, "--port"), 10, "the end of its router")
+        assert is_taken("127.0.0.1", admin, "--admin-port")
+        second = Serve(home, *command, "--max-num-seqs", "3", ports=False)
+        try:
+            second.await_ready()
+            assert "attached to 1 build" in second.stderr_text and "1 with other settings" in second.stderr_text
+            assert _answer(second) == expected
+            eventually(lambda: second.status()["replicas"][0]["generation"] == 2, START_SECONDS, "the replacement")
+            assert before not in [rank["pid"] for rank in second.status()["replicas"][0]["ranks"]]
+            assert _answer(second) == expected
+            assert headrace(home, "stop", "--admin-port", str(admin)).returncode == 0
+        finally:
+            second.close()
+    finally:
+        first.close()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from support.e2e.headrace_process import SMALL, Serve
@@ -123,6 +124,8 @@ def test_no_request_fails_while_one_restarts(serve: Serve, eventually: Callable[
                 answers.append(client.post(f"{serve.url}/v1/completions", json=body).status_code)
 
     os.kill(victim, signal.SIGKILL)
+    # A killed process accepts connections until its sockets are closed, and they are reset then.
+    eventually(lambda: not psutil.pid_exists(victim), 10, "that its sockets are closed")
     deadline = time.monotonic() + 10
     with ThreadPoolExecutor(4) as clients:  # so that a slow machine has time for all of them
         asking = [clients.submit(ask) for _ in range(4)]

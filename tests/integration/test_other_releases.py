@@ -11,6 +11,7 @@ import headrace_proto
 from headrace_proto import replica_pb2 as pb
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas import replica_link
+from headrace_worker.server.description import Description
 from headrace_worker.server.servicer import Servicer
 from support.other_release import earlier, later
 
@@ -47,6 +48,8 @@ def test_a_router_of_another_release_is_served(cluster: Any, monkeypatch: pytest
             earlier(submit, "source", "priority", "request_label")
         return later(frame) if release > 0 else frame
 
+    if release < 0:
+        monkeypatch.setattr(replica_link.ReplicaLinks, "report_interval_ms", 0)  # it requests none
     _versions(monkeypatch, router=OWN + release, replica=OWN)
     _pretend(monkeypatch, Servicer, "_handle_frame", change)
     cluster.open()
@@ -63,11 +66,16 @@ def test_a_replica_of_another_release_is_used(cluster: Any, monkeypatch: pytest.
     describe = ReplicaState.describe
 
     def change(frame: pb.ReplicaFrame) -> pb.ReplicaFrame:
+        if release < 0:
+            earlier(frame.load.counters, "idle_steps")
         return later(frame) if release > 0 else earlier(frame, "submits")
 
     def described(self: Any, facts: pb.ModelFacts, card: Any) -> None:
         describe(self, later(facts) if release > 0 else earlier(facts, "defaults", "max_num_batched_tokens"), card)
 
+    if release < 0:
+        chunks = Description.chunks
+        monkeypatch.setattr(Description, "chunks", lambda self, known_digest, **_: chunks(self, known_digest))
     _pretend(monkeypatch, ReplicaState, "receive", change)
     monkeypatch.setattr(ReplicaState, "describe", described)
     cluster.open()

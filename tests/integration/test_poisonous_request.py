@@ -33,10 +33,10 @@ def test_a_request_that_kills_replicas_ends_and_is_refused(
     submit = ReplicaState.submit
     running: SimpleQueue[tuple[str, int] | None] = SimpleQueue()  # (replica of the poison, others that run there)
 
-    def record(self: ReplicaState[Any], request: Any, *callbacks: Any) -> Attempt:
-        if list(request.prompt_token_ids) == POISON:
+    def record(self: ReplicaState[Any], request: Any, *others: Any) -> Attempt:
+        if list(others[-1]) == POISON:  # the prompt, which is copied into the request when that is sent
             running.put((self.replica_id, len(self.attempts)))
-        return submit(self, request, *callbacks)
+        return submit(self, request, *others)
 
     monkeypatch.setattr(ReplicaState, "submit", record)
     killed: list[tuple[str, int]] = []

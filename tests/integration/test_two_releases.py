@@ -50,7 +50,7 @@ class _Stream:
 def test_streams_continue_on_a_replica_of_another_release(process_cluster: Any, next_release: ForkServer) -> None:
     cluster = process_cluster
     servers = {"this": None, "next": next_release}
-    cluster.open(await_ready=False, rebalancing="off")
+    cluster.open(await_ready=False, rebalancing="off", policy="round-robin")
     for name, server in servers.items():
         cluster.launch(name, fork_server=server)
     cluster.publish_and_wait()

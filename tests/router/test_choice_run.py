@@ -25,6 +25,7 @@ from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
+from headrace_router.core.decision import Decision
 from headrace_router.core.errors import (
     ApiError,
     DeadlineError,
@@ -33,8 +34,10 @@ from headrace_router.core.errors import (
     PoisonousRequestError,
     ReplicaLostError,
 )
+from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import NotFiniteTable
-from headrace_router.core.placement import MustWaitError
+from headrace_router.core.placement import MustWaitError, Placed
+from headrace_router.core.policy import Prediction
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
 from headrace_router.core.shared_prompt import SHARED_TOKENS
@@ -42,6 +45,7 @@ from headrace_router.core.suspect_table import SuspectTable, fingerprint
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]
+PREDICTION = Prediction(1.0, 2.0, 0.5)
 
 
 @dataclass
@@ -140,12 +144,13 @@ class Scenario:
         self.prefill: FakeReplica | None = None
         self.alone: list[bool] = []  # whether each placement had to be alone
         self.events: list[str] = []
+        self.decisions: list[Decision | None] = []
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
         self.suspects = SuspectTable(self.clock.now)
         self.not_finite = NotFiniteTable(self.clock.now)
-        request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=4), deadline_seconds=deadline)
+        request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=99), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState(
             "m", max_attempts=3, migration_limit=migration_limit, patience=5.0
         )
@@ -166,29 +171,30 @@ class Scenario:
         preferred: object = None,
         alone: bool = False,
         urgent: bool = False,
-    ) -> FakeReplica | None:
+        sources: bool = True,
+    ) -> Placed[None] | None:
         self.alone.append(alone)
         if self.refuses and not urgent:
             self.refuses -= 1
             raise MustWaitError
         if isinstance(preferred, FakeReplica) and preferred.connected:
-            return preferred
-        return next((entry for entry in self.replicas.values() if entry not in excluded and entry.connected), None)
+            return Placed(preferred)
+        for entry in self.replicas.values():
+            if entry not in excluded and entry.connected:
+                prefill = KvSource(self.prefill, cached_only=False) if self.prefill and sources else None
+                return Placed(entry, prefill, 0, Decision(entry.replica_id, 2, 3, PREDICTION))
+        return None
 
-    def cached_tokens(self, replica: ReplicaState[None], request: ChoiceRequest) -> int:
-        return 0
-
-    def prefill_source(
-        self, target: ReplicaState[None], request: ChoiceRequest, output_tokens: int
-    ) -> FakeReplica | None:
-        return self.prefill
+    def finished(self, request: ChoiceRequest, output_tokens: int) -> None:
+        pass
 
     def sweep(self) -> None:
         pass
 
     # RunListener
-    def placed(self, replica_id: str) -> None:
-        self.events.append(f"at {replica_id}")
+    def placed(self, placed: Placed[Any]) -> None:
+        self.events.append(f"at {placed.replica.replica_id}")
+        self.decisions.append(placed.decision)
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
@@ -252,6 +258,10 @@ def test_a_lost_stream_continues_on_another_replica_and_fetches_its_blocks() -> 
     scenario.clock.run()
     assert scenario.results == [None] and scenario.output.output_token_ids == ANSWER
     assert scenario.events == ["at a", "lost a", "at b"]
+    assert scenario.decisions == [
+        Decision("a", 2, 3, PREDICTION),
+        Decision("b", 2, 3, source_id="a"),  # a prediction would be of another way to get the blocks
+    ]
 
 
 def test_skipped_tokens_end_the_attempt_as_lost() -> None:
@@ -497,7 +507,7 @@ class Siblings:
         self.first = Scenario(*names)
         self.first.run.cancel()
         self.clock, self.first.results = self.first.clock, []
-        request = ChoiceRequest("label", "m", "r", b"salt", [1] * prompt, Sampling(max_tokens=4))
+        request = ChoiceRequest("label", "m", "r", b"salt", [1] * prompt, Sampling(max_tokens=9999))
         self.first.replicas["a"].begun.clear()
         self.first.replicas["a"].submits.clear()
         self.runs: list[ChoiceRun[None]] = []
@@ -525,7 +535,7 @@ def test_a_further_choice_elsewhere_fetches_the_prompt() -> None:
     siblings.first["b"].connected = True
     place = siblings.first.place
 
-    def elsewhere(*args: Any, **options: Any) -> FakeReplica | None:
+    def elsewhere(*args: Any, **options: Any) -> Placed[None] | None:
         return place(*args, **{**options, "preferred": siblings.first["a"]})
 
     siblings.first.place = elsewhere  # type: ignore[method-assign]
@@ -564,16 +574,18 @@ def test_the_choices_of_one_prompt_kill_few_replicas(prompt: int, tokens: int) -
     siblings = Siblings(prompt, *"abcdefgh", count=4)
     scenario, killed = siblings.first, 0
 
-    def place(request: Any, output: Any, excluded: Any, *, preferred: Any = None, alone: bool, **_: Any) -> FakeReplica:
+    def place(
+        request: Any, output: Any, excluded: Any, *, preferred: Any = None, alone: bool, **_: Any
+    ) -> Placed[None]:
         """The replica with the fewest attempts."""
         free = [entry for entry in scenario.replicas.values() if entry.connected and entry not in excluded]
         if preferred in free and not alone:
             assert isinstance(preferred, FakeReplica)
-            return preferred
+            return Placed(preferred)
         best = min(free, key=lambda entry: len(entry.attempts))
         if best.isolated or (alone and best.attempts):
             raise MustWaitError
-        return best
+        return Placed(best)
 
     scenario.place = place  # type: ignore[method-assign, assignment]
     while len(scenario.results) < 4:

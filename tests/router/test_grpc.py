@@ -118,6 +118,40 @@ def test_a_cancelled_call_cancels_at_the_replica(harness: Any, make_replica: Any
         eventually(lambda: "headrace_requests_cancelled_total 1.0" in client.get("/metrics").text)
 
 
+@pytest.mark.faults("router")
+def test_bursts_of_calls_without_a_key_cancel_no_call_with_one(harness: Any, make_replica: Any) -> None:
+    """More of them wait than gRPC's default allows, on a few connections."""
+    harness.start([make_replica()], auth={"keys": ["secret-key"]})
+    port = harness.router.grpc_port
+    own = (("grpc.use_local_subchannel_pool", 1),)
+
+    async def flood(stop: asyncio.Event) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+            call: Any = channel.stream_unary("/x/y")
+            while not stop.is_set():
+                calls = [call(iter(())) for _ in range(256)]
+                await asyncio.gather(*calls, return_exceptions=True)
+
+    async def scenario() -> int:
+        stop = asyncio.Event()
+        floods = [asyncio.create_task(flood(stop)) for _ in range(16)]
+        answered = 0
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+            stub = InferenceStub(channel)
+            for _ in range(5):
+                await asyncio.sleep(0.3)
+                request = GenerateRequest(model="tiny", prompt="x", options=GenerateOptions(max_tokens=2))
+                events = [
+                    event async for event in stub.Generate(request, metadata=(("authorization", "Bearer secret-key"),))
+                ]
+                answered += bool(events)
+        stop.set()
+        await asyncio.gather(*floods, return_exceptions=True)
+        return answered
+
+    assert asyncio.run(scenario()) == 5
+
+
 def test_models_are_listed(shared: Any) -> None:
     async def call() -> Any:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{shared.router.grpc_port}") as channel:

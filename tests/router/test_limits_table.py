@@ -7,7 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import headrace_router.api
+import headrace_router.core.account.account_table
 import headrace_router.core.limits
+import headrace_router.core.prefix.hash_scheme
+import headrace_router.core.prefix.prompt_blocks
+import headrace_router.core.prefix.replica_blocks
 import headrace_router.event_loop
 import headrace_router.text
 from headrace_router.core.limits import Limits
@@ -24,8 +28,15 @@ def _rows(heading: str) -> dict[str, list[str]]:
 
 
 def _constants() -> dict[str, float]:
-    """The numbers that modules of the APIs and of texts define, and those of all limits."""
-    modules: list[ModuleType] = [headrace_router.event_loop, headrace_router.core.limits]
+    """The numbers that modules of the APIs, of texts, of accounts and of KV blocks define, and those of all limits."""
+    modules: list[ModuleType] = [
+        headrace_router.event_loop,
+        headrace_router.core.limits,
+        headrace_router.core.account.account_table,
+        headrace_router.core.prefix.hash_scheme,
+        headrace_router.core.prefix.prompt_blocks,
+        headrace_router.core.prefix.replica_blocks,
+    ]
     for package in (headrace_router.api, headrace_router.text):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             modules.append(importlib.import_module(found.name))

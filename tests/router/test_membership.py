@@ -34,9 +34,10 @@ from headrace_proto.replica_pb2 import (
     ReplicaIdentity,
 )
 from headrace_proto.stall import STALL_SECONDS
+from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
-from headrace_router.replicas.membership import watch_controller
+from headrace_router.replicas.membership import REQUESTED_SECONDS, watch_controller
 from headrace_router.replicas.router_certificate import RouterCertificate
 from support import identities
 
@@ -122,7 +123,11 @@ class _Controller(_OlderController):
 
 
 async def _watched(
-    controller: _OlderController, bench: _Bench, seconds: float, identity: Identity | None = None
+    controller: _OlderController,
+    bench: _Bench,
+    seconds: float,
+    identity: Identity | None = None,
+    accounts: AccountTable | None = None,
 ) -> None:
     server = grpc.aio.server(interceptors=[CallerInterceptor()])
     add_ControlServicer_to_server(controller, server)
@@ -130,7 +135,11 @@ async def _watched(
     await server.start()
     watch = asyncio.create_task(
         watch_controller(
-            f"127.0.0.1:{port}", RouterInfo(id="r-1"), RouterCertificate(identity or identities.router()), bench.fleet
+            f"127.0.0.1:{port}",
+            RouterInfo(id="r-1"),
+            RouterCertificate(identity or identities.router()),
+            bench.fleet,
+            AccountTable() if accounts is None else accounts,
         )
     )
     try:
@@ -155,6 +164,27 @@ def test_a_router_reports_what_it_hears() -> None:
     assert [(entry.replica_id, entry.generation, entry.heard) for entry in last.replicas] == [("m-0", 3, True)]
 
 
+class _AskingController(_OlderController):
+    """Asks for an account with each reply."""
+
+    async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
+        self.reports.append(request)
+        return RouterReportReply(authorities=identities.authority().fingerprints, explain=["label"])
+
+
+class _DefectiveAccounts(AccountTable):
+    def get(self, request_id: str) -> Any:
+        raise ValueError("a defect")
+
+
+def test_an_account_with_a_defect_is_reported_as_unknown_and_delays_nothing() -> None:
+    controller, bench = _AskingController(), _Bench()
+    asyncio.run(_watched(controller, bench, 1.0, accounts=_DefectiveAccounts()))
+    answers = [entry.document for report in controller.reports for entry in report.accounts]
+    assert answers and set(answers) == {""}
+    assert len(controller.reports) <= 1.0 / REQUESTED_SECONDS + 2, "each report is followed by a pause"
+
+
 def test_an_older_controller_is_watched_as_before() -> None:
     bench = _Bench()
     asyncio.run(_watched(_OlderController(), bench, 2))
@@ -166,7 +196,7 @@ def test_a_router_that_never_had_a_list_is_told_what_to_check() -> None:
         certificate, bench = RouterCertificate(identities.router()), _Bench()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await watch_controller("127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet)
+                await watch_controller("127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet, AccountTable())
 
     with capture_logs() as logs:
         asyncio.run(watched())

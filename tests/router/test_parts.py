@@ -1,9 +1,10 @@
 """Unit tests of small parts: policies, counters, JSON, order of an attempt's tokens, choices, the queue of submits."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from headrace_proto.replica_pb2 import (
     FINISH_LENGTH,
@@ -18,47 +19,38 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_router.api.http import strict_json
+from headrace_router.config import RouterSettings
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Work
+from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Session, Work
 from headrace_router.core.submit_queue import SubmitQueue
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_counters import ReplicaCounters
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
+from support.router.candidates import FakeCandidate as Candidate
+from support.router.candidates import plan, work
 
 REQUEST = ChoiceRequest("label", "m", "r", b"", (5,), Sampling(max_tokens=1))
 
 
-@dataclass
-class Candidate:
-    replica_id: str = "r"
-    address: str = "10.0.0.1:1"
-    build: tuple[str, int] = ("r", 1)
-    load: Load = field(default_factory=Load)
-    unreported: int = 0
-    unreported_tokens: int = 0
-    remote_prompt_tokens: int = 0
-    kv_tokens: float = 0.0
-    rows: int = 0
-    step_tokens: int = 0
+def targets(policy: Policy, candidates: list[Candidate], of: Work, count: int = 9) -> list[int]:
+    return [plan(policy, candidates, of).target for _ in range(count)]
 
 
 def test_least_load_counts_running_waiting_and_unreported() -> None:
-    policy = LeastLoad()
     candidates = [
         Candidate(load=Load(running=3)),
         Candidate(load=Load(running=1, waiting=1), unreported=2),
         Candidate(load=Load(running=2)),
     ]
-    assert [policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(5)] == [2] * 5
+    assert targets(LeastLoad(), candidates, work(1, [0] * 3)) == [2] * 9
 
 
 def test_equal_replicas_are_chosen_in_rotation() -> None:
-    candidates = [Candidate() for _ in range(3)]
-    policies: list[Policy] = [LeastLoad(), Predicted(), RoundRobin()]
+    policies: list[Policy] = [LeastLoad(), Predicted(), RoundRobin(), Session()]
     for policy in policies:
-        chosen = [policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(9)]
+        chosen = targets(policy, [Candidate() for _ in range(3)], work(1, [0] * 3))
         assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -67,8 +59,8 @@ def test_predictions_that_differ_by_less_than_their_errors_are_equal() -> None:
     models = [StepModel(base_ms=base, per_prefill_token_ms=1, error_ms=200) for base in (1.0, 1.1, 1.2)]
     candidates = [Candidate(load=Load(step_model=model)) for model in models]
     policy = Predicted()
-    assert sorted(policy.choose(candidates, Work(REQUEST, 0, [0] * 3)) for _ in range(9)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert {policy.choose(candidates, Work(REQUEST, 0, [0, 0, 16])) for _ in range(9)} == {2}, "where its prefix is"
+    assert sorted(targets(policy, candidates, work(1, [0] * 3))) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert set(targets(policy, candidates, work(17, [0, 0, 16]))) == {2}, "where its prefix is"
 
 
 def test_counters_never_decrease() -> None:
@@ -124,6 +116,16 @@ def test_an_attempt_drops_repeats_and_refuses_gaps() -> None:
     assert attempt.outcome is Outcome.LOST and cancelled == [b"a"] and ended == [attempt]
     attempt.receive(Delta(first_index=5, token_ids=[99]))
     assert seen == [10, 11, 12] and ended == [attempt]
+
+
+def test_an_attempt_refuses_more_tokens_than_were_requested() -> None:
+    seen: list[int] = []
+    attempt = Attempt(b"a", 2, lambda ids, *_: seen.extend(ids), lambda _: None, lambda _: None, 5)
+    attempt.receive(Delta(first_index=2, token_ids=[10, 11]))
+    attempt.receive(Delta(first_index=3, token_ids=[11, 12]))
+    assert seen == [10, 11, 12] and attempt.open
+    attempt.receive(Delta(first_index=5, token_ids=[13]))
+    assert attempt.outcome is Outcome.LOST and attempt.skipped and seen == [10, 11, 12]
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,32 @@ def test_a_cancel_is_never_sent_before_its_submit() -> None:
     assert queue.take() is None
 
 
+def test_a_queue_holds_one_copy_of_a_prompt_and_sends_frames_of_bounded_size() -> None:
+    queue = SubmitQueue(lambda: None)
+    prompt = list(range(100_000))
+    for number in range(8):
+        queue.submit(Submit(attempt_id=bytes([number])), prompt)
+    assert sum(submit.ByteSize() for submit, _ in queue._submits) < 200
+    sent = []
+    while (frame := queue.take()) is not None:
+        assert len(frame.submits) <= 2
+        sent += [bytes(submit.attempt_id) for submit in frame.submits if list(submit.prompt_token_ids) == prompt]
+    assert sent == [bytes([number]) for number in range(8)]
+
+
+def test_a_short_submit_does_not_wait_for_long_ones_and_these_go_on() -> None:
+    queue = SubmitQueue(lambda: None)
+    for number in range(6):
+        queue.submit(Submit(attempt_id=bytes([number])), range(200_000))
+    sent: list[list[int]] = []
+    for number in range(100, 106):
+        queue.submit(Submit(attempt_id=bytes([number])), range(50))
+        frame = queue.take()
+        assert frame is not None
+        sent.append([submit.attempt_id[0] for submit in frame.submits])
+    assert sent == [[number, 100 + number] for number in range(6)] and queue.take() is None
+
+
 def test_logprobs_of_repeated_tokens_are_dropped_with_them() -> None:
     seen: list[tuple[int, float]] = []
 
@@ -196,3 +224,10 @@ def test_logprobs_of_repeated_tokens_are_dropped_with_them() -> None:
         entries = [TokenLogprobs(logprob=float(-index)) for index in range(first, first + count)]
         attempt.receive(Delta(first_index=first, token_ids=list(range(first, first + count)), logprobs=entries))
     assert seen == [(0, 0.0), (1, -1.0), (2, -2.0)] and attempt.open
+
+
+@pytest.mark.parametrize("name", ["round_robin", "round-robin", "least_load"])
+def test_a_policy_may_be_written_as_other_servers_write_it(name: str) -> None:
+    assert RouterSettings(policy=name).policy == name.replace("_", "-")
+    with pytest.raises(ValidationError, match="policy"):
+        RouterSettings(policy="best")

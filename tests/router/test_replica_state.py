@@ -1,7 +1,17 @@
 """One replica's state in the router, frame by frame."""
 
+import math
+
 from headrace_proto.control_pb2 import Member
-from headrace_proto.replica_pb2 import REPLICA_STATE_READY, Load, ModelFacts, ReplicaFrame, ReplicaIdentity, Submit
+from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_READY,
+    Counters,
+    Load,
+    ModelFacts,
+    ReplicaFrame,
+    ReplicaIdentity,
+    Submit,
+)
 from headrace_proto.stall import LONGEST_STALL, STALL_SECONDS
 from headrace_router.core.replica_state import ReplicaState
 
@@ -18,6 +28,12 @@ def test_frames_without_a_step_are_no_heartbeat() -> None:
     assert replica.stalled and not replica.ready
     assert replica.receive(ReplicaFrame(step=2))
     assert replica.ready
+
+
+def test_numbers_of_a_load_that_cannot_be_are_not_used() -> None:
+    replica = connected()
+    replica.receive(ReplicaFrame(step=2, load=Load(running=1, kv_usage=math.nan, predicted_step_ms=-5)))
+    assert (replica.load.running, replica.load.kv_usage, replica.load.predicted_step_ms) == (1, 0, 0)
 
 
 def connected() -> ReplicaState[None]:
@@ -80,7 +96,7 @@ def test_a_stream_that_was_opened_again_has_its_own_time_until_it_is_silent() ->
     assert replica.stalled and not replica.silent(30.0)
     now += 31.0
     assert replica.silent(30.0)
-    replica.extend_heartbeat(30.0)
+    replica.heartbeat.extend(30.0)
     assert not replica.silent(30.0)
     replica.receive(ReplicaFrame(step=8))
     now += 29.0
@@ -127,3 +143,26 @@ def test_a_slow_replica_cannot_raise_its_own_stall_time_without_bound() -> None:
     assert replica.stall_limit(STALL_SECONDS) == LONGEST_STALL
     replica.receive(ReplicaFrame(step=3, load=Load(predicted_step_ms=1000)))
     assert replica.stall_limit(STALL_SECONDS) == 4.0
+
+
+def test_the_time_of_a_pause_between_two_rare_reports_is_no_measure() -> None:
+    """Two requests of another router half a second apart: the steps between are not slow."""
+    now = 0.0
+
+    def complete(idle_steps: int) -> bool:
+        nonlocal now
+        member = Member(address="a", state=REPLICA_STATE_READY)
+        replica: ReplicaState[None] = ReplicaState(member, clock=lambda: now, new_id=lambda: b"x", on_send=lambda: None)
+        for step in (10, 12, 14):
+            load = Load(running=1, predicted_step_ms=10, counters=Counters(idle_steps=idle_steps * step))
+            replica.receive(ReplicaFrame(step=step, load=load))
+            now += 0.6
+        return replica.speed.complete
+
+    assert complete(idle_steps=0) and not complete(idle_steps=1)
+
+
+def test_a_replica_is_stalled_later_by_the_interval_of_its_reports() -> None:
+    replica = connected()
+    replica.report_seconds = 0.5
+    assert replica.stall_limit(STALL_SECONDS) == STALL_SECONDS + 0.5

@@ -13,6 +13,7 @@ from headrace_cluster.local.router_credentials import issue_credentials
 from headrace_proto.component import Component
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.config import RouterConfig, StaticMember
+from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.replicas import router_certificate
 from headrace_router.replicas.membership import watch_controller
@@ -41,7 +42,9 @@ async def _watched(certificate: RouterCertificate, has_replica: Callable[[], boo
     fleet: Fleet[Any] = Fleet(lambda member: None, 0, clock=time.monotonic, jitter=lambda: 0.0)  # type: ignore[arg-type,return-value]
     async with ControlServer(identities.authority((NEW,))) as controller:
         tasks = [
-            asyncio.create_task(watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet)),
+            asyncio.create_task(
+                watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet, AccountTable())
+            ),
             asyncio.create_task(certificate.run_until_refused(has_replica)),
         ]
         try:

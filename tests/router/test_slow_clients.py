@@ -291,6 +291,25 @@ def test_pipelined_requests_are_bounded(harness: Any, make_replica: Any, connect
     assert b"200" not in _until_closed(flood)
 
 
+def test_the_answer_before_a_pipelined_request_ends_with_its_connection(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any
+) -> None:
+    """Else a client could leave generations behind, with their places at the replica."""
+    harness.start([make_replica(reply="the quick brown fox " * 100, token_seconds=0.05)])
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 200, "stream": True}).encode()
+    sock = connect()
+    sock.sendall(_head(b"content-length: %d" % len(body)) + body + GET)
+    assert sock.recv(15).startswith(b"HTTP/1.1 200")
+
+    def running() -> int:
+        return sum(len(state.attempts) for state in harness.router.services.fleet.replicas)
+
+    assert running() == 1
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close resets the connection
+    sock.close()
+    eventually(lambda: running() == 0)
+
+
 def test_a_turn_of_the_event_loop_handles_some_events_and_reaches_all() -> None:
     pairs = [socket.socketpair() for _ in range(3 * EVENTS_PER_TURN)]
     selector = BoundedSelector()

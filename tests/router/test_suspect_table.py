@@ -66,11 +66,11 @@ def test_a_choice_that_was_present_at_two_losses_runs_alone_once(losses: Losses)
     assert choice.alone
     replica = losses.replica("c")
     choice.start(replica, b"attempt", 5, alone=True, now=losses.now)
-    assert replica.isolated_attempt == b"attempt"
+    assert replica.reservation.attempt_id == b"attempt"
     choice.receive(5 + TRIAL_TOKENS - 1, losses.now)
     assert choice.alone
     choice.receive(5 + TRIAL_TOKENS, losses.now)
-    assert not choice.alone and not replica.isolated_attempt
+    assert not choice.alone and not replica.reservation.attempt_id
     choice.end_attempt(5 + TRIAL_TOKENS)
     choice.add(replica, 5 + TRIAL_TOKENS)
     choice.check()
@@ -119,12 +119,12 @@ def test_processes_that_are_lost_at_once_lead_to_a_trial_not_to_a_refusal(losses
         assert not choices[2].must_wait(urgent=False)
         choices[2].start(whole, b"short", 0, alone=True, now=losses.now)
         choices[2].receive(49, losses.now)
-        assert whole.isolated_attempt and choices[3].must_wait(urgent=True)
+        assert whole.reservation.attempt_id and choices[3].must_wait(urgent=True)
         choices[2].end_attempt(49, complete=True)
         assert choices[3].alone, "an answer that is shorter than the one at the loss proves nothing"
         choices[3].start(whole, b"long", 0, alone=True, now=losses.now)
         choices[3].receive(50, losses.now)
-        assert whole.isolated_attempt
+        assert whole.reservation.attempt_id
         choices[3].end_attempt(50, complete=True)
         assert not any(choice.alone for choice in choices)
 
@@ -140,9 +140,9 @@ def test_a_trial_does_not_keep_others_away_for_long(losses: Losses) -> None:
     losses.lose_beside_others("d", choice, 50)
     choice.start(replica, b"whole", 50, alone=True, now=losses.now)
     losses.now += TRIAL_SECONDS
-    assert replica.isolated_attempt == b"whole"
+    assert replica.reservation.attempt_id == b"whole"
     choice.receive(500, losses.now)
-    assert not replica.isolated_attempt and choice.alone
+    assert not replica.reservation.attempt_id and choice.alone
     choice.end_attempt(500)
     choice.add(replica, 500)
     choice.check()
@@ -178,7 +178,7 @@ def test_who_is_refused_against_a_model_of_replicas(
             while done < min(length, fault) and done + 1 != deadly:
                 done += 1
                 choice.receive(done, losses.now)
-            isolated = bool(replica.isolated_attempt)
+            isolated = bool(replica.reservation.attempt_id)
             choice.end_attempt(done, complete=done == length)
             if done == length:
                 choice.complete()

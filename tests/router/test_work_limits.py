@@ -30,6 +30,7 @@ from headrace_router.api.grpc.call_shares import KEYLESS_WATCHERS
 from headrace_router.api.grpc.wire_size import WireError, check_values
 from headrace_router.api.http import strict_json
 from headrace_router.api.work_slices import BLOCK_BYTES, WorkSlices
+from headrace_router.core.account import TimeAccount
 from headrace_router.core.errors import OverloadedError
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch import running_request
@@ -398,7 +399,9 @@ def test_choices_begin_in_slices_and_a_cancel_reaches_them(shared: Any, monkeypa
         services = shared.router.services
         body = parse_body(CompletionBody, {"model": "tiny", "prompt": "x", "n": 16}, Limits())
         request = await services.preparer.prepare(body, Tenant("name", b""), "label")
-        running = running_request.RunningRequest(request, services.placement, services.metrics, services.config)
+        running = running_request.RunningRequest(
+            request, services.placement, services.metrics, services.config, services.turns, TimeAccount("label", 0.0)
+        )
         runs = [
             SimpleNamespace(begin=lambda i=i: began.append(i), cancel=lambda i=i: cancelled.append(i))
             for i in range(16)

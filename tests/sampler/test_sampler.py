@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from headrace_kernels.reference.noise import gumbel_noise
-from headrace_worker.sampler import truncation
+from headrace_worker.sampler import penalties, truncation
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.truncation import Truncation, draw_truncated
 from support.sampler.bench import Bench
@@ -52,6 +52,33 @@ def test_repetition_penalty_is_transformers(bench: Callable[..., Bench]) -> None
             for row in range(3)
         ]
         assert b.draw(logits, [0, 1, 2]).tokens.tolist() == expected
+
+
+def test_penalties_of_long_rows_take_bounded_memory(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long row among many would take a copy of its length for each of them."""
+    options: dict[str, Any] = dict(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)
+
+    def draw() -> list[list[int]]:
+        b = bench(VOCAB)
+        for row in range(6):
+            b.start(row, list(range(5 + 7 * row)), **options | ({"presence_penalty": 0.0} if row % 2 else {}))
+        return [b.draw(logits_for(6, seed=step), [3, 0, 5, 1, 4, 2]).tokens.tolist() for step in range(4)]
+
+    whole = draw()
+    elements = 50
+    monkeypatch.setattr(penalties, "CHUNK_ELEMENTS", elements)
+    sizes: list[int] = []
+    scatter = torch.Tensor.scatter_
+
+    def counted(tensor: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        sizes.append(index.numel())
+        return scatter(tensor, dim, index, values)
+
+    monkeypatch.setattr(torch.Tensor, "scatter_", counted)
+    assert draw() == whole
+    assert len(sizes) > 8 and max(sizes) <= elements
 
 
 def test_presence_and_frequency_count_the_output_only(bench: Callable[..., Bench]) -> None:

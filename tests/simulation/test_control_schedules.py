@@ -15,6 +15,7 @@ import pytest
 import structlog
 
 from support.simulation.control_schedule import ControlSchedule
+from support.simulation.regression_seeds import CONTROL_REGRESSION_SEEDS
 
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", 0))
 LAST = SEEDS or 40
@@ -47,7 +48,8 @@ def test_no_schedule_violates_an_invariant(first: int) -> None:
     # Faults had an effect: controllers were replaced, replicas built again, clients disconnected.
     assert total["FINISH_LENGTH"] > 5 * len(seeds)
     if len(seeds) >= SHARE:
-        assert total["controllers"] > 1.2 * len(seeds) and total["builds"] > 2.2 * len(seeds)
+        # Three standard deviations below the means of 20 shares, 68 and 104 of 40 seeds.
+        assert total["controllers"] > 1.3 * len(seeds) and total["builds"] > 1.8 * len(seeds)
         assert total["disconnected"] and total["deadline"]
 
 
@@ -59,6 +61,11 @@ def test_no_drain_that_was_accepted_is_forgotten(first: int) -> None:
         total += _run(seed, operated=True)
     if len(seeds) >= SHARE:
         assert total["controllers"] > 1.5 * len(seeds) and total["builds"] > 2.2 * len(seeds)
+
+
+@pytest.mark.parametrize("seed", CONTROL_REGRESSION_SEEDS)
+def test_no_former_bug_returns(seed: int) -> None:
+    _run(seed)
 
 
 def test_a_seed_is_one_schedule() -> None:

@@ -20,6 +20,14 @@ class FakeCuda:
         self.gpus = gpus
         self.calls: list[tuple[str, torch.device]] = []
         self.error: Exception | None = None
+        self.events: list[bool] = []  # whether a wait for each one yields the core
+
+    def Event(self, *, blocking: bool = False) -> Any:
+        self.events.append(blocking)
+        return SimpleNamespace(record=lambda stream=None: None)
+
+    def current_stream(self, device: torch.device) -> None:
+        self._note("current_stream", device)
 
     def is_available(self) -> bool:
         return self.gpus > 0
@@ -105,5 +113,12 @@ def test_errors_that_end_the_device(fake: FakeCuda) -> None:
     assert not device.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
     assert not device.is_lost(FakeAcceleratorError(2)), "a library's allocation"
     assert not device.is_lost(ValueError("one of ours")), "the device still answers"
+    assert not device.is_lost(FakeAcceleratorError(900)), "an operation that cannot be recorded"
     fake.error = RuntimeError("CUDA error: unspecified launch failure")
     assert device.is_lost(ValueError("CUBLAS_STATUS_EXECUTION_FAILED")), "a library's, and the device does not answer"
+    assert device.is_lost(FakeAcceleratorError(901)), "a recording that ended because of another error"
+
+
+def test_threads_of_transfers_do_not_take_a_core_while_they_wait(fake: FakeCuda) -> None:
+    open_device("cuda").mark()
+    assert fake.events == [True]

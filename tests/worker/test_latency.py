@@ -85,3 +85,44 @@ def test_every_history_gives_finite_predictions(steps: list[tuple[int, int, int,
         parts = (cost.base, cost.per_prefill_token, cost.per_decode_sequence, cost.per_kv_token, cost.error)
         assert all(math.isfinite(part) and part >= 0 for part in parts)
         assert cost.predict(*what) <= 4 * longest + 1e-6
+
+
+TIMED = [(0, 1, 129, seconds(0, 1, 129)), (128, 0, 128, seconds(128, 0, 128)), (0, 16, 2064, seconds(0, 16, 2064))]
+
+
+def test_steps_timed_at_start_give_the_first_predictions() -> None:
+    latency = StepLatency()
+    latency.start(TIMED)
+    for step in TIMED:
+        assert latency.cost.predict(*step[:3]) == pytest.approx(step[3], rel=0.05)
+    assert latency.cost.predict(0, 8, 1000) == pytest.approx(seconds(0, 8, 1000), rel=0.05)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_steps_of_one_size_do_not_erase_what_a_sequence_costs(slowdown: float) -> None:
+    """For long a replica runs eight streams, on a machine of another speed than at start: a ninth one is not free."""
+    random, latency = Random(4), StepLatency()
+    latency.start(TIMED)
+    for _ in range(5000):
+        latency.observe(0, 8, 1000, slowdown * seconds(0, 8, 1000) * random.uniform(0.7, 1.3))
+    assert latency.cost.predict(0, 8, 1000) == pytest.approx(slowdown * seconds(0, 8, 1000), rel=0.1)
+    more = latency.cost.predict(0, 16, 2000) - latency.cost.predict(0, 8, 1000)
+    assert more > 0.4 * (seconds(0, 16, 2000) - seconds(0, 8, 1000))
+
+
+@pytest.mark.parametrize("pause", [3.0, 10.0, 60.0])
+def test_a_step_in_which_the_process_was_paused_is_not_taken_for_the_next_ones(pause: float) -> None:
+    """SIGSTOP, a paused virtual machine: the router would not use the replica for minutes, and nothing correct it."""
+    random, latency = Random(4), StepLatency()
+
+    def step(more: float = 0.0) -> None:
+        sequences, kv = random.randrange(1, 32), random.randrange(10_000)
+        latency.observe(0, sequences, kv, seconds(0, sequences, kv) + more)
+
+    for _ in range(1000):
+        step()
+    step(pause)
+    assert latency.cost.predict(0, 16, 5000) == pytest.approx(seconds(0, 16, 5000), rel=0.1)
+    for _ in range(40):  # whereas one that has become slow is seen soon
+        step(10 * seconds(0, 16, 5000))
+    assert latency.cost.predict(0, 16, 5000) > 1.5 * seconds(0, 16, 5000)

@@ -236,7 +236,7 @@ def test_eight_failed_steps_in_a_row_end_the_replica(make_bench: Make) -> None:
 def test_a_long_step_counts_as_long_while_it_is_waited_for(make_bench: Make, depth: int) -> None:
     """A shorter one may be planned before: what bounds the wait must not be the shorter one's prediction."""
     bench = make_bench(depth=depth)
-    for tokens in (1, 32, 1, 32, 1, 32):  # a token takes a second
+    for tokens in (1, 32) * 9:  # a token takes a second
         bench.engine.latency.observe(tokens if tokens > 1 else 0, int(tokens == 1), 0, float(tokens))
     waits: list[tuple[float, float]] = []
 

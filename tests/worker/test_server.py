@@ -175,15 +175,16 @@ def test_no_call_is_answered_without_the_certificate_of_its_plane(make_served: M
 def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> None:
     served = make_served()
 
-    async def describe(digest: bytes) -> tuple[pb.ModelFacts, bytes]:
+    async def describe(digest: bytes, facts_only: bool = False) -> tuple[pb.ModelFacts, bytes]:
         async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            call = served.stub(channel).Describe(pb.DescribeRequest(known_digest=digest))
+            call = served.stub(channel).Describe(pb.DescribeRequest(known_digest=digest, facts_only=facts_only))
             chunks = [chunk async for chunk in call]
         return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
 
     facts, tokenizer = asyncio.run(describe(b""))
     assert (facts.max_model_len, len(tokenizer)) == (200, 3 << 19)
     assert asyncio.run(describe(b"d"))[1] == b""
+    assert asyncio.run(describe(b"", facts_only=True)) == (facts, b"")
 
 
 def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
@@ -216,35 +217,38 @@ def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
 def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
     served = make_served(num_blocks=24)
 
-    async def follow() -> set[bytes]:
-        known: set[bytes] = set()
+    known: set[bytes] = set()
+
+    async def follow(call: AsyncIterator[pb.CacheFrame]) -> None:
         sequence = None
+        async for frame in call:
+            if frame.snapshot:
+                sequence = frame.sequence
+            else:
+                assert sequence is not None
+                sequence += 1
+                assert frame.sequence == sequence
+            for event in frame.events:
+                if event.cleared:
+                    known.clear()
+                known.update(event.stored)
+                known.difference_update(event.removed)
+
+    async def compare() -> None:
         async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            call = served.stub(channel).WatchCache(pb.CacheWatchRequest())
-            work = asyncio.create_task(
-                run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
-            )
-            async for frame in call:
-                if frame.snapshot:
-                    sequence = frame.sequence
-                else:
-                    assert sequence is not None
-                    sequence += 1
-                    assert frame.sequence == sequence
-                for event in frame.events:
-                    if event.cleared:
-                        known.clear()
-                    known |= set(event.stored)
-                    known -= set(event.removed)
-                if work.done() and known == served.bench.indexed_digests:
-                    return known
-        raise AssertionError("the stream ended")
+            following = asyncio.create_task(follow(served.stub(channel).WatchCache(pb.CacheWatchRequest())))
+            await run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
+            while known != served.bench.indexed_digests:  # the last increment comes after the last token
+                assert not following.done(), following
+                await asyncio.sleep(0.01)
+            following.cancel()
 
-    async def bounded() -> set[bytes]:
+    async def bounded() -> None:
         await run_stream(served, [submit(b"z" * 16, [9] * 30)], all_finished(1))
-        return await asyncio.wait_for(follow(), 10)
+        await asyncio.wait_for(compare(), 10)
 
-    assert asyncio.run(bounded())
+    asyncio.run(bounded())
+    assert known
 
 
 def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None:
@@ -376,3 +380,44 @@ def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -
     for frame in seen:
         finished += sum(delta.finish != pb.FINISH_NONE for delta in frame.deltas)
         assert frame.load.running + frame.load.waiting + finished >= frame.submits
+
+
+def test_a_router_gets_frames_without_tokens_at_the_interval_that_it_requests(make_served: Make) -> None:
+    """A frame after each step, to each router, was most of what a router of many replicas received."""
+    served = make_served(num_blocks=512)
+    served.bench.runner.on_launch = lambda plan: time.sleep(0.01)
+    running = submit(b"r" * 16, [5, 6, 7], max_tokens=190)
+    running.sampling.ignore_eos = True
+    hellos = [
+        pb.RouterHello(router_id="rare", contract_version=CONTRACT_VERSION, report_interval_ms=400),
+        pb.RouterHello(router_id="before", contract_version=CONTRACT_VERSION),
+    ]
+    own: list[pb.ReplicaFrame] = []
+    others: list[list[pb.ReplicaFrame]] = [[], []]
+
+    async def read(seen: list[pb.ReplicaFrame], first: pb.RouterFrame, seconds: float) -> None:
+        async def frames() -> AsyncIterator[pb.RouterFrame]:
+            yield first
+            await asyncio.sleep(60)
+
+        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
+            call = served.stub(channel).Serve(frames())
+            try:
+                async with asyncio.timeout(seconds):
+                    async for frame in call:
+                        seen.append(frame)
+            except TimeoutError:
+                pass
+
+    async def scenario() -> None:
+        streams = [read(seen, pb.RouterFrame(hello=hello), 1.5) for seen, hello in zip(others, hellos, strict=True)]
+        busy = pb.RouterFrame(hello=hellos[0], submits=[running])
+        await asyncio.gather(read(own, busy, 1.5), *streams)
+
+    asyncio.run(scenario())
+    with_tokens = sum(bool(frame.deltas) for frame in own)
+    assert with_tokens > 50 and len(own) - with_tokens <= 3, "tokens are sent after each step"
+    rare, before = map(len, others)
+    assert 3 <= rare <= 8 and before > 50, (rare, before)
+    busy = [frame.load.counters.idle_steps for frame in others[1] if frame.load.running]
+    assert len(busy) > 50 and len(set(busy)) == 1, "never idle between two of these"

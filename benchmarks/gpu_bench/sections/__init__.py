@@ -22,6 +22,7 @@ SECTIONS: dict[str, Section] = {
 CALLS: dict[str, tuple[str, ...]] = {
     "contact": ("nccl", "correctness", "kernels", "libraries"),
     "speed": ("decode", "trace"),
-    "load": ("serving", "ttft", "transfer", "modes"),
+    "load": ("serving", "ttft", "modes"),
+    "replicas": ("transfer",),
 }
 """Sections for one command each on a machine that is lent for ten minutes at a time."""

@@ -1,4 +1,7 @@
-"""Many requests at once, to the end of all: tokens per second, and the times of their first tokens."""
+"""Many requests at once, to the end of all: tokens per second, and the times of their first tokens.
+
+With a low limit of a request's length, and greedy with a high one, which costs the host more.
+"""
 
 from collections.abc import Iterator
 from random import Random
@@ -8,6 +11,7 @@ from gpu_bench.figure import Figure
 from gpu_bench.section import Section, SectionRun
 
 MIXED, EQUAL = "qwen3-0.6b", "llama-8b"
+LIMITS = (4096, 40960)
 
 
 def workload(model: str, small: bool) -> tuple[str, list[tuple[int, int]]]:
@@ -27,21 +31,28 @@ def run(run: SectionRun) -> Iterator[Figure]:
     from gpu_bench.bench import SAMPLINGS
 
     name, lengths = workload(run.model, run.small)
-    bench = run.bench()
-    bench.run([(length, 8) for length, _ in lengths[:8]])
-    floor = run.ceilings.seconds(bench.sizes.workload(lengths))
     prompts, output = (sum(part) for part in zip(*lengths, strict=True))
-    for sampling_name, sampling in SAMPLINGS.items():
-        seconds, done, facts = bench.run(lengths, sampling)
-        yield Figure(
-            f"{name}, {sampling_name}", output / seconds, "tok/s", output / floor,
-            {"seconds": round(seconds, 2), "total_tok_s": round((output + prompts) / seconds)} | facts,
-        )  # fmt: skip
-        first = sorted(completion.first_token_at for completion in done)
-        yield Figure(
-            f"{name}, {sampling_name}: first tokens, p50", first[len(first) // 2] * 1e3, "ms",
-            extra={"p99_ms": round(quantiles(first, n=100)[98] * 1e3, 1)},
-        )  # fmt: skip
+    loaded = None
+    for limit in LIMITS:
+        bench = run.bench(max_model_len=limit, loaded=loaded)
+        bench.run([(length, 8) for length, _ in lengths[:8]])
+        floor = run.ceilings.seconds(bench.sizes.workload(lengths))
+        low = limit == LIMITS[0]
+        for sampling_name in SAMPLINGS if low else ["greedy"]:
+            seconds, done, facts = bench.run(lengths, SAMPLINGS[sampling_name])
+            label = f"{name}, {sampling_name}" if low else f"{name}, {sampling_name}, limit {limit}"
+            yield Figure(
+                label, output / seconds, "tok/s", output / floor,
+                {"seconds": round(seconds, 2), "total_tok_s": round((output + prompts) / seconds)} | facts,
+            )  # fmt: skip
+            first = sorted(completion.first_token_at for completion in done)
+            yield Figure(
+                f"{label}: first tokens, p50", first[len(first) // 2] * 1e3, "ms",
+                extra={"p99_ms": round(quantiles(first, n=100)[98] * 1e3, 1)},
+            )  # fmt: skip
+        loaded = bench.close()
 
 
-SECTION = Section("serving", "256 requests at once, mixed lengths or 1k in, 1k out", (MIXED, EQUAL), 230, run)
+SECTION = Section(
+    "serving", "256 requests at once, mixed lengths or 1k in, 1k out; two limits", (MIXED, EQUAL), 340, run
+)

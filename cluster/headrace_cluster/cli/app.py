@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cluster.cli import operating, project, starting
+from headrace_cluster.cli import operating, planning, project, starting
 
 app = typer.Typer(
     name="headrace",
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.add_typer(starting.app)
 app.add_typer(operating.app)
+app.add_typer(planning.app)
 app.add_typer(project.app)
 
 

@@ -1,15 +1,17 @@
-"""Flags of other servers (vLLM, SGLang, llama.cpp) and their equivalents here, which the error message names."""
+"""Flags of other servers and routers and their equivalents here, which the error message names."""
 
 from collections.abc import Sequence
 
 from headrace_cluster.errors import SpecError
 
-COMMANDS = ("serve", "controller", "config")
+COMMANDS = ("serve", "controller", "router", "config")
 
 _MODEL = "the model is an argument without a flag: headrace serve MODEL"
 _BYTES = "here the KV cache has a size in bytes, such as --kv-cache-memory 20GiB"
 _ALWAYS = "this is always on; leave it out"
 _OF_MODEL = "it comes with the model; leave it out"
+_PLACED = "placement has no weights and follows the KV caches by itself; leave it out"
+_SESSIONS = "--policy session, with the id in the header that --session-header names"
 _DTYPE = "the KV cache has the model's type; leave it out"
 
 # By name: our flag, or a sentence if there is none.
@@ -45,7 +47,15 @@ _NAMES = {
     ("--enable-lora", "--lora-modules", "--lora-paths", "--lora"): "LoRA adapters are not supported",
     ("--download-dir",): "the variable HF_HOME names the folder for downloads",
     ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"): _DTYPE,
-    ("--disaggregation-mode",): "--prefill N --decode M",
+    ("--disaggregation-mode", "--pd-disaggregation"): "--prefill N --decode M",
+    ("--kv-transfer-config", "--disaggregation-transfer-backend"): (
+        "replicas always send KV blocks to each other; leave it out (pools: --prefill N --decode M)"
+    ),
+    ("--router-mode", "--routing-logic", "--router-policy", "--load-balance-method"): "--policy",
+    ("--router-kv-overlap-score-weight", "--kv-overlap-score-weight", "--router-temperature"): _PLACED,
+    ("--cache-threshold", "--balance-abs-threshold", "--balance-rel-threshold"): _PLACED,
+    ("--kv-events-config", "--request-router-class", "--router-use-kv-events"): _PLACED,
+    ("--session-key",): _SESSIONS,
 }
 FLAGS = {name: here for names, here in _NAMES.items() for name in names}
 

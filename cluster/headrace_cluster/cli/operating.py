@@ -53,6 +53,20 @@ def status(
 
 
 @app.command()
+def explain(
+    request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="x-request-id of a response, or its id.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print the document for programs.")] = False,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+) -> None:
+    """Show where the time of a request went, and why its replica was chosen."""
+    from headrace_cluster.cli.explain import explain_request
+
+    explain_request(o.choice(port, admin_port, cluster), request, as_json=json_)
+
+
+@app.command()
 def logs(
     part: Annotated[
         str | None,

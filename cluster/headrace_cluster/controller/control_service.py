@@ -54,7 +54,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """A router reports from which replicas it receives messages."""
         await _check_name(request.router_id, context)
         self._membership.report(request)
-        return pb.RouterReportReply(authorities=self._authority().fingerprints)
+        return pb.RouterReportReply(
+            authorities=self._authority().fingerprints,
+            explain=self._membership.explaining.requested(request.router_id),
+        )
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
         """Another certificate for the caller, of its own component and name.

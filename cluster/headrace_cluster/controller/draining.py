@@ -100,7 +100,11 @@ class Drains:
             if build.is_empty:
                 break
             await asyncio.sleep(POLL_SECONDS)
-        del self._deadlines[name]
+        self.discard(name)
+
+    def discard(self, name: ReplicaName) -> None:
+        """The build has ended, perhaps without draining: it had no requests, or was unhealthy."""
+        self._deadlines.pop(name, None)
 
     def discard_failed(self) -> None:
         """Discards the seconds of builds that are no longer replaced: their next build failed."""

@@ -25,6 +25,9 @@ STATES = {
 HealthWatch = Callable[[str, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
 
 
+_SMALL_MESSAGES = (("grpc.max_receive_message_length", 256 << 10),)  # a replica's name, state and numbers
+
+
 async def watch_health(
     identity: Identity, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
 ) -> None:
@@ -35,7 +38,7 @@ async def watch_health(
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
     while True:
         # A channel of its own for each try: the identity's certificate may have been replaced.
-        async with identity.channel(address, Component.REPLICA, WATCHER) as channel:
+        async with identity.channel(address, Component.REPLICA, (*WATCHER, *_SMALL_MESSAGES)) as channel:
             stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
                 async for message in stub.WatchHealth(request):

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from headrace_cluster.controller.explaining import MAX_QUESTIONS, Explaining
 from headrace_cluster.core.defects import NotFinite
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
@@ -40,11 +41,14 @@ class Membership:
         self.router_reports = RouterReports()
         self.caller_streams = CallerStreams(clock)  # of routers
         self._reach = RouterReach(self.router_reports)
+        self.explaining = Explaining(lambda: self.routers)
 
     def report(self, report: pb.RouterReport) -> None:
-        """A router reports from which replicas it receives messages."""
-        if len(report.replicas) > MAX_REPLICAS or len(report.not_finite) > MAX_PAIRS:
+        """A router reports from which replicas it receives messages, and accounts that it was asked for."""
+        many = len(report.replicas) > MAX_REPLICAS or len(report.not_finite) > MAX_PAIRS
+        if many or len(report.accounts) > MAX_QUESTIONS:
             return  # no router of ours sends so many
+        self.explaining.receive(report.router_id, report.accounts)
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
         not_finite = [_to_not_finite(entry) for entry in report.not_finite]
         self.router_reports.report(report.router_id, heard, self._clock(), not_finite)

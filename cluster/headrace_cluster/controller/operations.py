@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace_cluster.controller.explaining import Explaining
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.errors import RoleError
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
@@ -63,6 +64,21 @@ class Operation:
     path: str
     body: type[BaseModel]
     run: Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+class ExplainBody(_Body):
+    """Of POST /explain. request: a request's id, or that of its answer."""
+
+    request: str = Field(min_length=1, max_length=160)
+
+
+def explain_operation(explaining: Explaining) -> Operation:
+    """Where the time of a request went, from the routers."""
+
+    async def explain(body: ExplainBody) -> dict[str, Any]:
+        return await explaining.explain(body.request)
+
+    return Operation("/explain", ExplainBody, explain)
 
 
 def replica_operations(supervisor: Supervisor, saved: Callable[[], Awaitable[None]]) -> list[Operation]:

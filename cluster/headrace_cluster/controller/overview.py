@@ -1,6 +1,6 @@
 """What a controller shows of its replicas: the status document, progress of starts, requests in flight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_cluster.controller.build import Build
@@ -37,6 +37,7 @@ class Overview:
         self._drains = drains
         self._retries = retries
         self._clock = clock
+        self.found_problems: Sequence[str] = ()  # when this controller started
 
     def status(self) -> dict[str, Any]:
         """The document that `headrace status --json` prints."""
@@ -53,7 +54,7 @@ class Overview:
         known = sorted(self._membership.routers.values(), key=lambda router: router.metrics)
         unreached = self._membership.unreached
         routers = [router_status(router, unreached.get(router.id, "")) for router in known]
-        problems = [*self._retries.problems, *unreached.values(), *self._refusals]
+        problems = [*self.found_problems, *self._retries.problems, *unreached.values(), *self._refusals]
         return {"replicas": replicas, "routers": routers, "problems": problems}
 
     def started(self) -> dict[str, ReplicaStarted]:

@@ -40,10 +40,9 @@ class Publisher:
             if build is None or build.started is None:
                 continue
             state = PROTO_STATES[record.state]
-            identity = build.health.identity if build.health is not None else _identity(record.name, build.started)
-            member = control_pb2.Member(identity=identity, address=build.started.address, state=state)
-            member.identity.role = record.role.number  # a health message may be older than the last flip
-            members.append(member)
+            identity = _identity(record.name, build.started)  # not what the replica claims to be in its messages
+            identity.role = record.role.number
+            members.append(control_pb2.Member(identity=identity, address=build.started.address, state=state))
         models = [
             control_pb2.ModelEntry(
                 name=model.name,

@@ -27,6 +27,7 @@ from headrace_cluster.core.adoption import restore_late, restore_records, take_s
 from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.driver import Progress, RankFacts, ReplicaDriver, StartFailedError
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.pauses import Pauses
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Action, Launch, State, Stop
 from headrace_cluster.core.snapshot import ControllerSnapshot
@@ -37,7 +38,6 @@ from headrace_proto.errors import HeadraceError
 log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 0.2
-PAUSE_SECONDS = 1.0  # between two passes: a longer time was a pause of this process, which received nothing
 CLEANUP_SECONDS = 1.0  # for the other ranks of a build that failed: one may be stopped and not reply
 SURGE_PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
 
@@ -65,6 +65,7 @@ class Supervisor:
         self._repeated = RepeatedCalls(driver, self.retries)
         self._background = BackgroundTasks(self.retries.note)
         self._passed_at = clock()
+        self._pauses = Pauses()
         self._failing = False  # whether the last pass of the reconcile loop failed
         # Held to place a build or to end one, never while it drains. A build that failed is ended before the next one
         # of its replica is placed: both need the same memory.
@@ -95,6 +96,7 @@ class Supervisor:
         """
         adopted_state = await self._driver.adopt(self.reconciler.desired, snapshot)
         self.drains.resume(restore_records(self.reconciler, snapshot, adopted_state, self._clock()))
+        self.overview.found_problems = adopted_state.problems
         if snapshot is not None:
             self._publisher.created = snapshot.created
         for adopted in adopted_state.builds:
@@ -156,12 +158,12 @@ class Supervisor:
     async def _pass(self) -> None:
         """Executes what is due, once."""
         now = self._clock()
-        gap, self._passed_at = now - self._passed_at, now
+        pause, self._passed_at = self._pauses.pause(now - self._passed_at), now
         if self._failing:
             self._end_lost_builds()
-        elif gap > PAUSE_SECONDS:
-            log.warning("the controller was paused", seconds=round(gap, 1))
-            self.reconciler.resume(gap, now)
+        elif pause:
+            log.warning("the controller was paused", seconds=round(pause, 1))
+            self.reconciler.resume(pause, now)
         self._failing = True
         try:
             self._idle.clear()
@@ -222,6 +224,7 @@ class Supervisor:
             self.reconciler.start_failed(name, str(error), self._clock(), final=final, lacks_resources=lacks_resources)
             self._wake.set()
             return
+        self.reconciler.started(name, self._clock())
         device = build.started.device
         build.ranks = [RankFacts(r.rank, r.pid, r.node, r.device or device) for r in build.ranks]
         await self._watch_build(name, build)
@@ -285,6 +288,7 @@ class Supervisor:
             build.cancel_tasks()
             await self._repeated.stop(name)
             self.reconciler.stopped(name, self._clock())
+            self.drains.discard(name)
         self._wake.set()
 
     def _check_role(self, name: ReplicaName, reported: int) -> None:

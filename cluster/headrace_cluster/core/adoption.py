@@ -44,22 +44,58 @@ def plan_adoption(
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
 
-    snapshot: of the last controller. Raises AdoptionError.
+    snapshot: of the last controller. A build of another secret or version beside builds of ours is left as it is.
+    Raises AdoptionError.
     """
     # Ray ends ranks without a placement group.
     placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
     recorded = snapshot.reports if snapshot is not None else {}
+    foreign = find_foreign(placed, authorities)
+    placed = {rank: report for rank, report in placed.items() if rank[0] not in foreign}
     builds = choose_builds(placed, expected, authorities, recorded)
     kept = {build.name for build in builds}
     adopted = {name.replica_id for name in kept}
     silent = [name for name in _silent(placed) if name.replica_id in expected.keys() - adopted]
-    kept |= set(silent)
+    kept |= set(silent) | foreign.keys()
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
-        AdoptedState(builds, {name.replica_id: name.generation for name in found}, silent),
+        AdoptedState(builds, {name.replica_id: name.generation for name in found}, silent, list(foreign.values())),
         [rank for rank in reports if rank[0] not in kept],
         [name for name in sorted(groups) if name not in kept],
     )
+
+
+def find_foreign(reports: Reports, authorities: Collection[bytes]) -> dict[ReplicaName, str]:
+    """The builds that are up and cannot be adopted, with the reason.
+
+    Raises AdoptionError if all that are up are such builds: then this controller is the one with the wrong secret.
+    """
+    found: dict[ReplicaName, str] = {}
+    names = sorted({name for name, _ in reports})
+    up = {name: ranks for name in names if (ranks := _complete(reports, name))}
+    for name, ranks in up.items():
+        if problem := _obstacle(name, ranks[0], authorities):
+            found[name] = f"{problem}; build {name.generation} is left as it is, and not used"
+    if found and found.keys() == up.keys():
+        raise AdoptionError(_obstacle(name := next(iter(up)), up[name][0], authorities))
+    return found
+
+
+def _obstacle(name: ReplicaName, report: RankReport, authorities: Collection[bytes]) -> str:
+    """Why a build with this report of its first rank cannot be adopted; empty if it can."""
+    if not set(report.authorities) & set(authorities):
+        return f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
+    if report.role not in set(Role):
+        return f"{name.replica_id} has a role of another version of Headrace: {report.role[:40]!r}"
+    return ""
+
+
+def _complete(reports: Reports, name: ReplicaName) -> Sequence[RankReport]:
+    """The reports of a build in the order of its ranks; empty unless all of them are up."""
+    ranks = {rank: report for (build, rank), report in reports.items() if build == name}
+    up = [report for _, report in sorted(ranks.items()) if report is not None and _is_up(report)]
+    complete = bool(up) and ranks.keys() == set(range(up[0].tp * up[0].pp)) and len(up) == len(ranks)
+    return up if complete else []
 
 
 def _silent(reports: Reports) -> list[ReplicaName]:
@@ -88,23 +124,17 @@ def choose_builds(
     reports = {rank: _known(report, (recorded or {}).get(rank), authorities) for rank, report in reports.items()}
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
-        ranks = {rank: report for (build, rank), report in reports.items() if build == name}
-        up = [report for _, report in sorted(ranks.items()) if report is not None and _is_up(report)]
-        if not up or ranks.keys() != set(range(up[0].tp * up[0].pp)) or len(up) != len(ranks):
+        if not (up := _complete(reports, name)):
             continue
         started = up[0].started
         assert started is not None
-        if not set(up[0].authorities) & set(authorities):
-            raise AdoptionError(
-                f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
-            )
+        if problem := _obstacle(name, up[0], authorities):
+            raise AdoptionError(problem)
         facts = [
             RankFacts(rank, report.pid, report.node, report.started.device if report.started is not None else "")
             for rank, report in enumerate(up)
         ]
         same = all(report.fingerprint == expected.get(name.replica_id) for report in up)
-        if up[0].role not in set(Role):
-            raise AdoptionError(f"{name.replica_id} has a role of another version of Headrace: {up[0].role[:40]!r}")
         build = AdoptedBuild(
             name,
             facts,

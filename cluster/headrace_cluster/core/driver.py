@@ -80,6 +80,7 @@ class AdoptedState:
     builds: list[AdoptedBuild] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not
     silent: list[ReplicaName] = field(default_factory=list)  # not adopted and not ended: they may be up
+    problems: list[str] = field(default_factory=list)  # builds that are up and neither adopted nor ended, and why
 
 
 class ReplicaDriver(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from headrace_cluster.core.defects import find_defects
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import Record, State
+from headrace_cluster.core.record import UP, Record, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 
@@ -25,7 +25,7 @@ class HealthJudge:
 
     def look(self, records: Iterable[Record], now: float) -> None:
         """Compares all replicas."""
-        up = [record for record in records if record.state in (State.READY, State.UNHEALTHY)]
+        up = [record for record in records if record.state in UP]
         self._silence = judge_silence(up, self._router_reports, now)
         for name, defect in find_defects(up, self._router_reports.not_finite(now)).items():
             (found,) = (record for record in up if record.name == name)
@@ -35,7 +35,7 @@ class HealthJudge:
 
     @property
     def may_be_cut_off(self) -> bool:
-        """Whether so many are silent that it may be the controller: then it judges no next build by its silence."""
+        """Whether the controller may be the reason of the silence: then it judges no next build by its silence."""
         return any(silence in (Silence.UNKNOWN, Silence.ALL_SILENT) for silence in self._silence.values())
 
     def judge(self, record: Record, now: float) -> str:

@@ -139,6 +139,7 @@ class Reconciler:
         for record in self.builds():
             record.since = min(now, record.since + gap)
             record.last_health = min(now, record.last_health + gap)
+            record.up_since = min(now, record.up_since + gap)
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -183,6 +184,12 @@ class Reconciler:
         if reason or record.state is State.PENDING:  # else the cause remains: why it is started again
             record.cause = reason
         record.enter(State.PENDING if reason else State.STARTING, now)
+
+    def started(self, name: ReplicaName, now: float) -> None:
+        """The start of a build has returned: it sends health messages from now on."""
+        record = self._current(name)
+        if record is not None and record.state in (State.PENDING, State.STARTING):
+            record.started, record.last_health, record.silence_limit = True, now, self._health.silence_seconds
 
     def start_failed(
         self, name: ReplicaName, sentence: str, now: float, *, final: bool, lacks_resources: bool = False
@@ -248,15 +255,15 @@ class Reconciler:
             return []
         if record.held or record.state is State.DEAD or record.replica_id not in self._desired:
             return self.surges.cancel(record)
+        if self.surges.may_take_over(following, now):
+            self.records[record.replica_id] = self.surges.promote(record)
+            return []
         if self._health_judge.may_be_cut_off and following.state is not State.STARTING:
             return []
         if problem := self.surges.problem(following, now):
             stop = Stop(following.name, drain=False)
             self._surge_failed(following, problem)
             return [stop]
-        if self.surges.may_take_over(following, now):
-            self.records[record.replica_id] = self.surges.promote(record)
-            return []
         return self.surges.launch(record, now)
 
     def _surge_failed(self, following: Record, sentence: str, *, lacks_resources: bool = False) -> None:
@@ -279,14 +286,21 @@ class Reconciler:
         if record.state is State.DEAD:
             if self.fatal or now < record.not_before:
                 return []
-            record.rolling = record.outdated = record.silent = False
+            record.rolling = record.outdated = record.silent = record.started = False
+            record.not_finite, record.defect = 0, ""
             record.generation = record.built = max(record.generation, record.built) + 1
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]
-        if record.state is State.STARTING:
+        if record.state is State.STARTING and record.started and now - record.last_health > record.silence_limit:
+            record.enter(State.UNHEALTHY, now)  # routers connect to it then, and report whether they receive from it
+            record.cause = f"{record.replica_id} has sent no health message since its start"
+        elif record.state is State.STARTING:
             why = self._health_judge.judge_start(record, now)
-        else:
-            why = self._health_judge.judge(record, now)
+            return self._replace(record, why, now) if why else []
+        why = self._health_judge.judge(record, now)
+        if record.state is State.READY:
+            record.ever_ready = True
+            self.unable.pop(record.replica_id, None)
         return self._replace(record, why, now) if why else []
 
     def _replace(self, record: Record, cause: str, now: float) -> list[Action]:

@@ -25,6 +25,9 @@ class State(StrEnum):
     DRAINED = "drained"  # ended on demand, and not built again until an operator asks
 
 
+UP = (State.READY, State.UNHEALTHY)  # its build runs, and is not to end
+
+
 @dataclass(frozen=True, slots=True)
 class DesiredReplica:
     """One replica of the spec. The model's tp and pp are those of this replica."""
@@ -66,6 +69,7 @@ class Record:
     generation: int = 0
     state: State = State.DEAD
     since: float = 0.0  # of the state
+    up_since: float = 0.0  # of its build, that it was ready or unhealthy for the first time
     last_health: float = 0.0  # last health message
     silence_limit: float = 0.0  # seconds without a health message until it is unhealthy
     ever_ready: bool = False
@@ -80,6 +84,7 @@ class Record:
     connected: float | None = None  # time since which every router is connected to it
     not_finite: int = 0  # attempts that ended there since the output was not finite, as its build reports
     defect: str = ""  # why its device counts as defective
+    started: bool = False  # its start has returned: health messages are due
     silent: bool = False  # of an earlier controller, perhaps up: its ranks have not replied yet
 
     @property
@@ -112,7 +117,6 @@ class Record:
         tries = len(self.failures)
         self.not_before = now + (0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2)))
         self.cause = cause
-        self.not_finite, self.defect = 0, ""
         self.enter(State.DEAD, now)
 
     def crash_loop(self, now: float) -> str:
@@ -129,6 +133,8 @@ class Record:
     def enter(self, state: State, now: float) -> None:
         """Changes the state; `since` is kept if the state is the same."""
         if self.state is not state:
+            if state in UP and self.state not in UP:
+                self.up_since = now
             self.state, self.since = state, now
 
 

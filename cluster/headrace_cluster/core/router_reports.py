@@ -16,7 +16,7 @@ class Silence(Enum):
     LOST = "the replica is silent"
     RECEIVED = "routers receive from it: the path to the controller is broken"
     ALL_SILENT = "neither the controller nor any router receives from any replica"
-    UNKNOWN = "many are silent at once, and no router reports it: the controller may be cut off"
+    UNKNOWN = "no router reports it: the controller may be cut off"
 
 
 class RouterReports:
@@ -58,19 +58,24 @@ class RouterReports:
 def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:
     """By build, for each in `up` that has been silent for too long.
 
-    One that alone is silent has failed. When many are silent at once the controller may be cut off, unless routers
-    report the same. Routers that receive from no replica at all prove little: they may be cut off together with it.
+    One that alone is silent, while one that was up with it sends messages, has failed. Otherwise the controller may be
+    cut off, unless routers report the same. Routers that receive from no replica at all prove little: they may be cut
+    off together with it.
     """
     silent = [record for record in up if now - record.last_health > record.silence_limit]
+    heard_since = [record.up_since for record in up if now - record.last_health <= record.silence_limit]
     received = {record.name: router_reports.receives(record.name, now) for record in silent}
     many = len(silent) > 1 and 2 * len(silent) >= len(up)
-    any_received = len(silent) < len(up) or any(received.values())
+    any_received = bool(heard_since) or any(received.values())
 
-    def judge(by_router: bool | None) -> Silence:
+    def judge(record: Record) -> Silence:
+        by_router = received[record.name]
         if by_router:
             return Silence.RECEIVED
-        if not many or (by_router is False and any_received):
-            return Silence.LOST
-        return Silence.UNKNOWN if by_router is None else Silence.ALL_SILENT
+        if by_router is not None:
+            return Silence.LOST if any_received else Silence.ALL_SILENT
+        # A build that came up later proves nothing: it may be on this side of a cut.
+        witnessed = any(since <= record.last_health for since in heard_since)
+        return Silence.LOST if witnessed and not many else Silence.UNKNOWN
 
-    return {name: judge(by_router) for name, by_router in received.items()}
+    return {record.name: judge(record) for record in silent}

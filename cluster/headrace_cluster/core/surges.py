@@ -6,7 +6,7 @@ begin ▶ launch ▶ starting ▶ ready, and every router connected ▶ promote:
 
 from collections.abc import Iterator
 
-from headrace_cluster.core.record import Action, Launch, Record, State, Stop
+from headrace_cluster.core.record import UP, Action, Launch, Record, State, Stop
 from headrace_cluster.spec.process_specs import HealthSpec
 
 STABLE_CONNECTION_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
@@ -77,7 +77,10 @@ class Surges:
             return f"it was not ready after {self._health.start_seconds:g} s"
         if following.state is State.UNHEALTHY and waited > self._health.replace_seconds:
             return f"it was unhealthy for {waited:.0f} s"
-        if following.state is State.READY and silent > following.silence_limit + self._health.replace_seconds:
+        if following.state is State.DRAINING and waited > self._health.replace_seconds:
+            return f"it drained for {waited:.0f} s"
+        up = following.state in UP
+        if up and silent > following.silence_limit + self._health.replace_seconds:
             return f"it has sent no health message for {silent:.0f} s"
         if following.state is State.READY and following.connected is None and waited > CONNECT_SECONDS:
             return f"not every router was connected to it after {CONNECT_SECONDS:g} s"
@@ -139,7 +142,7 @@ class Surges:
         """Ends a next build that is not needed: the replica was removed, or is built again anyway."""
         following = self._next[record.replica_id]
         self._discard_next(record)
-        return [Stop(following.name, drain=False)] if following.running else []
+        return [] if following.down else [Stop(following.name, drain=False)]
 
     def _discard_next(self, record: Record) -> None:
         del self._next[record.replica_id]

@@ -6,7 +6,7 @@ from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_worker.core.config import ReplicaStarted
 
 UNWATCHED_SECONDS = 5.0  # without a poll, until a controller has no keeper; one that is to stop then stops by itself
-BUILT_AGAIN = "it is built again"  # why a replica is down when an operator requested it and nothing failed
+BUILT_AGAIN = "it is being built again"  # why a replica is down when an operator requested it and nothing failed
 
 
 class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     admin_port: int = 0
     pid: int = 0
     adopted: int = 0  # builds of an earlier controller that continue
+    outdated: int = 0  # of these: with other settings than the spec's; they are replaced one after the other
     error: str = ""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_cluster.core.view import Opened
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
@@ -120,6 +121,19 @@ def starting(models: Sequence[ModelSpec]) -> str:
     counts = [sum(pool.replicas for pool in model.pools) for model in models]
     parts = [f"{model.name} ({counted(count, 'replica')})" for model, count in zip(models, counts, strict=True)]
     return f"starting {_listed(parts)}"
+
+
+def attached_note(opened: Opened) -> str:
+    """What was found of an earlier process's cluster; empty without any."""
+    if not opened.adopted:
+        return ""
+    found = f"attached to {counted(opened.adopted, 'build')} that run{'s' if opened.adopted == 1 else ''} already"
+    if not opened.outdated:
+        return found
+    return (
+        f"{found}; {opened.outdated} with other settings than this spec, which are replaced one after the other: until "
+        f"then what is shown of them is what they run with (`{program_name()} status`)"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

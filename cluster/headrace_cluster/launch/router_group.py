@@ -67,12 +67,12 @@ class RouterGroup:
         context = pinned(self._tls_cert) if self._tls_cert is not None else None
         return bool(places) and all(_is_ready(place.metrics, context) for place in places)
 
-    def watch(self) -> list[str]:
+    def watch(self, *, serving: bool = False) -> list[str]:
         """Restarts routers that ended; a sentence for each newly detected end.
 
-        Raises RouterFailedError for one that ended and that `places` has never found.
+        Raises RouterFailedError for one that ended and that `places` has never found, unless `serving`.
         """
-        return [event for process in self._processes if (event := process.watch())]
+        return [event for process in self._processes if (event := process.watch(serving=serving))]
 
     def stop(self, abort: Callable[[], bool] = lambda: False) -> None:
         """Waits for requests in flight within the routers' own limit, then ends all routers.

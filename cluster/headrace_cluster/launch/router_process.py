@@ -127,10 +127,11 @@ class RouterProcess:
         self._ports = {"port": http, "grpc_port": grpc, "metrics_port": metrics}
         self._was_up = True
 
-    def watch(self) -> str:
+    def watch(self, *, serving: bool = False) -> str:
         """Restarts it after it died; returns a sentence when the end was just detected, else an empty string.
 
         Raises RouterFailedError if it ended without a request to stop and was never up: the next one would end, too.
+        serving: clients may have requests in flight, which such an error would end; then it is only restarted.
         """
         now = time.monotonic()
         if self._restart_at is not None:
@@ -139,7 +140,7 @@ class RouterProcess:
         if code is None:
             return ""
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        if not self._was_up:
+        if not self._was_up and not serving:
             path = self._config.logs.path if self._config is not None else ""
             raise RouterFailedError(f"{self._label} ended ({how}); its log: {path or 'above'}")
         if now - self._started_at > STABLE_SECONDS:

@@ -52,14 +52,15 @@ class RunningCluster:
         self._routers = routers
         self._secrets = secrets
         self._secret_problem = ""
+        self._unable: set[str] = set()  # replicas, of the last view
 
     def await_ready(self, display: StartDisplay, record: ServerRecord, enter_serving: Callable[[], None]) -> None:
         """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses.
 
         enter_serving: called as soon as clients may have requests in flight: a replica that waits for a place, or
         loads for long, keeps the others from nothing.
-        Raises ReplicaFailedError when the cluster cannot start, and in a Ray of our own when any replica cannot;
-        RouterFailedError when a router cannot.
+        Raises ReplicaFailedError when the cluster cannot start, and in a Ray of our own when any replica cannot while
+        none is up; RouterFailedError when a router cannot while no client is served.
         """
         while not self._is_ready(display, record, enter_serving):
             time.sleep(START_SECONDS)
@@ -98,8 +99,12 @@ class RunningCluster:
         if view.stop_requested:
             self._ray.stop_requested = True
             raise KeyboardInterrupt
-        if refusal := view.fatal or (next(iter(view.unable.values()), "") if self._ray.link.owned else ""):
+        unable = next(iter(view.unable.values()), "") if self._ray.link.owned and not view.started else ""
+        if refusal := view.fatal or unable:
             raise ReplicaFailedError(refusal)
+        for replica_id in view.unable.keys() - self._unable:
+            show_message(view.unable[replica_id], "warning", replica=replica_id)
+        self._unable = set(view.unable)
         for entry in view.progress:
             display.update(entry.replica_id, entry.stage, entry.fraction)
         for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
@@ -116,7 +121,8 @@ class RunningCluster:
     def _supervise(self) -> View | None:
         """One round of what is done in every phase. The newest view, if there is another one since the last round."""
         if self._routers is not None:
-            _warn(self._routers.watch())
+            serving = self.view is not None and bool(self.view.started and self.view.routers)
+            _warn(self._routers.watch(serving=serving))
         _warn(self._ray.check())
         self._reread()
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerArgs
-from headrace_cluster.launch.banner import banner, starting
+from headrace_cluster.launch.banner import attached_note, banner, starting
 from headrace_cluster.launch.controller_watch import JOIN_SECONDS, ControllerWatch
 from headrace_cluster.launch.display import (
     log_unexpected,
@@ -165,6 +165,8 @@ class Serve:
             self._forced_ends.append(ray.force_end)
             opened = controller.open()
             display.update("Ray", "up", 1.0)
+            if note := attached_note(opened):
+                show_message(note)
             self._record.add_controller(opened, ray, self._secrets, cleanup)
             watch = self._controller = ControllerWatch(controller)
             stack.push(lambda _kind, error, _trace: _end_watch(watch, ray, error))
@@ -214,7 +216,8 @@ class Serve:
         shown = banner(server, view.started, view.roles, seconds, keys=KeyRules.of(self._spec), verbose=logs.verbose)
         shown.show(logs.format)
         own_ports = {port_of(server.control_address), server.admin_port}
-        if note := exposed_note(listeners(os.getpid()), {place.pid for place in cluster.places}, own_ports):
+        routers, joined = {place.pid for place in cluster.places}, self._spec.ray.address is not None
+        if note := exposed_note(listeners(os.getpid()), routers, own_ports, joined=joined):
             show_message(note, "warning")
 
     # -- down -------------------------------------------------------------------------------------------------

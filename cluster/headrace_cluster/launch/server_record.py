@@ -74,6 +74,7 @@ class ServerRecord:
         )
         cleanup.remove_at_end(path)
         starting.unlink(missing_ok=True)
+        state.remove_replaced(self.state)
 
     def add_routers(self, places: Sequence[RouterPlace]) -> None:
         """The first router's address, since routers share their ports, and the metrics address of each."""

@@ -29,7 +29,7 @@ from headrace_cluster.spec.pools import Pool
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.interface import address_on
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, request_limit, size_kv
+from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, gpu_headroom, request_limit, size_kv
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.headers import check_length, gguf_footprint, read_headers
@@ -179,6 +179,7 @@ class _Build:
             max_num_seqs=self.model.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=request_limit(self.model.max_model_len, footprint.max_positions),
             kv_cache_memory=self.model.kv_cache_memory,
+            headroom=gpu_headroom(machine.gpu_memory) if machine is not None and self.is_placed else 0,
             free=self._free(need, footprint, machine),
         )
 

@@ -120,6 +120,14 @@ def ended() -> list[ServeState]:
     return [state for _, state in _states("serve") if not state.process.alive]
 
 
+def remove_replaced(by: ServeState) -> None:
+    """Removes the files of ended processes that kept the same cluster of the same Ray: `by` keeps it now."""
+    for path, state in _states("serve"):
+        same = (state.cluster, state.ray_dashboard) == (by.cluster, by.ray_dashboard)
+        if same and state.detaches and by.detaches and not state.process.alive and path != path_of(by):
+            path.unlink(missing_ok=True)
+
+
 def remove(state: ServeState) -> None:
     """Removes the file of a serve that has ended, and that of a secret that was generated for it."""
     path_of(state).unlink(missing_ok=True)

@@ -3,18 +3,22 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import structlog
+import uvicorn
+from starlette.types import ASGIApp
 
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.certificates import ControllerCertificates
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.operations import explain_operation, replica_operations
 from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.controller.status import down_reason
 from headrace_cluster.controller.supervisor import Supervisor
@@ -25,8 +29,11 @@ from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.errors import ListenError
 from headrace_proto.identity import Identity
 from headrace_router.access.tls_files import TlsFiles
+
+LISTEN_SECONDS = 3.0  # for the process of the last controller, which has the same ports, to end
 
 log = structlog.get_logger(__name__)
 
@@ -58,6 +65,8 @@ class Controller:
         )
         self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, identity))
         self._servers = contextlib.AsyncExitStack()  # that listen
+        self._tls = TlsFiles(spec.tls) if spec.tls.enabled else None
+        self._admin_server: uvicorn.Server | None = None
         self._stop_requested = False
         self._stopping: asyncio.Task[None] | None = None
         self._record = ClusterRecord(spec.cluster)
@@ -69,7 +78,7 @@ class Controller:
         import ray.util
 
         host = self._spec.control.host or self._loopback or str(ray.util.get_node_ip_address())
-        admin = listen(self._spec.admin.host, self._spec.admin.port)
+        admin = await _listen(self._spec.admin.host, self._spec.admin.port)
         grpc, port = await start_control_server(
             self._membership, self._identity, self._certificates.authority, host, self._spec.control.port
         )
@@ -77,19 +86,28 @@ class Controller:
         adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
         self._supervisor.start()
         keeper = RecordKeeper(self._supervisor, self._save)
-        self._keeping = asyncio.create_task(keeper.run())
-        renewal = self._certificates.keep(self._supervisor.renew_certificates)  # routers renew theirs by themselves
-        self._tasks.append(asyncio.create_task(renewal))
+        self._keeping = self._repeat("the record", keeper.run)
+        # Routers renew theirs by themselves.
+        self._repeat(
+            "the renewal of certificates", partial(self._certificates.keep, self._supervisor.renew_certificates)
+        )
         operations = replica_operations(self._supervisor, keeper.saved)
-        tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
+        operations.append(explain_operation(self._membership.explaining))
         app = admin_app(self._certificates.admin_key, self._status, self._request_stop, operations)
-        server = admin_server(app, tls)
-        if tls is not None:
-            self._tasks.append(asyncio.create_task(tls.watch()))
-        self._servers.callback(setattr, server, "should_exit", True)
-        self._tasks.append(asyncio.create_task(server.serve(sockets=[admin])))
+        if self._tls is not None:
+            self._repeat("the watch over the TLS files", self._tls.watch)
         admin_port = int(admin.getsockname()[1])
-        return Opened(control_host=host, control_port=port, admin_port=admin_port, pid=os.getpid(), adopted=adopted)
+        listening = [admin]
+        self._repeat("the admin API", partial(self._serve_admin, app, admin_port, listening))
+        self._servers.callback(self._end_admin)
+        return Opened(
+            control_host=host,
+            control_port=port,
+            admin_port=admin_port,
+            pid=os.getpid(),
+            adopted=adopted,
+            outdated=sum(record.outdated for record in self._supervisor.reconciler.builds()),
+        )
 
     def use_secrets(self, sealed: bytes) -> None:
         """The cluster's secrets have changed. sealed: ControllerSecrets."""
@@ -126,6 +144,25 @@ class Controller:
         await self._supervisor.stop()
         await self._servers.aclose()
 
+    def _repeat(self, label: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Runs it until this process ends; the status shows its failures."""
+        task = asyncio.create_task(self._supervisor.retries.run(label, work))
+        self._tasks.append(task)
+        return task
+
+    async def _serve_admin(self, app: ASGIApp, port: int, listening: list[socket.socket]) -> None:
+        """listening: the first socket, which is taken from it: uvicorn closes it when it ends."""
+        admin = listening.pop() if listening else await _listen(self._spec.admin.host, port)
+        self._admin_server = admin_server(app, self._tls)
+        try:
+            await self._admin_server.serve(sockets=[admin])
+        finally:
+            admin.close()
+
+    def _end_admin(self) -> None:
+        if self._admin_server is not None:
+            self._admin_server.should_exit = True
+
     async def _save(self, snapshot: ControllerSnapshot) -> None:
         await asyncio.to_thread(self._record.save_snapshot, snapshot)
 
@@ -144,3 +181,15 @@ class Controller:
             await self.close()
             await asyncio.to_thread(self._record.remove)
             ray_names.end_cluster(self._spec.cluster)
+
+
+async def _listen(host: str, port: int) -> socket.socket:
+    """Raises ListenError when the port stays in use."""
+    deadline = time.monotonic() + LISTEN_SECONDS
+    while True:
+        try:
+            return listen(host, port)
+        except ListenError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.1)

@@ -4,17 +4,23 @@ import contextlib
 import importlib.util
 import signal
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from headrace_cluster.core import naming
+from headrace_cluster.core.adoption import find_foreign
+from headrace_cluster.core.driver import REPORT_SECONDS
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.revisions import Revisions, kept_revisions, with_commits
 from headrace_cluster.core.snapshot import Keeper
 from headrace_cluster.core.view import ControllerArgs, ControllerSecrets, Opened, View
 from headrace_cluster.errors import ClusterExistsError, ControllerLostError, ControllerTakenError
 from headrace_cluster.local import state
+from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
@@ -50,7 +56,8 @@ class ControllerHandle:
         """Creates the actor, which does nothing until `open`. The controller of a keeper that ended is replaced.
 
         revisions: those of the spec that were resolved; the commits of an earlier keeper precede them.
-        Raises ClusterExistsError when another process keeps a cluster of this name.
+        Raises ClusterExistsError when another process keeps a cluster of this name; AdoptionError when these secrets
+        are not those of the ranks: then the last controller goes on.
         """
         from headrace_cluster.ray.cluster_record import ClusterRecord
 
@@ -66,9 +73,12 @@ class ControllerHandle:
         ray.serves = _exists(spec.cluster)
         if _is_watched(spec.cluster):
             raise ClusterExistsError(
-                f"a cluster named '{spec.cluster}' runs already in the Ray at {ray.link.address}; stop it with "
-                f"`{program_name()} stop`, or give this one another name with --cluster"
+                f"a cluster named '{spec.cluster}' runs already in the Ray at {ray.link.address}, and another `serve` "
+                "or `controller` keeps it: end that one with Ctrl-C (its replicas go on), and this command attaches to "
+                f"them; stop all with `{program_name()} stop`; or give this one another name with --cluster"
             )
+        if ray.serves:
+            _check_secrets(spec.cluster, secrets.current)
         earlier = self._record.keeper() or Keeper(id=self._id)
         self.revisions = kept_revisions(spec, revisions, earlier.revisions)
         self._spec = with_commits(spec, self.revisions)
@@ -216,6 +226,22 @@ def _exists(cluster: str) -> bool:
 
     controller = ray_names.find_actor(naming.CONTROLLER, cluster)
     return controller is not None or bool(ray_names.rank_actors(cluster))
+
+
+def _check_secrets(cluster: str, secrets: Sequence[bytes]) -> None:
+    """Raises AdoptionError if a controller with these secrets could adopt none of the ranks that reply."""
+    import ray
+
+    from headrace_cluster.ray import names as ray_names
+
+    calls = {actor.report.remote(): rank for rank, actor in ray_names.rank_actors(cluster).items()}
+    replied, _ = ray.wait(list(calls), num_returns=len(calls), timeout=REPORT_SECONDS) if calls else ([], [])
+    reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(calls.values())
+    for call in replied:
+        # A rank that has ended, or is of another version, shows nothing about the secret.
+        with contextlib.suppress(ray.exceptions.RayError, msgspec.MsgspecError):
+            reports[calls[call]] = msgspec.msgpack.decode(ray.get(call), type=RankReport)
+    find_foreign(reports, ClusterAuthority(secrets).fingerprints)
 
 
 def _is_watched(cluster: str) -> bool:

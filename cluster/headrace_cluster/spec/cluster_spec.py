@@ -15,6 +15,7 @@ from headrace_cluster.spec.section import Section
 from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
+from headrace_router.config import policy_hint
 from headrace_router.core.limits import Limits
 
 
@@ -111,7 +112,8 @@ def _sentence(entry: Any, origins: Mapping[tuple[str | int, ...], str]) -> str:
     shown = "" if "auth" in loc or isinstance(entry["input"], dict | list) else f", not {entry['input']!r}"
     is_written = not length and not isinstance(loc[-1], int) and entry["type"] != "value_error"
     example = f"; write it like {loc[-1]}: {EXAMPLES[loc[-1]]}" if is_written and loc[-1] in EXAMPLES else ""
-    return f"{': '.join(parts)}: {message}{shown}{example}"
+    hint = policy_hint(entry["input"]) if loc[-1] == "policy" and isinstance(entry["input"], str) else ""
+    return f"{': '.join(parts)}: {message}{shown}{example}{hint and f'; {hint}'}"
 
 
 def _place(loc: Sequence[str | int]) -> str:

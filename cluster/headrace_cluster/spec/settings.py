@@ -72,9 +72,9 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         data = _loader()(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
-        raise SpecError(f"the config file {path} cannot be read: {error.strerror}") from error
+        raise SpecError(f"the config file {path} cannot be read: {error.strerror}; pass another with -f") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"the config file {path} is not YAML: {_yaml_problem(error)}") from error
+        raise SpecError(f"the config file {path} is not YAML: {_yaml_problem(error)}; correct it there") from error
     if data is None:
         return {}
     if not isinstance(data, dict):

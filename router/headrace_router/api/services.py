@@ -1,7 +1,9 @@
 """The services that the HTTP and the gRPC API of a router share."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from headrace_router.access.auth import Authenticator
@@ -9,6 +11,7 @@ from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.http.body import BodyReader
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
+from headrace_router.core.account import AccountTable, TimeAccount
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.fleet_placement import FleetPlacement
 from headrace_router.dispatch.admission import Admission
@@ -16,6 +19,7 @@ from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.dispatch.running_request import RunningRequest
+from headrace_router.dispatch.turns import Turns
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
@@ -35,15 +39,35 @@ class Services:
     bodies: BodyReader
     body_budget: BodyBudget
     slices: WorkSlices
+    turns: Turns
+    accounts: AccountTable
 
     @property
     def ready(self) -> bool:
         """Whether new requests are accepted and can be answered."""
         return not self.admission.closed and self.fleet.ready
 
+    @contextmanager
+    def account(self, request_id: str, answer_id: str, began: float) -> Iterator[TimeAccount]:
+        """The account of a request, until the client has its answer; one that was refused has none.
+
+        began: on the clock of time.monotonic.
+        """
+        account, failed, disconnected = self.accounts.open(request_id, answer_id, began), True, False
+        try:
+            yield account
+            failed = False
+        except (asyncio.CancelledError, GeneratorExit):
+            failed, disconnected = False, True
+            raise
+        finally:
+            account.finish(time.monotonic(), failed=failed, disconnected=disconnected)
+            if (failed or disconnected) and not account.prompt_tokens:
+                self.accounts.discard(account)  # it was refused
+
     @asynccontextmanager
-    async def run_request(self, request: GenerationRequest) -> AsyncIterator[RunningRequest]:
+    async def run_request(self, request: GenerationRequest, account: TimeAccount) -> AsyncIterator[RunningRequest]:
         """Runs a request that was admitted; a shutdown ends it. Raises ShuttingDownError."""
-        async with RunningRequest(request, self.placement, self.metrics, self.config) as running:
+        async with RunningRequest(request, self.placement, self.metrics, self.config, self.turns, account) as running:
             with self.admission.failed_on_shutdown(running.fail):
                 yield running

@@ -7,6 +7,7 @@ from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
     FINISH_NONE,
     FINISH_REFUSED,
+    AttemptTimes,
     Delta,
     TokenLogprobs,
 )
@@ -20,7 +21,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"  # by the replica, or by a stop string
     REFUSED = "refused"  # not accepted: may be placed elsewhere
-    LOST = "lost"  # the stream broke, the replica cancelled the attempt, or it skipped tokens
+    LOST = "lost"  # the stream broke, the replica cancelled the attempt, or its tokens were not as requested
     MOVED = "moved"  # by this router, to another replica
     CANCELLED = "cancelled"  # by this router: no client reads the answer
     NOT_FINITE = "not_finite"  # the model's output was not finite there: may be placed elsewhere
@@ -28,7 +29,7 @@ class Outcome(Enum):
 
 
 class Attempt:
-    """Receives the deltas of one attempt id in order, drops repeats and refuses gaps.
+    """Receives the deltas of one attempt id in order, drops repeats, and refuses gaps and more tokens than requested.
 
     `on_tokens` is called while the frame is read; `on_end` once, when `outcome` is set; `on_cancel` with the
     attempt's id when the replica must end it.
@@ -41,17 +42,21 @@ class Attempt:
         on_tokens: OnTokens,
         on_end: "Callable[[Attempt], None]",
         on_cancel: Callable[[bytes], None],
+        max_tokens: int = 0,
     ):
+        """max_tokens: of the answer, `first_index` tokens of earlier attempts included; 0 = no bound."""
         self.id = attempt_id
         self.cached_tokens = 0  # of the prompt; in the first delta, like `queue_seconds`
         self.queue_seconds: float | None = None  # None = no delta yet
         self.preemptions = 0
+        self.times: AttemptTimes | None = None  # of the newest delta with some
         self.refusal = ""
         self.outcome: Outcome | None = None
         self.error: Exception | None = None
-        self.skipped = False  # the replica skipped tokens
+        self.skipped = False  # the replica skipped tokens, or sent more than were requested
         self.target: object = None  # the replica that it was moved to; None = any
         self._first_index = self._next_index = first_index
+        self._max_tokens = max_tokens
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._on_cancel = on_cancel
@@ -73,12 +78,15 @@ class Attempt:
         if self.queue_seconds is None:
             self.cached_tokens, self.queue_seconds = delta.cached_tokens, delta.queue_us / 1e6
         self.preemptions = delta.preemptions
+        if delta.HasField("times"):
+            self.times = AttemptTimes()
+            self.times.CopyFrom(delta.times)  # a reference would keep the whole frame
         if delta.finish == FINISH_REFUSED:
             self.refusal = delta.error
             self._set(Outcome.REFUSED)
             return
         known = self._next_index - delta.first_index
-        if known < 0:
+        if known < 0 or 0 < self._max_tokens < delta.first_index + len(delta.token_ids):
             self.skipped = True
             self.end(Outcome.LOST)
             return
@@ -89,7 +97,8 @@ class Attempt:
         finish = FINISH_NONE if cancelled or delta.not_finite else delta.finish
         try:
             if token_ids or finish != FINISH_NONE:
-                self._on_tokens(token_ids, delta.logprobs[known:], finish, delta.error)
+                logprobs = delta.logprobs
+                self._on_tokens(token_ids, logprobs[known:] if logprobs else (), finish, delta.error)
         except Exception as error:
             self.error = error
             self.end(Outcome.FAILED)

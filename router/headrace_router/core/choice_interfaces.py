@@ -1,10 +1,11 @@
 """What the run of a choice needs of its owner: the output, a listener and timers."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.placement import Placed
 
 
 class ChoiceOutput(Protocol):
@@ -24,8 +25,8 @@ class ChoiceOutput(Protocol):
 class RunListener(Protocol):
     """Receives a run's events. `ended` comes last, once, and not after `ChoiceRun.cancel`."""
 
-    def placed(self, replica_id: str) -> None:
-        """An attempt starts on this replica."""
+    def placed(self, placed: Placed[Any]) -> None:
+        """An attempt starts."""
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str

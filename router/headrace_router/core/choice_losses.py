@@ -61,7 +61,7 @@ class ChoiceLosses(Generic[C]):
         if suspect is not None and suspect.start_trial(self._choice):
             self._trial = suspect
         if alone:
-            replica.isolate(attempt_id)
+            replica.reservation.begin(attempt_id)
             self._isolated = replica, attempt_id
             self._alone_until = now + TRIAL_SECONDS
         if alone or self._trial is not None:
@@ -90,8 +90,7 @@ class ChoiceLosses(Generic[C]):
             self._trial.end_trial(passed=passed, alone=self._ran_alone)
         if self._isolated is not None:
             replica, attempt_id = self._isolated
-            if replica.isolated_attempt == attempt_id:
-                replica.isolated_attempt = b""
+            replica.reservation.end(attempt_id)
         self._trial = self._isolated = self._trial_end = None
 
     def _find(self) -> Suspect | None:

@@ -21,4 +21,5 @@ class ChoiceRequest:
     index: int = 0  # in the response
     priority: int = 0
     deadline_seconds: float | None = None  # since `ChoiceRun.begin`
+    session: str = ""  # of the client, if it named one
     blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # of the prompt; none where not needed

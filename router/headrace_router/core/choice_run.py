@@ -23,7 +23,7 @@ from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
 from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import Build
-from headrace_router.core.placement import MustWaitError, Placement
+from headrace_router.core.placement import MustWaitError, Placed, Placement
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.core.shared_prompt import SharedPrompt
@@ -102,41 +102,45 @@ class ChoiceRun(Generic[C]):
         try:
             if ((begun or retry.alone) and retry.round_over) or self._losses.must_wait(urgent=urgent):
                 raise MustWaitError
-            replica = self._placement.place(
+            placed = self._placement.place(
                 self._request,
                 self._output_tokens,
                 retry.excluded,
                 preferred=preferred,
                 alone=retry.alone,
                 urgent=urgent,
+                sources=self._trusts_sources,
             )
-            if replica is None:
+            if placed is None:
                 self._wait(retry.not_placed(begun, now))
                 return
         except MustWaitError:
             self._wait(retry.must_wait(now))
             return
-        self._listener.placed(replica.replica_id)
-        self._submit(replica, self._choose_source(replica))
+        holder = self._holder(placed.replica)
+        if holder is not None:
+            placed = placed.fetching_from(holder)
+        self._listener.placed(placed)
+        self._submit(placed)
 
     def _wait(self, seconds: float) -> None:
         self._release_kept()
         self._cancel_next = self._timers.after(seconds, lambda: self._run_step(self._place))
 
-    def _submit(self, replica: ReplicaState[C], source: KvSource[C] | None) -> None:
-        request = self._request
+    def _submit(self, placed: Placed[C]) -> None:
+        replica, request, source = placed.replica, self._request, placed.source
         submit = Submit(
             request_label=request.label,
             model=request.model,
             revision=request.revision,
             tenant_salt=request.tenant_salt,
-            prompt_token_ids=request.prompt_token_ids,
             output_token_ids=self._output.output_token_ids,
             sampling=request.sampling,
             priority=request.priority,
             deadline_ms=self._remaining_ms(),
             alone=self._retry.alone,
             trial_tokens=self._losses.trial_tokens if self._retry.alone else 0,
+            expected_cached_tokens=placed.expected_tokens,
         )
         if source is not None:
             submit.source.CopyFrom(source.message())
@@ -144,24 +148,27 @@ class ChoiceRun(Generic[C]):
         if self._leads:
             self.prompt.replica = replica
         self._producing = False
-        cached = self._placement.cached_tokens(replica, request)
         blocks = request.blocks.get(replica.scheme) if replica.scheme is not None else None
-        self.attempt = attempt = replica.submit(submit, self._take_tokens, self._attempt_ended, cached, blocks)
+        self.attempt = attempt = replica.submit(
+            submit, self._take_tokens, self._attempt_ended, placed.expected_tokens, blocks, request.prompt_token_ids
+        )
         self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone, now=self._timers.now())
         if source is not None:
-            source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens)
+            source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens, replica)
 
-    def _choose_source(self, target: ReplicaState[C]) -> KvSource[C] | None:
-        """The replica that has the stream's blocks, or a prefill replica if it is predicted to be faster."""
+    @property
+    def _trusts_sources(self) -> bool:
+        """Whether another replica may compute its prompt: not if one may have caused a loss or a wrong output."""
+        return not (self._losses.any or self._in_doubt)
+
+    def _holder(self, target: ReplicaState[C]) -> KvSource[C] | None:
+        """The replica that has the stream's blocks, or those of the prompt's first choice."""
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica
         if holder is not None and holder.connected and holder is not target and not self._in_doubt:
             return KvSource(holder, cached_only=True)
-        if self._losses.any or self._in_doubt:
-            return None  # it may be the cause: no further replica is involved
-        source = self._placement.prefill_source(target, self._request, self._output_tokens)
-        return KvSource(source, cached_only=False) if source is not None else None
+        return None
 
     def _take_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
@@ -249,6 +256,7 @@ class ChoiceRun(Generic[C]):
         if not self._ended:
             if failure is None:
                 self._losses.complete()
+                self._placement.finished(self._request, self._output_tokens)
             self._close()
             self._listener.ended(attempt, failure)
             self._release_prompt(failure)

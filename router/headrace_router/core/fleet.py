@@ -1,7 +1,7 @@
 """The set of replicas: which can take work, and what models they serve. Pure."""
 
-from collections.abc import Callable, Iterator
-from typing import Generic, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeAlias
 
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterReport
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
@@ -11,11 +11,20 @@ from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.core.replica_state import C, ReplicaState
+from headrace_router.core.replica_table import ReplicaTable
 from headrace_router.core.served_models import ServedModel, ServedModels
+from headrace_router.core.step_speed import StepCost
 
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
+EXPIRED_BLOCKS = 4_096  # that were expected, in each call of `expire`: some milliseconds
 SWEPT_SEGMENTS = 8  # of the prefix index, in each call of `maintain`: about a millisecond
+PEERS = 32  # that a replica's speed is compared with: the median of more would be the same
+LEAST_COMPARISONS = 64  # of speeds in a call of `maintain`; more of them continue in the next calls
+COMPARISON_CALLS = 8  # in which all replicas are compared: less than the second that a measurement takes
+CHECKED_SECONDS = 1.0  # without a step: links and replicas that step more often are not looked at
 ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (docs/reliability.md I24)
+
+Serving: TypeAlias = Mapping[tuple[str, str], Sequence[ReplicaState[C]]]  # by model and revision
 
 
 class Link(Protocol[C]):
@@ -28,11 +37,14 @@ class Link(Protocol[C]):
         """Starts to close the stream, which ends every attempt on it; returns at once."""
 
     def check_stall(self) -> None:
-        """Ends the stream, and opens another one, if the replica has made no step for too long; returns at once."""
+        """Ends the stream, and opens another one, if the replica has made no step for too long; returns at once.
+
+        Called several times a second while there was no step for CHECKED_SECONDS.
+        """
 
 
 class Fleet(Generic[C]):
-    """Keeps one link per member, and places choices on the members' replicas."""
+    """Keeps one link per member."""
 
     def __init__(
         self,
@@ -54,14 +66,19 @@ class Fleet(Generic[C]):
         self.not_finite = NotFiniteTable(clock)
         self._clock = clock
         self._maintained: float | None = None
+        self._expired = 0  # place of the replica of which expected blocks have expired last
+        self._turn = 0  # of the peers in a comparison
         self._ready: set[int] = set()  # links that were ready at the last `rebalance`
-        self._links: dict[tuple[str, str, int], Link[C]] = {}
+        self._links: dict[tuple[str, str, int], Link[C]] = {}  # in the order of the table
+        self._unlisted: dict[tuple[str, str, int], Link[C]] = {}  # those of them to replicas that are no members
+        self.table: ReplicaTable[C] = ReplicaTable()
         self._models = ServedModels(started)
+        self._found: tuple[int, Sequence[ServedModel]] | None = None  # with the table's descriptions of that time
         self._version: tuple[bytes, int] = (b"", 0)
 
     @property
     def replicas(self) -> list[ReplicaState[C]]:
-        return [link.state for link in self._links.values()]
+        return self.table.replicas
 
     def update(self, members: MemberList) -> None:
         """Applies a member list of the controller. An older one of the same controller start is dropped."""
@@ -75,18 +92,22 @@ class Fleet(Generic[C]):
                 continue
             listed[member.address, member.identity.replica_id, member.identity.generation] = member
         for key, link in self._links.items():
-            link.state.listing = listed.pop(key, None)
+            link.state.list_as(listed.pop(key, None))
+        self._unlisted = {key: link for key, link in self._links.items() if link.state.listing is None}
         for key, member in listed.items():
             self._links[key] = self._open_link(member)
+        self.table.set_replicas(link.state for link in self._links.values())
         self._models.update(members.models)
+        self._found = None
         self.sweep()
 
     def report(self, router_id: str) -> RouterReport:
         """From which replicas this router receives messages, for the controller."""
-        replicas = [
-            HeardReplica(replica_id=replica.replica_id, generation=replica.identity.generation, heard=replica.heard)
-            for replica in self.replicas
-        ]
+        replicas = []
+        for replica in self.replicas:  # by their listed names, not by what they claim to be
+            identity = replica.listing.identity if replica.listing is not None else replica.identity
+            name = identity.replica_id or replica.address
+            replicas.append(HeardReplica(replica_id=name, generation=identity.generation, heard=replica.heard))
         return RouterReport(router_id=router_id, replicas=replicas, not_finite=self.not_finite.report())
 
     def maintain(self) -> None:
@@ -96,34 +117,59 @@ class Fleet(Generic[C]):
         self._maintained = now
         if pause > PAUSE_SECONDS:  # all seem stalled until their frames are read
             for replica in self.replicas:
-                replica.extend_heartbeat(pause)
-        for link in list(self._links.values()):
-            link.check_stall()
-        for replica in self.replicas:
-            if replica.blocks is not None:
-                replica.blocks.expire(now)
-            if replica.speed.complete and replica.facts is not None:
-                peers = [other for other in self.serving(replica.model, replica.revision) if other is not replica]
-                models = [other.load.step_model for other in peers if not other.speed.slow]
-                replica.speed.evaluate(replica.load.step_model, models, replica.kv_tokens, now)
-            if replica.connected and replica.stalled and replica.attempts and self._has_peer(replica):
+                replica.resume_after(pause)
+        self.table.refresh()
+        links, replicas = list(self._links.values()), self.replicas
+        still = self.table.without_step(now, CHECKED_SECONDS)
+        for place in still:
+            links[place].check_stall()
+        serving = self._ready_by_revision()
+        self.expire()
+        self._compare_speeds(serving)
+        for replica in [replicas[place] for place in still]:
+            served = (replica.model, replica.revision) in serving
+            if replica.attempts and replica.connected and replica.stalled and served:
                 replica.end_attempts()
-            elif replica.reserved and not replica.isolated:
-                self._move_away(replica)
+        for replica in self.table.reserved(now):
+            if not replica.isolated:
+                self._move_away(replica, serving.get((replica.model, replica.revision), ()))
         self.index.sweep(SWEPT_SEGMENTS)
         self.sweep()
 
+    def expire(self) -> bool:
+        """Forgets expected blocks of attempts that ended some time ago, of some replicas: whether there may be more.
+
+        What is left follows with the next call.
+        """
+        replicas, now = self.replicas, self._clock()
+        left = EXPIRED_BLOCKS
+        for _ in replicas:
+            self._expired = (self._expired + 1) % len(replicas)
+            blocks = replicas[self._expired].blocks
+            left = left if blocks is None else blocks.expire(now, left)
+            if left <= 0:
+                self._expired -= 1  # it may have more
+                return True
+        return False
+
     def sweep(self) -> None:
         """Closes idle links to unlisted replicas."""
-        for key, link in list(self._links.items()):
-            if link.state.listing is None and not link.state.attempts:  # running attempts may finish
-                del self._links[key]
-                self._close(link)
+        idle = [key for key, link in self._unlisted.items() if not link.state.attempts]  # others may finish
+        if not idle:
+            return
+        closing = [self._links.pop(key) for key in idle]
+        for key in idle:
+            del self._unlisted[key]
+        self.table.set_replicas(link.state for link in self._links.values())
+        for link in closing:
+            self._close(link)
 
     def close(self) -> None:
         """Starts to close every link, which ends every attempt."""
         links = list(self._links.values())
         self._links.clear()
+        self._unlisted.clear()
+        self.table.set_replicas(())
         for link in links:
             self._close(link)
 
@@ -142,9 +188,12 @@ class Fleet(Generic[C]):
         known = next((model.name for model in self.models() if name == model.name or name in model.aliases), None)
         return known is not None and any(replica.ready for replica in self.of_model(known))
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> Sequence[ServedModel]:
         """All models, listed by the controller or found on a replica."""
-        return self._models.found(self.replicas)
+        self.table.refresh()
+        if self._found is None or self._found[0] != self.table.descriptions:
+            self._found = self.table.descriptions, self._models.found(self.replicas)
+        return self._found[1]
 
     def model(self, name: str) -> ServedModel:
         """The model with this name or alias. Raises ModelNotFoundError."""
@@ -159,9 +208,9 @@ class Fleet(Generic[C]):
     def card(self, name: str) -> C:
         """The card of the revision that new requests use. Raises ModelNotFoundError, NoReplicaError or DrainedError."""
         model = self.model(name)
-        ready = [replica for replica in self.of_model(model.name) if replica.ready and replica.card is not None]
+        ready = self.table.ready_of(model.name, self._clock())
         revision = self._models.revision(model.name, ready)
-        card = next((replica.card for replica in ready if replica.revision == revision), None)
+        card = next((replica.card for replica in ready.get(revision, ())), None)
         if card is None and self._models.drained(model.name):
             raise DrainedError(
                 f"All replicas of '{model.name}' are drained by the operator of this server; use another model, or ask "
@@ -173,12 +222,8 @@ class Fleet(Generic[C]):
 
     def rebalance(self, now: float) -> None:
         """Moves a stream away from each replica that is short of memory or time, when another has free capacity."""
-        served: dict[tuple[str, str], list[ReplicaState[C]]] = {}
-        ready: set[int] = set()
-        for replica in self.replicas:
-            if replica.ready:
-                ready.add(id(replica))
-                served.setdefault((replica.model, replica.revision), []).append(replica)
+        served = self._ready_by_revision()
+        ready = {id(replica) for replicas in served.values() for replica in replicas}
         if self._ready - ready:
             self._rebalancer.replica_lost(now)
         self._ready = ready
@@ -191,9 +236,28 @@ class Fleet(Generic[C]):
     def _takes_streams(self, replica: ReplicaState[C]) -> bool:
         return not (replica.speed.slow or replica.isolated or replica.reserved or len(replica.arriving) >= ARRIVALS)
 
-    def _move_away(self, reserved: ReplicaState[C]) -> None:
+    def _compare_speeds(self, serving: Serving[C]) -> None:
+        """Compares the steps of some replicas with those of their peers."""
+        comparisons = max(LEAST_COMPARISONS, len(self.replicas) // COMPARISON_CALLS)
+        complete = [replica for replica in self.replicas if replica.speed.complete and replica.facts is not None]
+        peers: dict[tuple[str, str], list[tuple[ReplicaState[C], StepCost]]] = {}
+        for replica in complete[:comparisons]:
+            key = replica.model, replica.revision
+            if key not in peers:
+                peers[key] = self._peers(serving.get(key, ()))
+            replica.evaluate_speed([cost for other, cost in peers[key] if other is not replica])
+
+    def _peers(self, serving: Sequence[ReplicaState[C]]) -> list[tuple[ReplicaState[C], StepCost]]:
+        """With their step models; of many replicas a part that is spread over the list."""
+        count = len(serving)
+        if count > PEERS + 1:
+            self._turn += 1
+            serving = [serving[(self._turn + part * count // (PEERS + 1)) % count] for part in range(PEERS + 1)]
+        return [(replica, StepCost.of(replica.load.step_model)) for replica in serving if not replica.speed.slow]
+
+    def _move_away(self, reserved: ReplicaState[C], serving: Sequence[ReplicaState[C]]) -> None:
         """Moves streams to the peers, as many as these continue at a time: a choice waits to run there alone."""
-        for replica in self.serving(reserved.model, reserved.revision):
+        for replica in serving:
             if replica is reserved or not self._takes_streams(replica):
                 continue
             for _ in range(ARRIVALS - len(replica.arriving)):
@@ -202,13 +266,10 @@ class Fleet(Generic[C]):
                     return
                 attempt.move(replica)
 
-    def _has_peer(self, stalled: ReplicaState[C]) -> bool:
-        """Whether another replica can take its attempts: one of another revision cannot."""
-        return bool(self.serving(stalled.model, stalled.revision))
-
-    def serving(self, model: str, revision: str) -> list[ReplicaState[C]]:
-        """The replicas that take new requests."""
-        return [replica for replica in self.of_model(model) if replica.ready and replica.revision == revision]
+    def _ready_by_revision(self) -> Serving[C]:
+        """All replicas that take new requests, by model and revision."""
+        self.table.refresh()
+        return self.table.ready(self._clock())
 
     def is_replaced(self, request: ChoiceRequest) -> bool:
         """Whether the spec names another revision than the request's, and no replica has the latter and will stay."""

@@ -3,16 +3,25 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic
 
+import numpy as np
+
+from headrace_router.core.answer_length import AnswerLength
 from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.decision import MAX_CONSIDERED, Considered, Decision
+from headrace_router.core.disaggregation_mode import Mode
 from headrace_router.core.errors import RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
+from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import NotFiniteTable
-from headrace_router.core.placement import MustWaitError
-from headrace_router.core.policy import Policy, Work
-from headrace_router.core.policy.disaggregate import LEAST_TOKENS, Mode, choose_source
+from headrace_router.core.placement import MustWaitError, Placed
+from headrace_router.core.policy.disaggregate import LEAST_TOKENS
+from headrace_router.core.policy.interface import Plan, Policy, Tokens, Work
 from headrace_router.core.prefix.hash_scheme import HashScheme
 from headrace_router.core.replica_state import C, ReplicaState
+from headrace_router.core.replica_table import Rows
 from headrace_router.core.suspect_table import SuspectTable
+
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class FleetPlacement(Generic[C]):
@@ -34,6 +43,7 @@ class FleetPlacement(Generic[C]):
         self._clock = clock
         self._disaggregation: Mode = disaggregation
         self._least_disaggregated = least_disaggregated
+        self._answers = AnswerLength()
 
     @property
     def not_finite(self) -> NotFiniteTable:
@@ -44,31 +54,17 @@ class FleetPlacement(Generic[C]):
         """Called after each attempt: an idle link to a replica that is no longer a member can be closed."""
         self._fleet.sweep()
 
+    def finished(self, request: ChoiceRequest, output_tokens: int) -> None:
+        """An answer is complete."""
+        self._answers.add(request.model, output_tokens)
+
     def schemes(self, model: str, revision: str) -> set[HashScheme]:
         """How the blocks of a prompt are hashed; none if the policy does not look for them."""
         if not self._policy.uses_cache:
             return set()
-        return {replica.scheme for replica in self._fleet.serving(model, revision) if replica.scheme is not None}
-
-    def cached_tokens(self, replica: ReplicaState[C], request: ChoiceRequest) -> int:
-        """Leading tokens of the prompt that are in the replica's cache, as far as it is known."""
-        return self._cached((replica,), request)[0]
-
-    def _cached(self, replicas: Sequence[ReplicaState[C]], request: ChoiceRequest) -> list[int]:
-        """By replica. The last token is always computed."""
-        limit = len(request.prompt_token_ids) - 1
-        by_scheme = {
-            scheme: blocks.cached_tokens(self._fleet.index, limit) for scheme, blocks in request.blocks.items()
-        }
-        return [
-            int(by_scheme[replica.scheme][replica.blocks.slot])
-            if replica.blocks is not None and replica.scheme in by_scheme
-            else 0
-            for replica in replicas
-        ]
-
-    def _work(self, candidates: Sequence[ReplicaState[C]], request: ChoiceRequest, output_tokens: int) -> Work:
-        return Work(request, output_tokens, self._cached(candidates, request))
+        table = self._fleet.table
+        table.refresh()
+        return set(table.schemes(table.usable(model, revision, self._clock(), prefill=False)))
 
     def place(
         self,
@@ -79,68 +75,130 @@ class FleetPlacement(Generic[C]):
         preferred: object = None,
         alone: bool = False,
         urgent: bool = False,
-    ) -> ReplicaState[C] | None:
+        sources: bool = True,
+    ) -> Placed[C] | None:
         """A ready replica of the request's model and revision that is not excluded, or None.
 
         Raises MustWaitError, and RevisionReplacedError for a stream when no replica of its revision can come.
         """
-        serving = self._fleet.serving(request.model, request.revision)
-        if output_tokens and not serving and self._fleet.is_replaced(request):
+        table = self._fleet.table
+        table.refresh()
+        rows = table.usable(request.model, request.revision, self._clock(), prefill=False)
+        if self._policy.shares_roles and self._disaggregation == "shared":
+            computing = table.usable(request.model, request.revision, self._clock(), prefill=True)
+            rows = np.concatenate((rows, computing))
+        if output_tokens and not len(rows) and self._fleet.is_replaced(request):
             raise RevisionReplacedError(
                 "The model was replaced by another revision, which cannot continue this answer; send the request again."
             )
-        candidates = [replica for replica in serving if replica not in excluded]
-        if not candidates:
+        if excluded:
+            rows = rows[[replica not in excluded for replica in table.at(rows)]]
+        if not len(rows):
             return None
+        free = rows[table.column("isolated", rows) == 0]
         if alone:
-            return self._place_alone(candidates, request, output_tokens)
-        free = [replica for replica in candidates if not replica.isolated]
+            return self._place_alone(table.at(free), request, output_tokens)
         if output_tokens and not urgent:
-            free = [replica for replica in free if len(replica.arriving) < ARRIVALS]
-        if not free:
+            free = free[table.column("arrivals", free) < ARRIVALS]
+        if not len(free):
             raise MustWaitError
-        open_ = [replica for replica in free if not replica.reserved] or free
-        open_ = [replica for replica in open_ if not self._fleet.not_finite.avoids(replica.build)] or open_
-        steady = [replica for replica in open_ if not replica.speed.slow]
-        if steady and len(steady) < len(open_) and not output_tokens:
+        open_ = _or(free[table.column("reserved_until", free) <= self._clock()], free)
+        open_ = _or(self._finite(open_), open_)
+        slow = table.column("slow", open_) > 0
+        if slow.any() and not slow.all():
             now = self._clock()
-            due = [replica for replica in open_ if replica.speed.slow and replica.speed.probe_due(now)]
+            due = [replica for replica in table.at(open_[slow]) if not output_tokens and replica.speed.probe_due(now)]
             if due:
-                return due[0]
-        for replica in steady:
+                return Placed(due[0])
+        steady = open_[~slow]
+        for replica in table.at(steady) if preferred is not None else ():
             if replica is preferred and replica.has_room:
-                return replica
-        best = steady or open_
-        return best[self._policy.choose(best, self._work(best, request, output_tokens))]
+                return Placed(replica)
+        return self._plan(_or(steady, open_), request, output_tokens, sources=sources)
 
-    def _place_alone(
-        self, candidates: list[ReplicaState[C]], request: ChoiceRequest, output_tokens: int
-    ) -> ReplicaState[C]:
+    def _finite(self, rows: Rows) -> Rows:
+        """Without those whose output was not finite lately."""
+        if not self.not_finite:
+            return rows
+        return rows[[not self.not_finite.avoids(replica.build) for replica in self._fleet.table.at(rows)]]
+
+    def _plan(self, rows: Rows, request: ChoiceRequest, output_tokens: int, *, sources: bool) -> Placed[C]:
+        table = self._fleet.table
+        prefill = _NO_ROWS
+        if sources and self._disaggregation != "off":
+            prefill = table.usable(request.model, request.revision, self._clock(), prefill=True)
+            prefill = self._finite(prefill)
+        if not output_tokens:
+            for blocks in request.blocks.values():
+                self._fleet.index.reuse.asked(blocks.digests)
+        candidates = table.at(rows)
+        computing = table.at(prefill)
+        cached = self._cached(rows, request)
+        work = Work(
+            request,
+            output_tokens,
+            cached,
+            self._cached(rows, request, held=True) if cached.any() else cached,
+            self._cached(prefill, request),
+            self._answers.left(request.model, request.sampling.max_tokens, output_tokens),
+            self._disaggregation,
+            self._least_disaggregated,
+            self._fleet.index.reuse.share,
+        )
+        plan = self._policy.plan(table.view(rows), table.view(prefill), work)
+        source = None
+        if plan.source is not None:
+            source = KvSource(computing[plan.source], cached_only=False)
+        elif plan.holder is not None and sources:
+            source = KvSource(candidates[plan.holder], cached_only=True)
+        decision = Decision(
+            candidates[plan.target].replica_id,
+            len(candidates),
+            work.tokens,
+            plan.prediction,
+            source.replica.replica_id if source is not None else "",
+            source is not None and not source.cached_only,
+            _considered(candidates, plan, cached),
+        )
+        return Placed(candidates[plan.target], source, int(cached[plan.target]), decision)
+
+    def _cached(self, rows: Rows, request: ChoiceRequest, *, held: bool = False) -> Tokens:
+        """Leading tokens of the prompt that are in the replicas' caches, as far as it is known, without its last."""
+        cached = np.zeros(len(rows), np.int64)
+        limit = len(request.prompt_token_ids) - 1
+        for scheme, blocks in request.blocks.items() if len(rows) else ():
+            lengths = blocks.cached_tokens(self._fleet.index, limit, held=held)
+            if lengths.any():
+                cached += self._fleet.table.of_slots(lengths, scheme, rows)
+        return cached
+
+    def _place_alone(self, free: Sequence[ReplicaState[C]], request: ChoiceRequest, output_tokens: int) -> Placed[C]:
         """One that was reserved and runs nothing: until there is one, all routers' requests avoid the reserved one.
 
         An idle one is reserved, too: two routers that lose a replica would use the same one at once, and a choice that
         ends it would seem to be that of each.
         """
-        free = [replica for replica in candidates if not replica.isolated]
-        idle = [replica for replica in free if replica.reserved_here and not replica.requests and not replica.attempts]
-        if idle:
-            return idle[self._policy.choose(idle, self._work(idle, request, output_tokens))]
+        for replica in free:
+            if replica.reserved_here and not replica.requests and not replica.attempts:
+                return Placed(replica)
         if free:
             min(free, key=lambda replica: (not replica.reserved_here, replica.reserved, replica.requests)).reserve()
         raise MustWaitError
 
-    def prefill_source(
-        self, target: ReplicaState[C], request: ChoiceRequest, output_tokens: int
-    ) -> ReplicaState[C] | None:
-        """The prefill replica that should compute a prompt for the target, or None when the target should."""
-        sources = [
-            replica
-            for replica in self._fleet.of_model(request.model)
-            if replica.ready_source
-            and replica is not target
-            and replica.revision == request.revision
-            and not self._fleet.not_finite.avoids(replica.build)
-        ]
-        tokens = len(request.prompt_token_ids) + output_tokens
-        chosen = choose_source(tokens, target, sources, self._disaggregation, self._least_disaggregated)
-        return sources[chosen] if chosen is not None else None
+
+def _considered(candidates: Sequence[ReplicaState[C]], plan: Plan, cached: Tokens) -> tuple[Considered, ...]:
+    """The candidates with the lowest costs, and the chosen one."""
+    if plan.costs is None:
+        return ()
+    few = min(MAX_CONSIDERED, len(plan.costs))
+    lowest = np.argpartition(plan.costs, few - 1)[:few]
+    best = lowest[plan.costs[lowest].argsort(kind="stable")].tolist()
+    if plan.target not in best:
+        best[-1] = plan.target
+    return tuple(
+        Considered(candidates[place].replica_id, float(plan.costs[place]), int(cached[place])) for place in best
+    )
+
+
+def _or(rows: Rows, otherwise: Rows) -> Rows:
+    return rows if len(rows) else otherwise

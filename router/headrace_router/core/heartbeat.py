@@ -11,18 +11,18 @@ class Heartbeat:
         self.moves = 0  # of the step counter, seen on one stream
         self._clock = clock
         self._boot_id: bytes | None = None  # of the process at the other end of the last stream
-        self._at = 0.0  # when the counter moved
+        self.at = 0.0  # when the counter moved
         self._opened = 0.0  # when the stream was opened
 
     @property
     def seconds(self) -> float:
         """Since the step counter moved."""
-        return self._clock() - self._at
+        return self._clock() - self.at
 
     @property
     def silent_seconds(self) -> float:
         """Since it moved, or the stream was opened."""
-        return self._clock() - max(self._at, self._opened)
+        return self._clock() - max(self.at, self._opened)
 
     def opened(self, boot_id: bytes, step: int, *, stalled: bool) -> None:
         """A stream was opened, to this process.
@@ -30,7 +30,7 @@ class Heartbeat:
         A process whose step loop hangs may still connect: it counts as stalled until it makes a step.
         """
         if boot_id != self._boot_id or not stalled:
-            self._at = self._clock()
+            self.at = self._clock()
         self._boot_id, self.step, self._opened = boot_id, step, self._clock()
 
     def stepped(self, step: int) -> bool:
@@ -38,10 +38,10 @@ class Heartbeat:
         if step <= self.step:
             return False
         self.moves += self.step > 0  # the first one after a hello may be of an earlier time
-        self.step, self._at = step, self._clock()
+        self.step, self.at = step, self._clock()
         return True
 
     def extend(self, seconds: float) -> None:
         """This process was paused: the replica's frames of that time are not read yet."""
         now = self._clock()
-        self._at, self._opened = min(now, self._at + seconds), min(now, self._opened + seconds)
+        self.at, self._opened = min(now, self.at + seconds), min(now, self._opened + seconds)

@@ -17,11 +17,11 @@ class KvSource(Generic[C]):
     def message(self) -> Source:
         return Source(replica_id=self.replica.replica_id, address=self.replica.address, cached_only=self.cached_only)
 
-    def expect(self, attempt_id: bytes, tokens: int) -> None:
-        """An attempt starts elsewhere, whose prompt it may have to compute."""
+    def expect(self, attempt_id: bytes, tokens: int, target: ReplicaState[C]) -> None:
+        """An attempt starts at the target, whose prompt it may have to compute."""
         if not self.cached_only:
-            self.replica.remote_prompts[attempt_id] = tokens
+            self.replica.add_remote_prompt(attempt_id, tokens, lambda: target.has_reported(attempt_id))
 
     def remove(self, attempt_id: bytes) -> None:
         """The prompt is computed, or not needed any more."""
-        self.replica.remote_prompts.pop(attempt_id, None)
+        self.replica.discard_remote_prompt(attempt_id)

@@ -38,6 +38,9 @@ class NotFiniteTable:
             if build is not None:
                 self._avoided_until[build] = now + AVOID_SECONDS
 
+    def __bool__(self) -> bool:
+        return bool(self._avoided_until)
+
     def avoids(self, build: Build) -> bool:
         """Whether other replicas are preferred now."""
         return self._avoided_until.get(build, 0.0) > self._clock()

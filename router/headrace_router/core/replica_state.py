@@ -1,43 +1,45 @@
 """One replica's state in this router: pure; frames, time and attempt ids are passed in."""
 
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from math import inf
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
-    REPLICA_STATE_DRAINING,
     REPLICA_STATE_READY,
     REPLICA_STATE_UNHEALTHY,
-    ROLE_PREFILL,
     Load,
     ModelFacts,
     ReplicaFrame,
-    ReplicaIdentity,
-    Role,
     Submit,
 )
 from headrace_proto.stall import STALL_SECONDS, stall_limit
-from headrace_proto.trial import RESERVED_SECONDS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
+from headrace_router.core.checked_load import checked_load
 from headrace_router.core.heartbeat import Heartbeat
-from headrace_router.core.prefix.hash_scheme import HashScheme
+from headrace_router.core.known_replica import C as C
+from headrace_router.core.known_replica import KnownReplica
 from headrace_router.core.prefix.prompt_blocks import PromptBlocks
 from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
-from headrace_router.core.sampling_options import default_options
-from headrace_router.core.step_speed import StepSpeed
+from headrace_router.core.remote_prompts import RemotePrompts
+from headrace_router.core.reservation import Reservation
+from headrace_router.core.step_speed import StepCost, StepSpeed
 from headrace_router.core.submit_queue import SubmitQueue
 from headrace_router.core.unreported import Unreported
 
 _SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
-C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
+CACHE_FULL = 0.9  # of its blocks: from then on new ones replace others
 
 
-class ReplicaState(Generic[C]):
+def _ignore() -> None:
+    """Until a table follows the replica."""
+
+
+class ReplicaState(KnownReplica[C]):
     """Its load, its heartbeat, and the attempts that run there.
 
     Ready = connected, listed by the controller, not draining, and its step counter moved within
-    max(2 s, 4 x the predicted step). A stalled replica gets no new work. That the controller lists it as unhealthy does
-    not count: this router hears it itself.
+    max(2 s, 4 x the predicted step) and the interval of its reports. A stalled replica gets no new work. That the
+    controller lists it as unhealthy does not count: this router receives its steps itself.
     """
 
     def __init__(
@@ -50,52 +52,35 @@ class ReplicaState(Generic[C]):
         blocks: ReplicaBlocks | None = None,
     ) -> None:
         """`on_send` is called when the queue has messages for the replica. `blocks`: what its cache holds."""
-        self.listing: Member | None = member  # the newest entry of the member list; None = no longer a member
-        self.address = member.address
-        self.identity: ReplicaIdentity = member.identity
-        self.model = self.revision = ""  # until it is described
-        self.defaults: Mapping[str, float] = {}  # of options that requests may omit
-        self.facts: ModelFacts | None = None
-        self.card: C | None = None
-        self.load = Load()
+        super().__init__(member)
+        self._changed = True  # what policies read, since `ReplicaTable` has read it
+        self._on_change: Callable[[], None] = _ignore
+        self._on_frame: Callable[[], None] = _ignore
         self.connected = False
         self.attempts: dict[bytes, Attempt] = {}
-        self.remote_prompts: dict[bytes, int] = {}  # by attempt: tokens that another replica will fetch from this one
+        self.remote_prompts = RemotePrompts()
         self.blocks = blocks
-        self.scheme: HashScheme | None = None  # of its blocks
-        self.rows = self.step_tokens = 0  # see `Candidate`
         self.submit_queue = SubmitQueue(on_send)
+        self.report_seconds = 0.0  # between two frames without tokens, as this router has requested
         self.speed = StepSpeed()
         self.arriving: set[bytes] = set()  # attempts that continue a stream and have no new tokens yet
-        self.isolated_attempt = b""  # it runs alone: nothing else is placed here until it ends
         self._clock = clock
         self._new_id = new_id
-        self._heartbeat = Heartbeat(clock)
-        self._reserved_until = 0.0
+        self.heartbeat = Heartbeat(clock)
+        self.reservation = Reservation(clock, self.set_changed)
         self._unreported = Unreported()
+        self.used_at = 0.0  # when a load last showed a running request
 
     # What policies read
-
-    @property
-    def replica_id(self) -> str:
-        return self.identity.replica_id or self.address
-
-    @property
-    def build(self) -> tuple[str, int]:
-        """Id and generation: during a rollout two builds of a replica may be ready."""
-        return self.replica_id, self.identity.generation
-
-    @property
-    def role(self) -> Role:
-        """As the controller lists it; without a controller, as the replica reports it."""
-        if self.listing is not None and self.listing.identity.role:
-            return self.listing.identity.role
-        return self.identity.role
 
     @property
     def unreported(self) -> int:
         """Attempts that were sent and that its reported load does not include yet."""
         return len(self._unreported)
+
+    def has_reported(self, attempt_id: bytes) -> bool:
+        """Whether its load includes this attempt, or did."""
+        return attempt_id not in self._unreported
 
     @property
     def unreported_tokens(self) -> int:
@@ -104,36 +89,52 @@ class ReplicaState(Generic[C]):
 
     @property
     def remote_prompt_tokens(self) -> int:
-        """Tokens of this router's prompts that other replicas fetch from this one, not known to be computed."""
-        return sum(self.remote_prompts.values())
+        """Tokens of this router's prompts that others will fetch from here, and that the load cannot include yet."""
+        return self.remote_prompts.tokens
 
     @property
-    def seconds_since_step(self) -> float:
-        """Seconds since its step counter moved."""
-        return self._heartbeat.seconds
+    def queued_tokens(self) -> int:
+        """Tokens to compute before those of the next request: of its load, and of what this cannot include yet."""
+        return self.load.waiting_tokens + self._unreported.tokens + self.remote_prompts.tokens
+
+    @property
+    def arrivals(self) -> int:
+        """Attempts that continue a stream and have no new tokens yet."""
+        return len(self.arriving)
+
+    @property
+    def reserved_until(self) -> float:
+        """When it is free for all again; of another router's reservation the end is not known: infinite."""
+        return inf if self.load.reserved else self.reservation.until
 
     @property
     def progress(self) -> tuple[bytes, int]:
         """For `has_stepped_since`."""
-        return self.identity.boot_id, self._heartbeat.moves
+        return self.identity.boot_id, self.heartbeat.moves
 
     def has_stepped_since(self, progress: tuple[bytes, int]) -> bool:
         """Whether the process of that time is connected and its step counter has moved since."""
         boot_id, moves = progress
-        return self.connected and self.identity.boot_id == boot_id and self._heartbeat.moves > moves
+        return self.connected and self.identity.boot_id == boot_id and self.heartbeat.moves > moves
 
     @property
     def stalled(self) -> bool:
         """Whether the step loop has not moved for longer than a long step would explain."""
-        return self._heartbeat.seconds > self.stall_limit(STALL_SECONDS)
+        seconds = self.heartbeat.seconds
+        return seconds > STALL_SECONDS and seconds > self.stall_seconds  # the second one takes longer
+
+    @property
+    def stall_seconds(self) -> float:
+        """Without a step, until it counts as stalled."""
+        return self.stall_limit(STALL_SECONDS)
 
     def silent(self, seconds: float) -> bool:
         """Whether the open stream has brought no step for that long: it is closed then, and opened again."""
-        return self.connected and self._heartbeat.silent_seconds > self.stall_limit(seconds)
+        return self.connected and self.heartbeat.silent_seconds > self.stall_limit(seconds)
 
     def stall_limit(self, seconds: float) -> float:
-        """Seconds without a step until it counts as stalled, at least `seconds`."""
-        return stall_limit(self.load.predicted_step_ms / 1e3, seconds)
+        """Seconds without a step until it counts as stalled, at least `seconds`: frames may be a report apart."""
+        return stall_limit(self.load.predicted_step_ms / 1e3, seconds) + self.report_seconds
 
     @property
     def requests(self) -> int:
@@ -146,16 +147,16 @@ class ReplicaState(Generic[C]):
         return not self.rows or self.requests < self.rows
 
     @property
-    def kv_tokens(self) -> float:
-        """Tokens in its KV cache, as far as its facts are known."""
-        if self.facts is None:
-            return 0.0
-        return self.load.kv_usage * self.facts.kv_blocks * self.facts.identity.kv_layout.block_size
+    def drops(self) -> bool:
+        """Whether its cache is full: it drops a block for each new one."""
+        if self.facts is None or self.blocks is None:
+            return False
+        return self.blocks.held >= CACHE_FULL * self._kv_blocks
 
     @property
     def isolated(self) -> bool:
         """Whether an attempt runs there alone."""
-        return self.isolated_attempt in self.attempts
+        return self.reservation.attempt_id in self.attempts
 
     @property
     def reserved(self) -> bool:
@@ -165,23 +166,13 @@ class ReplicaState(Generic[C]):
     @property
     def reserved_here(self) -> bool:
         """Whether a choice of this router waits to run there alone."""
-        return self._clock() < self._reserved_until
+        return self.reservation.active
 
     def reserve(self) -> None:
-        """For a short time, for a choice that must run alone: longer than the pause between two searches."""
-        self._reserved_until = self._clock() + RESERVED_SECONDS
+        """For a short time, for a choice that must run alone."""
+        self.reservation.renew()
         if self.connected:
             self.submit_queue.reserve()
-
-    def isolate(self, attempt_id: bytes) -> None:
-        """The attempt runs there alone from now on."""
-        self.isolated_attempt = attempt_id
-        self._reserved_until = 0.0
-
-    @property
-    def leaving(self) -> bool:
-        """Whether it is drained: the end of its attempts is no failure."""
-        return self.load.draining or (self.listing is not None and self.listing.state == REPLICA_STATE_DRAINING)
 
     @property
     def heard(self) -> bool:
@@ -191,17 +182,61 @@ class ReplicaState(Generic[C]):
     @property
     def ready(self) -> bool:
         """Whether it takes new requests."""
-        return self._usable and self.role != ROLE_PREFILL
+        return self.takes_work and not self.stalled and not self.is_prefill
 
     @property
-    def ready_source(self) -> bool:
-        """Whether it computes prompts for other replicas."""
-        return self._usable and self.role == ROLE_PREFILL
-
-    @property
-    def _usable(self) -> bool:
+    def takes_work(self) -> bool:
+        """Whether it is ready, if it is not stalled."""
         listed = self.listing is not None and self.listing.state in _SERVING
-        return self.heard and self.facts is not None and listed and not self.load.draining
+        return self.connected and self.facts is not None and listed and not self.load.draining
+
+    def set_changed(self) -> None:
+        """Something that policies read has changed."""
+        if not self._changed:
+            self._changed = True
+            self._on_change()
+
+    def reset_changed(self) -> None:
+        """What policies read is about to be read."""
+        self._changed = False
+
+    def follow(self, on_change: Callable[[], None], on_frame: Callable[[], None]) -> None:
+        """Of the table that reads it: one at a time.
+
+        on_change: called now, and at the first change after each `reset_changed`. on_frame: after each frame.
+        """
+        self._on_change, self._on_frame = on_change, on_frame
+        self._changed = False
+        self.set_changed()
+
+    # What others report or request
+
+    def list_as(self, member: Member | None) -> None:
+        """Its entry in the newest member list; None = it is no longer a member."""
+        self.listing = member
+        self.set_changed()
+
+    def resume_after(self, pause: float) -> None:
+        """This process was paused: the replica's frames of these seconds are not read yet."""
+        self.heartbeat.extend(pause)
+        self.set_changed()
+
+    def evaluate_speed(self, peers: Sequence[StepCost]) -> None:
+        """Compares its steps with those that its peers would take."""
+        slow = self.speed.slow
+        self.speed.evaluate(StepCost.of(self.load.step_model), peers, self.kv_tokens, self._clock())
+        if self.speed.slow != slow:
+            self.set_changed()
+
+    def add_remote_prompt(self, attempt_id: bytes, tokens: int, is_reported: Callable[[], bool]) -> None:
+        """Another replica will fetch a prompt that this one computes. See `RemotePrompts.add`."""
+        self.remote_prompts.add(attempt_id, tokens, is_reported)
+        self.set_changed()
+
+    def discard_remote_prompt(self, attempt_id: bytes) -> None:
+        """It is computed, or not needed any more."""
+        if self.remote_prompts.discard(attempt_id):
+            self.set_changed()
 
     # Attempts
 
@@ -211,35 +246,47 @@ class ReplicaState(Generic[C]):
         on_tokens: OnTokens,
         on_end: Callable[[Attempt], None],
         cached: int = 0,
-        prompt: PromptBlocks | None = None,
+        blocks: PromptBlocks | None = None,
+        prompt: Sequence[int] = (),
     ) -> Attempt:
         """Starts an attempt under a new id (docs/reliability.md R12). The submit is sent with the next frame.
 
-        cached: tokens of its prompt that are expected in the replica's cache. prompt: its blocks, if they are known.
+        cached: tokens of its prompt that are expected in the replica's cache. blocks: of the prompt, if they are known.
+        prompt: its token ids, if they are not in `submit`: copied when it is sent.
         """
 
         def ended(attempt: Attempt) -> None:
+            self.set_changed()
             self.attempts.pop(attempt.id, None)
             self._unreported.discard(attempt.id)
             self.arriving.discard(attempt.id)
             if self.blocks is not None:
-                self.blocks.ended(attempt.id, self._clock())
+                self.blocks.ended(attempt.id, self._clock(), computed=attempt.started)
             on_end(attempt)
 
+        self.set_changed()
         submit.attempt_id = self._new_id()
-        attempt = Attempt(submit.attempt_id, len(submit.output_token_ids), on_tokens, ended, self.submit_queue.cancel)
+        attempt = Attempt(
+            submit.attempt_id,
+            len(submit.output_token_ids),
+            on_tokens,
+            ended,
+            self.submit_queue.cancel,
+            submit.sampling.max_tokens,
+        )
         self.attempts[attempt.id] = attempt
         if not self.connected:
             attempt.end(Outcome.LOST)
             return attempt
         remote = submit.HasField("source")
-        tokens = 0 if remote else len(submit.prompt_token_ids) + len(submit.output_token_ids) - cached
-        self._unreported.add(attempt.id, tokens, self._heartbeat.step)
+        length = len(submit.prompt_token_ids) + len(prompt) + len(submit.output_token_ids)
+        tokens = 0 if remote else length - cached
+        self._unreported.add(attempt.id, tokens, self.heartbeat.step)
         if submit.output_token_ids:
             self.arriving.add(attempt.id)
-        if self.blocks is not None and prompt is not None:
-            self.blocks.expect(attempt.id, prompt.digests)
-        self.submit_queue.submit(submit)
+        if self.blocks is not None and blocks is not None:
+            self.blocks.expect(attempt.id, blocks.expected)
+        self.submit_queue.submit(submit, prompt)
         return attempt
 
     def newest_started(self) -> Attempt | None:
@@ -255,22 +302,27 @@ class ReplicaState(Generic[C]):
 
     def describe(self, facts: ModelFacts, card: C) -> None:
         """Applies what the replica reports of itself when it is connected. card: what the owner made of the facts."""
+        self.set_changed()
         if facts.identity.boot_id != self.identity.boot_id:
             self.load, self.speed = Load(), StepSpeed()  # an earlier process's reports are invalid
-        self.identity, self.facts, self.card = facts.identity, facts, card
-        self.model, self.revision = facts.identity.model, facts.identity.revision
-        self.defaults = default_options(facts)
-        self.scheme = HashScheme.of(facts)
-        self.rows, self.step_tokens = facts.max_num_seqs, facts.max_num_batched_tokens
+        self.apply(facts, card)
 
     def receive(self, frame: ReplicaFrame) -> bool:
         """Processes one frame of the replica. Returns whether its step counter moved."""
+        moved = self._receive(frame)
+        self._on_frame()
+        return moved
+
+    def _receive(self, frame: ReplicaFrame) -> bool:
+        self.set_changed()
         if frame.HasField("hello"):
-            self._heartbeat.opened(frame.hello.boot_id, frame.step, stalled=self.stalled)
+            self.heartbeat.opened(frame.hello.boot_id, frame.step, stalled=self.stalled)
             self.identity, self.connected = frame.hello, True
             self.speed.restart()
         if frame.HasField("load"):
-            self.load = frame.load
+            self.load = checked_load(frame.load)
+            if frame.load.running:
+                self.used_at = self._clock()
         if frame.HasField("submits"):
             for attempt_id in self.submit_queue.take_reported(frame.submits):
                 self._unreported.discard(attempt_id)
@@ -278,21 +330,19 @@ class ReplicaState(Generic[C]):
             attempt = self.attempts.get(delta.attempt_id)
             if attempt is not None:
                 attempt.receive(delta)
-        if not self._heartbeat.stepped(frame.step):
+        if not self.heartbeat.stepped(frame.step):
             return False
         self.speed.add(frame.step, self.load, self._clock())
+        self.remote_prompts.stepped(frame.step)
         if not frame.HasField("submits"):
             # A replica of the release before: two steps after it was queued, its load is assumed to include a submit.
             self._unreported.discard_until(frame.step - 2)
         return True
 
-    def extend_heartbeat(self, seconds: float) -> None:
-        """This process was paused: the replica's frames of that time are not read yet."""
-        self._heartbeat.extend(seconds)
-
     def disconnect(self) -> None:
         """The stream has ended, and with it every attempt on it."""
         self.connected = False
+        self.set_changed()
         self._unreported.clear()
         self.end_attempts()
         self.submit_queue.clear()

@@ -1,6 +1,5 @@
 """The models of a fleet: as the controller lists them, and as replicas describe them. Pure."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +59,16 @@ class ServedModels:
         """The one that the spec names; empty if it names none."""
         return self._named_revisions.get(model, "")
 
-    def revision(self, model: str, ready: Sequence[ReplicaState[Any]]) -> str:
-        """The one that the spec names; if it names none, or none of it is ready, that of the most ready replicas."""
-        counts = Counter(replica.revision for replica in ready)
+    def revision(self, model: str, ready: Mapping[str, Sequence[ReplicaState[Any]]]) -> str:
+        """The one that the spec names; if it names none, or none of it is ready, that of the most ready replicas.
+
+        ready: the ready replicas of each revision. Of those with as many the one with the newest replica is chosen.
+        """
         named = self.named_revision(model)
-        if named in counts or not counts:
+        if named in ready or not ready:
             return named
-        newest = {revision: 0 for revision in counts}
-        for replica in ready:
-            newest[replica.revision] = max(newest[replica.revision], replica.identity.generation)
-        return max(counts, key=lambda revision: (counts[revision], newest[revision]))
+        most = max(map(len, ready.values()))
+        equal = [revision for revision, replicas in ready.items() if len(replicas) == most]
+        if len(equal) == 1:
+            return equal[0]
+        return max(equal, key=lambda revision: max(replica.identity.generation for replica in ready[revision]))

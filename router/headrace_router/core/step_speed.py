@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from headrace_proto.replica_pb2 import Load, StepModel
 
@@ -23,7 +24,24 @@ class _Frame:
     step: int
     at: float
     running: int
+    idle_steps: int
     predicted: float  # seconds of the newest step
+
+
+class StepCost(NamedTuple):
+    """Milliseconds of a step without prompts, of a StepModel: plain numbers, which many comparisons read."""
+
+    base: float
+    per_decode_sequence: float
+    per_kv_token: float
+
+    @classmethod
+    def of(cls, model: StepModel) -> "StepCost":
+        return cls(model.base_ms, model.per_decode_sequence_ms, model.per_kv_token_ms)
+
+    def step(self, decodes: float, kv_tokens: float) -> float:
+        """Of so many sequences, with so many tokens in the cache."""
+        return self.base + self.per_decode_sequence * decodes + self.per_kv_token * kv_tokens
 
 
 class StepSpeed:
@@ -50,9 +68,11 @@ class StepSpeed:
     def add(self, step: int, load: Load, now: float) -> None:
         """A frame of the replica, whose step counter moved."""
         last = self._last
-        self._last = _Frame(step, now, load.running, load.predicted_step_ms / 1e3)
+        self._last = _Frame(step, now, load.running, load.counters.idle_steps, load.predicted_step_ms / 1e3)
         if last is None or not (last.running and load.running and self._last.predicted):
             return  # idle ticks are no measure
+        if last.idle_steps != self._last.idle_steps:
+            return  # it was idle between the two frames
         steps = step - last.step
         self._seconds += now - last.at
         self._predicted += steps * self._last.predicted
@@ -66,11 +86,11 @@ class StepSpeed:
             return self._steps >= PROBE_STEPS
         return self._seconds >= WINDOW_SECONDS and self._steps >= WINDOW_STEPS
 
-    def evaluate(self, own: StepModel, peers: Sequence[StepModel], kv_tokens: float, now: float) -> None:
-        """Ends a complete window. peers: the models of the other ready replicas; without any it is not slow."""
+    def evaluate(self, own: StepCost, peers: Sequence[StepCost], kv_tokens: float, now: float) -> None:
+        """Ends a complete window. peers: those of the other ready replicas; without any it is not slow."""
         decodes = self._decodes / self._steps
-        others = [seconds for peer in peers if (seconds := _step_ms(peer, decodes, kv_tokens)) > 0]
-        mine = _step_ms(own, decodes, kv_tokens)
+        others = [step_ms for peer in peers if (step_ms := peer.step(decodes, kv_tokens)) > 0]
+        mine = own.step(decodes, kv_tokens)
         if others and mine > 0 and self._predicted > 0:
             self._judge(self._seconds / self._predicted * mine / median(others), now)
         last = self._last
@@ -102,7 +122,3 @@ class StepSpeed:
             share = min(1.0, max(0.0, now - self.measured_at) / BASELINE_SECONDS)
             self._baseline = min(slowness, known + (slowness - known) * share)
         self.slowness, self.measured_at = slowness, now
-
-
-def _step_ms(model: StepModel, decodes: float, kv_tokens: float) -> float:
-    return model.base_ms + model.per_decode_sequence_ms * decodes + model.per_kv_token_ms * kv_tokens

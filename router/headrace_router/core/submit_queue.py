@@ -1,7 +1,10 @@
-"""Messages that wait to be sent to a replica, and those that it has not reported yet: pure."""
+"""Messages that wait to be sent to a replica, and those that it has not reported yet: pure.
+
+A prompt is copied into its message when that is sent: of a request with many choices the queue holds one copy.
+"""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace_proto.replica_pb2 import Cancel, RouterFrame, Submit
 
@@ -13,20 +16,21 @@ class SubmitQueue:
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         """`on_put` is called after a message was added."""
-        self._submits: list[Submit] = []
+        self._submits: list[tuple[Submit, Sequence[int]]] = []  # with the tokens of the prompt that are not in it
         self._cancels: list[bytes] = []
         self._reserve = False
         self._sent: deque[bytes] = deque()  # attempts of this stream that the replica has not reported
         self._reported = 0  # submits of this stream
         self._on_put = on_put
 
-    def submit(self, submit: Submit) -> None:
-        self._submits.append(submit)
+    def submit(self, submit: Submit, prompt: Sequence[int] = ()) -> None:
+        """prompt: token ids to add to it before it is sent."""
+        self._submits.append((submit, prompt))
         self._on_put()
 
     def cancel(self, attempt_id: bytes) -> None:
         """Cancels an attempt; a submit that is still queued is dropped."""
-        kept = [submit for submit in self._submits if submit.attempt_id != attempt_id]
+        kept = [entry for entry in self._submits if entry[0].attempt_id != attempt_id]
         if len(kept) < len(self._submits):
             self._submits = kept
             return
@@ -50,18 +54,34 @@ class SubmitQueue:
         """The queued messages as one frame, up to about 1 MiB of prompts; None when there are none."""
         if not (self._submits or self._cancels or self._reserve):
             return None
-        tokens = count = 0
-        for submit in self._submits:
-            tokens += len(submit.prompt_token_ids) + len(submit.output_token_ids)
-            count += 1
-            if tokens >= MAX_FRAME_TOKENS:
-                break
-        submits, self._submits = self._submits[:count], self._submits[count:]
+        submits = self._take_submits()
         cancels, self._cancels = self._cancels, []
         reserve, self._reserve = self._reserve, False
         self._sent.extend(submit.attempt_id for submit in submits)
         sent = [Cancel(attempt_id=attempt_id) for attempt_id in cancels]
         return RouterFrame(submits=submits, cancels=sent, reserve=reserve)
+
+    def _take_submits(self) -> list[Submit]:
+        """All, or the oldest and then the shortest ones: none waits for all of another request's choices."""
+        lengths = [_length(*entry) for entry in self._submits]
+        places = range(len(lengths))
+        order: Sequence[int] = places
+        if sum(lengths) > MAX_FRAME_TOKENS:
+            order = [0, *sorted(places[1:], key=lengths.__getitem__)]
+        tokens, taken = 0, list[int]()
+        for place in order:
+            if taken and tokens + lengths[place] > MAX_FRAME_TOKENS:
+                break
+            tokens += lengths[place]
+            taken.append(place)
+        submits = []
+        for place in taken:
+            submit, prompt = self._submits[place]
+            submit.prompt_token_ids.extend(prompt)
+            submits.append(submit)
+        chosen = set(taken)
+        self._submits = [entry for place, entry in enumerate(self._submits) if place not in chosen]
+        return submits
 
     def take_reported(self, count: int) -> list[bytes]:
         """The attempts that are new among the first `count` submits of this stream, which the replica has by now."""
@@ -70,3 +90,7 @@ class SubmitQueue:
             reported.append(self._sent.popleft())
             self._reported += 1
         return reported
+
+
+def _length(submit: Submit, prompt: Sequence[int]) -> int:
+    return len(submit.prompt_token_ids) + len(submit.output_token_ids) + len(prompt)

@@ -11,6 +11,9 @@ class Unreported:
     def __len__(self) -> int:
         return len(self._attempts)
 
+    def __contains__(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._attempts
+
     def add(self, attempt_id: bytes, tokens: int, step: int) -> None:
         self._attempts[attempt_id] = tokens, step
         self.tokens += tokens

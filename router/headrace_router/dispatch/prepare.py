@@ -43,10 +43,18 @@ class Preparer:
         self._limits = limits
         self._pool = pool
 
-    async def prepare(self, body: ChatBody | CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
-        """label: for logs. Raises ApiError; nothing was sent to a replica yet."""
+    async def prepare(
+        self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = ""
+    ) -> GenerationRequest:
+        """label: for logs. session: for placement. Raises ApiError; nothing was sent to a replica yet."""
         make = self._chat(body, tenant, label) if isinstance(body, ChatBody) else self._completion(body, tenant, label)
-        return await make
+        request = await make
+        if not session:
+            session = (isinstance(body, ChatBody) and body.prompt_cache_key) or body.session_id or ""
+        if session:
+            session = f"{tenant.name}/{session}"
+            request = replace(request, choices=[replace(choice, session=session) for choice in request.choices])
+        return request
 
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
         limits = self._limits
@@ -59,7 +67,7 @@ class Preparer:
         _at_most(len(body.metadata or {}), limits.metadata_entries, "metadata", "entries")
         self._check_labels(body.metadata or {})
         self._check_labels({"user": body.user, "safety_identifier": body.safety_identifier})
-        self._check_labels({"prompt_cache_key": body.prompt_cache_key})
+        self._check_labels({"prompt_cache_key": body.prompt_cache_key, "session_id": body.session_id})
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
@@ -85,7 +93,7 @@ class Preparer:
         self._check_chars(chars, "prompt")
         for text in texts:
             _check_text(text, "prompt")
-        self._check_labels({"user": body.user})
+        self._check_labels({"user": body.user, "session_id": body.session_id})
         self._check_stream(body)
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, body.logprobs)

@@ -3,22 +3,29 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace_proto.replica_pb2 import ModelFacts
+from headrace_proto.replica_pb2 import Load, ModelFacts
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.text.model_card import ModelCard
 
 LABELS = ("model_name", "replica")
 
-Read = Callable[[ReplicaState[ModelCard], ModelFacts], float]
-
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
-    """A value as it is now."""
+class LoadGauge:
+    """A value of what a replica reports: read in the thread that renders a scrape."""
 
     name: str
     text: str
-    read: Read
+    read: Callable[[Load, ModelFacts], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StateGauge:
+    """A value of what this router knows: read on the event loop, of all replicas at once, so it must be quick."""
+
+    name: str
+    text: str
+    read: Callable[[ReplicaState[ModelCard]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +37,44 @@ class Counter:
     field: str
 
 
-GAUGES = (
-    Gauge("vllm:num_requests_running", "Requests in the running batch", lambda replica, _: replica.load.running),
-    Gauge("vllm:num_requests_waiting", "Requests waiting at the replica", lambda replica, _: replica.load.waiting),
-    Gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda replica, _: replica.load.kv_usage),
-    Gauge("headrace_kv_blocks", "KV blocks of the pool", lambda _, facts: facts.kv_blocks),
-    Gauge(
+LOAD_GAUGES = (
+    LoadGauge("vllm:num_requests_running", "Requests in the running batch", lambda load, _: load.running),
+    LoadGauge("vllm:num_requests_waiting", "Requests waiting at the replica", lambda load, _: load.waiting),
+    LoadGauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda load, _: load.kv_usage),
+    LoadGauge("headrace_kv_blocks", "KV blocks of the pool", lambda _, facts: facts.kv_blocks),
+    LoadGauge(
         "headrace_kv_blocks_free",
         "KV blocks that a new request can get, cached ones included",
-        lambda replica, _: replica.load.free_blocks,
+        lambda load, _: load.free_blocks,
     ),
-    Gauge("headrace_waiting_tokens", "Prefill tokens not computed yet", lambda replica, _: replica.load.waiting_tokens),
-    Gauge(
+    LoadGauge("headrace_waiting_tokens", "Prefill tokens not computed yet", lambda load, _: load.waiting_tokens),
+    LoadGauge(
         "headrace_predicted_step_seconds",
         "Predicted time of the next step",
-        lambda replica, _: replica.load.predicted_step_ms / 1e3,
+        lambda load, _: load.predicted_step_ms / 1e3,
     ),
-    Gauge(
+    LoadGauge(
         "headrace_step_error_seconds",
         "Mean absolute error of the predicted step time",
-        lambda replica, _: replica.load.step_model.error_ms / 1e3,
+        lambda load, _: load.step_model.error_ms / 1e3,
     ),
-    Gauge(
+)
+
+STATE_GAUGES = (
+    StateGauge(
         "headrace_attempts_in_flight",
         "Attempts of this router at the replica",
-        lambda replica, _: len(replica.attempts),
+        lambda replica: len(replica.attempts),
     ),
-    Gauge(
+    StateGauge(
         "headrace_replica_ready",
         "Whether this router sends new requests there",
-        lambda replica, _: float(replica.ready),
+        lambda replica: float(replica.ready),
     ),
-    Gauge(
+    StateGauge(
         "headrace_replica_slow",
         "Whether this router avoids it, because its steps take much longer than those of its peers",
-        lambda replica, _: float(replica.speed.slow),
+        lambda replica: float(replica.speed.slow),
     ),
 )
 

@@ -1,16 +1,24 @@
 """This router's own metrics, under the usual names of the field: one statement each."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import asyncio
+import threading
+from itertools import chain
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headrace_router.core.errors import ApiError
 from headrace_router.core.fleet import Fleet
-from headrace_router.dispatch.fleet_collector import FleetCollector
+from headrace_router.dispatch.exposition import render
+from headrace_router.dispatch.fleet_collector import FleetCollector, Reading
 from headrace_router.dispatch.replica_metrics import LABELS
+from headrace_router.dispatch.token_histogram import TokenHistogram
 from headrace_router.text.model_card import ModelCard
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+PLACEMENT_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
+ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 5, 10)
 
 
 class RouterMetrics:
@@ -18,14 +26,17 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._rendering = threading.Lock()
         self._fleet: Fleet[ModelCard] | None = None
+        self._replicas: FleetCollector | None = None
         self._per_model: list[Counter] = []
         self.first_token = self._latency(
             "vllm:time_to_first_token_seconds", "From acceptance to the first token", FIRST_TOKEN_BUCKETS
         )
-        self.inter_token = self._latency(
-            "vllm:inter_token_latency_seconds", "Between tokens of one choice", TOKEN_BUCKETS
+        self.inter_token = TokenHistogram(
+            "vllm:inter_token_latency_seconds", "Between tokens of one choice", LABELS, TOKEN_BUCKETS
         )
+        self._registry.register(self.inter_token)
         self.per_token = self._latency(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per token after the first, per choice",
@@ -36,6 +47,27 @@ class RouterMetrics:
         )
         self.queued = self._latency(
             "vllm:request_queue_time_seconds", "Waiting at the replica before the first step", FIRST_TOKEN_BUCKETS
+        )
+        self.prediction_error = self._latency(
+            "headrace_first_token_prediction_error",
+            "Of the time from placement to the first token: |predicted - actual| / actual",
+            ERROR_BUCKETS,
+        )
+        self.placement_seconds = Histogram(
+            "headrace_placement_seconds",
+            "Of this router's time: choosing the replica of an attempt",
+            ("model_name",),
+            buckets=PLACEMENT_BUCKETS,
+            registry=self._registry,
+        )
+        self.placements = self._counter(
+            "headrace_placements", "Attempts placed, by where the prompt's KV blocks come from", "model_name", "reason"
+        )
+        self.expected_cached = self._counter_per_model(
+            "headrace_expected_cached_tokens", "Prompt tokens that were expected in the cache of the chosen replica"
+        )
+        self.found_cached = self._counter_per_model(
+            "headrace_found_cached_tokens", "Prompt tokens of the same requests that were in its cache"
         )
         self.success = self._counter("vllm:request_success", "Choices finished, by reason", *LABELS, "finished_reason")
         self.retries = self._counter("headrace_retries", "Choices placed again, by cause", "model_name", "cause")
@@ -56,14 +88,20 @@ class RouterMetrics:
     def add_fleet(self, fleet: Fleet[ModelCard]) -> None:
         """Adds the replicas of a fleet to each scrape."""
         self._fleet = fleet
-        self._registry.register(FleetCollector(fleet))
+        self._replicas = FleetCollector(fleet)
 
-    def text(self) -> bytes:
-        """The exposition format, version 0.0.4."""
+    async def text(self) -> bytes:
+        """The exposition format, version 0.0.4. Rendered in a thread: a thousand replicas have 100,000 lines."""
         for model in self._fleet.models() if self._fleet is not None else ():
             for counter in self._per_model:
                 counter.labels(model.name)
-        return generate_latest(self._registry)
+        readings = self._replicas.read() if self._replicas is not None else []
+        return await asyncio.to_thread(self._render, readings)
+
+    def _render(self, readings: list[Reading]) -> bytes:
+        with self._rendering:  # a scrape whose client disconnected may still be rendered
+            metrics = self._registry.collect()
+            return render(metrics if self._replicas is None else chain(metrics, self._replicas.metrics(readings)))
 
     def failed(self, error: ApiError) -> None:
         """Counts a request that was refused or has failed."""

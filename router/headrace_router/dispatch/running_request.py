@@ -10,16 +10,20 @@ import structlog
 
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
+from headrace_router.core.account import Cause, TimeAccount
+from headrace_router.core.account.recorder import Recorder
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.placement import Placement
+from headrace_router.core.placement import Placed, Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate
 from headrace_router.dispatch.choice_observer import ChoiceObserver
 from headrace_router.dispatch.request import GenerationRequest, is_first
 from headrace_router.dispatch.router_metrics import RouterMetrics
+from headrace_router.dispatch.signal import Signal
+from headrace_router.dispatch.turns import Turns
 from headrace_router.text.model_card import ModelCard
 
 SLICE_SECONDS = 0.002  # of the event loop, to begin choices
@@ -34,13 +38,22 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: GenerationRequest, placement: Placement[ModelCard], metrics: RouterMetrics, config: RouterConfig
+        self,
+        request: GenerationRequest,
+        placement: Placement[ModelCard],
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        turns: Turns,
+        account: TimeAccount,
     ) -> None:
+        """turns: of all requests. account: of the time from here on, for the first choice."""
         self.request = request
+        self._timers = LoopTimers(self, turns)
+        self.account = account
         self.choices = [Choice(choice, request.card, request.stop) for choice in request.choices]
         self.cached_tokens = 0
         self._updates: dict[int, ChoiceUpdate] = {}
-        self._updated = asyncio.Event()
+        self._updated = Signal()
         self._ended = asyncio.Event()
         self._failure: ApiError | None = None
         self._running = 0
@@ -60,8 +73,8 @@ class RunningRequest:
         )
         copy = choice.request.sampling.choice_index
         leader = self._runs[-copy] if copy else None  # the first choice of the same prompt
-        listener = _ChoiceListener(self, choice, metrics)
-        return ChoiceRun(choice.request, choice, placement, retry, LoopTimers(), listener, leader)
+        listener = _ChoiceListener(self, choice, metrics, self.account if choice.request.index == 0 else None)
+        return ChoiceRun(choice.request, choice, placement, retry, self._timers, listener, leader)
 
     @property
     def done(self) -> bool:
@@ -74,6 +87,9 @@ class RunningRequest:
 
     async def __aenter__(self) -> "RunningRequest":
         self._running = len(self._runs)
+        self.account.begin(
+            self.request.prompt_tokens, lambda: (self.completion_tokens, self.cached_tokens), time.monotonic()
+        )
         try:
             await self._begin()
         except BaseException:
@@ -82,7 +98,7 @@ class RunningRequest:
         return self
 
     async def _begin(self) -> None:
-        """Begins all choices: each copies the prompt, so it is done in slices."""
+        """Begins all choices: each is placed, so it is done in slices."""
         end = time.perf_counter() + SLICE_SECONDS
         for run in self._runs:
             if time.perf_counter() >= end:
@@ -96,18 +112,14 @@ class RunningRequest:
         self._cancel()
 
     def _cancel(self) -> None:
+        self._updated.close()
         for run in self._runs:
             run.cancel()
 
     async def take(self, seconds: float | None = None) -> list[ChoiceUpdate]:
         """Waits for updates; an empty list after `seconds` without one. Raises the first ApiError of any choice."""
-        if not self._updated.is_set():
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._updated.wait()
-            except TimeoutError:
-                return []
-        self._updated.clear()
+        if not await self._updated.wait(seconds):
+            return []
         if self._failure is not None:
             raise self._failure
         updates = list(self._updates.values())
@@ -136,6 +148,7 @@ class RunningRequest:
             self.fail(failure)
         self._running -= 1
         if not self._running:  # while other choices run, the last update has woken the reader already
+            self.account.enter(Cause.CLIENT, time.monotonic())
             self._updated.set()
             self._ended.set()
 
@@ -153,27 +166,36 @@ class RunningRequest:
 class _ChoiceListener:
     """Turns what a run reports into updates, metrics and log events."""
 
-    def __init__(self, running: RunningRequest, choice: Choice, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, running: RunningRequest, choice: Choice, metrics: RouterMetrics, account: TimeAccount | None
+    ) -> None:
         self._running_request = running
         self._choice = choice
         self._metrics = metrics
         self._model = choice.request.model
         self._observer = ChoiceObserver(metrics, self._model, time.monotonic())
+        self._recorder = Recorder(account) if account is not None else None
 
-    def placed(self, replica_id: str) -> None:
-        self._observer.set_replica(replica_id)
+    def placed(self, placed: Placed[ModelCard]) -> None:
+        self._observer.placed(placed)
+        if self._recorder is not None:
+            self._recorder.placed(placed, time.monotonic())
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> None:
         if not self._choice.output_token_ids and is_first(self._choice.request):  # usage counts each prompt once
             self._running_request.cached_tokens += attempt.cached_tokens
-        self._observer.add_tokens(len(token_ids))
+        self._observer.add_tokens(len(token_ids), attempt.cached_tokens)
+        if self._recorder is not None and token_ids:
+            self._recorder.tokens(attempt, time.monotonic())
         update = self._choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
             self._running_request.add_update(update)
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        if self._recorder is not None:
+            self._recorder.left(time.monotonic())
         if outcome is Outcome.MOVED:
             self._metrics.rebalancings.labels(self._model).inc()
         elif begun and outcome is Outcome.LOST:
@@ -186,20 +208,24 @@ class _ChoiceListener:
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if failure is None and attempt is not None:
             self._observer.finished(self._choice, attempt)
+        if self._recorder is not None:
+            self._recorder.ended(attempt, time.monotonic())
         self._running_request.choice_ended(failure)
 
 
 class LoopTimers:
-    """Timers of the running event loop."""
+    """Timers of the running event loop, for one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: object, turns: Turns) -> None:
+        self._request = request
+        self._turns = turns
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
         return time.monotonic()
 
     def soon(self, call: Callable[[], None]) -> Callable[[], None]:
-        return self._loop.call_soon(call).cancel
+        return self._turns.soon(self._request, call)
 
     def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         return self._loop.call_later(seconds, call).cancel

@@ -21,22 +21,31 @@ class CardCache:
         self._cards: dict[bytes, ModelCard] = {}
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def card(self, facts: ModelFacts, tokenizer_json: bytes) -> ModelCard:
-        """The card for these facts. `tokenizer_json` is empty when the router stated its digest in the request.
+    def has_tokenizer(self, digest: bytes) -> bool:
+        """Whether `card` needs no tokenizer.json for it."""
+        return digest in self._tokenizers
 
-        Raises ModelFactsError when tokenizer and digest do not match.
-        """
+    def fetching(self, digest: bytes) -> asyncio.Lock:
+        """Held by the link that fetches this tokenizer: the others wait for it."""
+        return self._locks.setdefault(b"fetch" + digest, asyncio.Lock())
+
+    async def add_tokenizer(self, digest: bytes, tokenizer_json: bytes) -> None:
+        """Raises ModelFactsError when tokenizer and digest do not match."""
+        await self._loaded(digest, tokenizer_json)
+
+    async def card(self, facts: ModelFacts) -> ModelCard:
+        """The card for these facts. Raises ModelFactsError if their tokenizer was not added."""
         key = hashlib.blake2b(_shared_part(facts), digest_size=16).digest()
         async with self._locks.setdefault(key, asyncio.Lock()):  # a template that compiles slowly delays its model only
             if key not in self._cards:
-                loaded = await self._loaded(facts.tokenizer_digest, tokenizer_json)
+                loaded = await self._loaded(facts.tokenizer_digest)
                 card = await asyncio.to_thread(ModelCard, facts, loaded)
                 if len(self._cards) >= MAX_TOKENIZERS:
                     self._cards.pop(next(iter(self._cards)))
                 self._cards[key] = card
             return self._cards[key]
 
-    async def _loaded(self, digest: bytes, tokenizer_json: bytes) -> LoadedTokenizer:
+    async def _loaded(self, digest: bytes, tokenizer_json: bytes = b"") -> LoadedTokenizer:
         async with self._locks.setdefault(b"tokenizer" + digest, asyncio.Lock()):
             loaded = self._tokenizers.get(digest)
             if loaded is None:

@@ -1,7 +1,9 @@
 """Watches the controller's member list, which registers this router, and reports from which replicas it receives."""
 
 import asyncio
+import json
 import random
+import time
 from typing import Any
 
 import grpc
@@ -9,10 +11,11 @@ import structlog
 
 from headrace_proto.channel_options import WATCHER
 from headrace_proto.component import Component
-from headrace_proto.control_pb2 import Member, MemberList, RouterInfo, WatchRequest
+from headrace_proto.control_pb2 import Member, MemberList, RequestAccount, RouterInfo, WatchRequest
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_router.config import StaticMember
+from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.model_card import ModelCard
@@ -20,6 +23,8 @@ from headrace_router.text.model_card import ModelCard
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 2.0
 REPORT_SECONDS = 0.5  # between two reports; less than the controller's FRESH_SECONDS
+REQUESTED_SECONDS = 0.02  # before one with accounts that the controller has requested
+MAX_ACCOUNTS = 16  # in one report
 
 
 log = structlog.get_logger("headrace.router.membership")
@@ -40,16 +45,23 @@ def static_list(members: tuple[StaticMember, ...]) -> MemberList:
 
 
 async def watch_controller(
-    address: str, info: RouterInfo, certificate: RouterCertificate, fleet: Fleet[ModelCard]
+    address: str,
+    info: RouterInfo,
+    certificate: RouterCertificate,
+    fleet: Fleet[ModelCard],
+    accounts: AccountTable,
 ) -> None:
-    """Watches until cancelled. While the controller is unreachable the last list stays in use."""
+    """Watches until cancelled. While the controller is unreachable the last list stays in use.
+
+    accounts: the controller may request some for an operator.
+    """
     backoff = FIRST_BACKOFF
     warned = listed = False
     while True:
         try:
             async with certificate.identity.channel(address, Component.CONTROLLER, WATCHER) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, certificate, fleet))
+                report = asyncio.create_task(_report(stub, info.id, certificate, fleet, accounts))
                 try:
                     async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
@@ -74,18 +86,40 @@ async def watch_controller(
         backoff = min(2 * backoff, LAST_BACKOFF)
 
 
-async def _report(stub: Any, router_id: str, certificate: RouterCertificate, fleet: Fleet[ModelCard]) -> None:
+async def _report(
+    stub: Any,
+    router_id: str,
+    certificate: RouterCertificate,
+    fleet: Fleet[ModelCard],
+    accounts: AccountTable,
+) -> None:
     """Reports to the controller from which replicas this router receives, until cancelled, or if it has no such call.
 
     Its replies show when this router needs another certificate.
     """
+    requested: list[str] = []
     while True:
         try:
-            reply = await stub.Report(fleet.report(router_id), timeout=REPORT_SECONDS)
+            report = fleet.report(router_id)
+            names, requested = requested, []
+            report.accounts.extend(_account(name, accounts) for name in names)
+            reply = await stub.Report(report, timeout=REPORT_SECONDS)
+            requested = list(reply.explain)[:MAX_ACCOUNTS]
             await certificate.renew_if_due(stub, reply.authorities)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return
         except Exception:  # a reply of another release: without reports this router would soon not count any more
             log.exception("a report to the controller, or the renewal of the certificate, failed")
-        await asyncio.sleep(REPORT_SECONDS)
+        await asyncio.sleep(REQUESTED_SECONDS if requested else REPORT_SECONDS)
+
+
+def _account(name: str, accounts: AccountTable) -> RequestAccount:
+    document = ""
+    try:
+        account = accounts.get(name)
+        if account is not None:
+            document = json.dumps(account.document(time.monotonic()))
+    except Exception:  # the report itself matters more
+        log.exception("the account of a request failed")
+    return RequestAccount(request_id=name, document=document)

@@ -17,8 +17,6 @@ from headrace_proto.duplex import run_duplex
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2 import (
     CacheWatchRequest,
-    DescribeRequest,
-    ModelFacts,
     ReplicaFrame,
     RouterFrame,
     RouterHello,
@@ -28,15 +26,19 @@ from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
+from headrace_router.replicas.fetch_model import fetch_model
 from headrace_router.text.model_card import ModelCard, ModelFactsError
 
 _OPTIONS = (*LARGE_MESSAGES, *CLIENT)
 CONNECT_SECONDS = 5.0
-DESCRIBE_SECONDS = 60.0
 FIRST_BACKOFF = 0.05
 LAST_BACKOFF = 1.0
 LEAST_EVENT_MS = 20
 EVENTS_PER_SECOND = 1000  # messages with cache events, of all replicas
+SWEEP_SECONDS = 0.2  # until it is checked again whether the index has room for a replica that clears its blocks often
+LEAST_REPORT_MS = 20
+LONGEST_REPORT_MS = 1000  # a stall is found so much later
+REPORTS_PER_SECOND = 2000  # frames without tokens, of all replicas
 
 log = structlog.get_logger("headrace.router.replica")
 
@@ -69,6 +71,11 @@ class ReplicaLinks:
     def event_interval_ms(self) -> int:
         """Between two messages with cache events of one replica."""
         return max(LEAST_EVENT_MS, 1000 * len(self._tasks) // EVENTS_PER_SECOND)
+
+    @property
+    def report_interval_ms(self) -> int:
+        """Between two frames without tokens of one replica."""
+        return min(LONGEST_REPORT_MS, max(LEAST_REPORT_MS, 1000 * len(self._tasks) // REPORTS_PER_SECOND))
 
     async def drain(self) -> None:
         """Returns when every closed link has ended."""
@@ -133,10 +140,13 @@ class ReplicaLink:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()
             stub: Any = ReplicaStub(channel)
-            async with asyncio.timeout(DESCRIBE_SECONDS):
-                await self._describe(stub)
+            self.state.describe(*await fetch_model(stub, self._links.cards))
             call = stub.Serve()
-            hello = RouterHello(router_id=self._links.router_id, contract_version=CONTRACT_VERSION)
+            interval_ms = self._links.report_interval_ms
+            self.state.report_seconds = interval_ms / 1e3
+            hello = RouterHello(
+                router_id=self._links.router_id, contract_version=CONTRACT_VERSION, report_interval_ms=interval_ms
+            )
             await call.write(RouterFrame(hello=hello))
             following = asyncio.create_task(self._follow_cache(stub))
             try:
@@ -149,21 +159,6 @@ class ReplicaLink:
                 call.cancel()
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
-
-    async def _describe(self, stub: Any) -> None:
-        cards = self._links.cards
-        facts: ModelFacts | None = None
-        tokenizer_json = bytearray()
-        request = DescribeRequest(known_digest=cards.newest_digest)
-        async for chunk in stub.Describe(request):
-            if chunk.HasField("facts"):
-                facts = chunk.facts
-            else:
-                tokenizer_json += chunk.tokenizer_json
-        if facts is None:
-            raise ModelFactsError("the replica described no model")
-        card = await cards.card(facts, bytes(tokenizer_json))
-        self.state.describe(facts, card)
 
     async def _read(self, call: Any) -> None:
         replica = self.state
@@ -186,7 +181,12 @@ class ReplicaLink:
             call = stub.WatchCache(request)
             try:
                 async for frame in call:
-                    blocks.receive(frame)
+                    while not blocks.may_receive(frame):  # noqa: ASYNC110
+                        await asyncio.sleep(SWEEP_SECONDS)
+                    for _ in blocks.slices(frame):
+                        self.state.set_changed()
+                        await asyncio.sleep(0)
+                    self.state.set_changed()
             except (grpc.aio.AioRpcError, MissedEventsError) as error:
                 reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "events are missing"
                 log.info("cache events end", replica=self.state.replica_id, reason=reason)

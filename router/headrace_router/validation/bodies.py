@@ -72,6 +72,7 @@ class RequestOptions(_Body, SamplingOptions):
     stream_options: StreamOptions | None = Field(default=None, description="with stream only")
     return_token_ids: StrictBool | None = Field(default=None, description="adds token_ids to every choice")
     user: StrictStr | None = Field(default=None, description="a label")
+    session_id: StrictStr | None = Field(default=None, description="names the session for `--policy session`")
 
     @property
     def includes_usage(self) -> bool:
@@ -99,7 +100,9 @@ class ChatBody(RequestOptions):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="with logprobs only")] | None = None
     metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
     safety_identifier: StrictStr | None = Field(default=None, description="a label")
-    prompt_cache_key: StrictStr | None = Field(default=None, description="a label")
+    prompt_cache_key: StrictStr | None = Field(
+        default=None, description="names the session for `--policy session`, before `session_id`"
+    )
 
 
 class CompletionBody(RequestOptions):

@@ -1,6 +1,7 @@
 """The index against sets of blocks per replica, after random changes."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,9 @@ class Truth:
                 held = self.held.get(slot, set()) | self.expected.get(slot, set())
                 expected = next((place for place, block in enumerate(chain) if block not in held), len(chain))
                 assert lengths[slot] == expected
-                assert self.index.holders(digests(chain))[:, slot].tolist() == [block in held for block in chain]
+                assert self.index.holders(digests(chain), np.array([slot]))[:, 0].tolist() == [
+                    block in held for block in chain
+                ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -90,6 +93,27 @@ def test_a_slot_is_used_again_only_once_its_blocks_are_removed() -> None:
     index.sweep(100)
     assert index.open() == slot
     assert not index.match(chain).any()
+
+
+def test_a_sweep_reads_each_segment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PrefixIndex(MAX_BLOCKS)
+    kept, chain = index.open(), digests(list(range(1, 40)))
+    index.store(kept, chain)
+    for _ in range(500):
+        slot = index.open()
+        index.store(slot, chain[:20])
+        index.close(slot)
+    reads: list[int] = []
+    filled = DigestTable.filled
+
+    def recording(table: DigestTable, segment: int) -> Any:
+        reads.append(segment)
+        return filled(table, segment)
+
+    monkeypatch.setattr(DigestTable, "filled", recording)
+    index.sweep(index._table.segments)
+    assert reads == list(range(index._table.segments))
+    assert index.match(chain)[kept] == 39 and len(index._sets) == 0 and index.open() < 501
 
 
 def test_digests_in_the_table_survive_splits() -> None:

@@ -68,6 +68,16 @@ class InProcessCluster:
         assert self._router is not None
         return [link.replica_id for link in self._router.services.fleet.replicas if link.ready]
 
+    def running(self) -> dict[str, list[bytes]]:
+        """Ids of the attempts that have produced tokens, by replica."""
+        assert self._router is not None
+        return {
+            link.replica_id: [
+                attempt.id for attempt in list(link.attempts.values()) if attempt.open and attempt.started
+            ]
+            for link in self._router.services.fleet.replicas
+        }
+
     def client(self, key: str = "") -> httpx.Client:
         assert self._router is not None
         headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -76,7 +76,7 @@ class ProcessCluster(InProcessCluster):
         assert self._router is not None
         fleet = self._router.services.fleet
         self.eventually(
-            lambda: {link.address for link in fleet.replicas if link.ready or link.ready_source} == expected
+            lambda: {link.address for link in fleet.replicas if link.takes_work and not link.stalled} == expected
         )
 
     def owner(self, requests: int = 1) -> str:
@@ -128,7 +128,7 @@ class ProcessCluster(InProcessCluster):
         """Seconds since a replica's last heartbeat."""
         assert self._router is not None
         (link,) = [link for link in self._router.services.fleet.replicas if link.replica_id == name]
-        return link.seconds_since_step
+        return link.heartbeat.seconds
 
     def free_blocks(self) -> dict[str, int]:
         """By replica: blocks available to a new request."""

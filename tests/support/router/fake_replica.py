@@ -134,7 +134,7 @@ class FakeReplica(ReplicaServicer):
         self.descriptions += 1
         facts = self.facts()
         yield DescribeChunk(facts=facts)
-        if request.known_digest != facts.tokenizer_digest:
+        if request.known_digest != facts.tokenizer_digest and not request.facts_only:
             self.sent_tokenizers += 1
             raw = self.tokenizer.to_str().encode()
             for start in range(0, len(raw), 1 << 20):

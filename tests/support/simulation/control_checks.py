@@ -226,7 +226,7 @@ class ControlChecks:
         if not self.harmless or self._cluster.stopping:
             return
         replicas, count = router.fleet.replicas, self._cluster.size
-        ready = {state.replica_id for state in replicas if state.ready or state.ready_source}
+        ready = {state.replica_id for state in replicas if state.takes_work and not state.stalled}
         served = router.name in self._all_ready - self.affected and ready and not self.records_lost
         if served and not any(state.ready for state in replicas):
             self._world.fail(f"no replica decodes at {router.name}")

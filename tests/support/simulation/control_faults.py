@@ -99,12 +99,13 @@ class ControlFaults:
             self._cut(address_of(build), self.seconds(BRIEF, f"the controller is cut from {build}"))
 
     def cut_controller_from_all(self) -> None:
-        """With a single replica: no longer than that one may be silent."""
-        builds = self.builds()
-        choices = BRIEF if len({build.replica_id for build in builds}) < 2 else LONG  # one may have two builds
-        seconds = self.seconds(choices, "the controller is cut from all replicas")
-        for build in builds:
+        """For a brief or the longest time from all routers, too: then nothing reports to it from which they receive."""
+        seconds = self.seconds(LONG, "the controller is cut from all replicas")
+        for build in self.builds():
             self._cut(address_of(build), seconds, both=True)
+        if seconds in (LONG[0], LONG[-1]):
+            for router in self._cluster.live_routers:
+                self._cluster.network.cut_both("controller", router.name, self._world.now + seconds)
 
     def cut_next_controller(self) -> None:
         """It is killed, and the next one does not reach the replicas at first."""

@@ -172,7 +172,7 @@ class ControlSchedule:
             if any(rank.role is not record.role for rank in cluster.ranks_of(record.name) if rank.rank == 0):
                 return f"the rank of {record.name} has another role"
         for router in cluster.live_routers:
-            used = {state.replica_id for state in router.fleet.replicas if state.ready or state.ready_source}
+            used = {state.replica_id for state in router.fleet.replicas if state.takes_work and not state.stalled}
             if used != {name.replica_id for name in names}:
                 return f"{router.name} does not use all replicas"
         return ""

@@ -11,3 +11,7 @@ REGRESSION_SEEDS: dict[int, str] = {
     1095: "a token that was sampled after a failed step was emitted",
     1112: "as 611",
 }
+
+CONTROL_REGRESSION_SEEDS: dict[int, str] = {
+    919075: "a controller without reports that was cut off judged one replica lost after the other one was built again",
+}

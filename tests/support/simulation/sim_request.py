@@ -1,15 +1,17 @@
 """A client that checks every token, and the placement of its choice run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from headrace_proto import replica_pb2 as pb
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
+from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import NotFiniteTable
+from headrace_router.core.placement import Placed
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.core.suspect_table import SuspectTable
@@ -100,7 +102,8 @@ class SimRequest:
 
     # RunListener
 
-    def placed(self, replica_id: str) -> None:
+    def placed(self, placed: Placed[Any]) -> None:
+        replica_id = placed.replica.replica_id
         self.placements.append((self._world.now, replica_id))
         if self._world.tracing:
             self._world.log(f"request {self.spec.number} to {replica_id}, {len(self.tokens)} sent")
@@ -171,32 +174,33 @@ class SimPlacement:
         preferred: object = None,
         alone: bool = False,
         urgent: bool = False,
-    ) -> State | None:
+        sources: bool = True,
+    ) -> Placed[str] | None:
         if self.pinned and not alone:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
-                    return state
+                    return Placed(state)
         chosen = self.router.placement.place(
-            request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent
+            request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent, sources=sources
         )
-        if chosen is not None:
-            self.router.placed(chosen)
-        return chosen
+        if chosen is None:
+            return None
+        self.router.placed(chosen.replica)
+        return replace(chosen, source=self._source(chosen)) if sources else chosen
 
-    def cached_tokens(self, replica: State, request: ChoiceRequest) -> int:
-        return self.router.placement.cached_tokens(replica, request)
-
-    def prefill_source(self, target: State, request: ChoiceRequest, output_tokens: int) -> State | None:
-        """Any other replica, reachable or not; rarely the target itself."""
-        world = self.router.world
-        if not self.pinned and world.chance(self.router.source_share):
-            states = [state for state in self.router.fleet.replicas if state is not target or world.chance(0.02)]
-            return world.random.choice(states) if states else None
+    def _source(self, chosen: Placed[str]) -> KvSource[str] | None:
+        """Sometimes any other replica, reachable or not; rarely the target itself."""
+        world, target = self.router.world, chosen.replica
         if self.pinned:
             return None
-        source = self.router.placement.prefill_source(target, request, output_tokens)
-        self.router.sources_chosen += source is not None
-        return source
+        if world.chance(self.router.source_share):
+            states = [state for state in self.router.fleet.replicas if state is not target or world.chance(0.02)]
+            return KvSource(world.random.choice(states), cached_only=False) if states else None
+        self.router.sources_chosen += chosen.source is not None
+        return chosen.source
+
+    def finished(self, request: ChoiceRequest, output_tokens: int) -> None:
+        self.router.placement.finished(request, output_tokens)
 
     def sweep(self) -> None:
         self.router.fleet.sweep()

@@ -7,6 +7,7 @@ import pytest
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
+from headrace_worker.runner.graphs import MIXED_TOKENS
 from support.worker.recorders import CallingRecorder
 
 MODES: dict[str, dict[str, Any]] = {
@@ -47,8 +48,8 @@ def engine_in(
         }
         engine = OfflineEngine(replica(folder, **sizes | chosen | options))
         if record:
-            decode, mixed = engine.assembly.runner.record(CallingRecorder(), 64)
-            assert decode[-1] == 12 and mixed == [16, 32, 64]
+            decode, mixed = engine.assembly.runner.record(CallingRecorder())
+            assert decode[-1] == 12 and mixed == list(MIXED_TOKENS)
         return engine
 
     return make

@@ -139,7 +139,11 @@ def test_warm_up_resets_rows_and_pools(load_tiny: Callable[..., LoadedModel], dr
     bench = driver(model)
     phases: list[float] = []
     result = warm_up(bench.runner, lambda phase, fraction: phases.append(fraction))
-    assert phases[-1] == 1.0 and result.steps and all(seconds > 0 for *_, seconds in result.steps)
+    assert phases[-1] == 1.0 and all(step.seconds > 0 for step in result.steps)
+    steps = result.steps
+    assert (steps.decode.prefill_tokens, steps.decode.decode_sequences) == (0, 1)
+    assert steps.prefill.prefill_tokens > 1 and steps.prefill.decode_sequences == 0
+    assert steps.together.prefill_tokens == 0 and steps.together.decode_sequences > 1
     assert 32 <= result.max_num_batched_tokens <= 4096
     assert not any(pool.any() for pool in bench.runner.pools.tensors) and not bench.runner.rows.tokens.any()
     assert bench.generate({0: [5, 6, 7]}, 5) == driver(model).generate({0: [5, 6, 7]}, 5)

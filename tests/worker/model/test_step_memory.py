@@ -1,18 +1,29 @@
 """The memory of steps, recordings and libraries is measured before the KV cache gets the rest."""
 
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import assemble
+from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.kv.sizing import gpu_headroom, size_kv
+from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.coverage import LARGEST_OPTIONS, largest_steps
 from headrace_worker.runner.graphs import MIXED_TOKENS, decode_sizes
 from headrace_worker.runner.runner import Runner
+from headrace_worker.sampler import SampleOutput
+from support.worker.engine_bench import make_layout
+from support.worker.recorders import CallingRecorder
 from support.worker.recording_device import RecordingDevice
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 24, "max_model_len": 64}
@@ -45,31 +56,105 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingDevice]:
     return device
 
 
+class LiveRecorder(CallingRecorder):
+    """Its recordings hold no reference to their step: as those of CUDA, they live as long as they are kept."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        """`sizes`: bytes of the recordings, in their order; all after them take as many as the last one."""
+        super().__init__()
+        self._sizes = sizes
+        self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.inputs = 0  # bytes of what was allocated last
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all that is alive."""
+        return sum(self._alive.values())
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        made = super().allocate(make)
+        assert isinstance(made, dict)
+        self.inputs = 0
+        for tensors in made.values():
+            self._alive[tensors.packed] = tensors.packed.nbytes
+            self.inputs += tensors.packed.nbytes
+        return made
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            """Nothing is replayed."""
+
+        self._alive[replay] = self._sizes[min(len(self.replays), len(self._sizes) - 1)]
+        self.replays.append(0)
+        return replay
+
+
+class MeteredDevice(RecordingDevice):
+    """Its free memory is what live recordings and libraries leave; something is cached at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.recordings = LiveRecorder([20 * MIB, 10 * MIB, 2 * MIB])
+        self.peak = 100 * MIB
+        self._cached, self._libraries = 50 * MIB, 0
+
+    def free_memory(self) -> int:
+        return self.free - self.recordings.taken - self._cached - self._libraries
+
+    def reset_peak(self) -> None:
+        self._cached = 0
+
+    def release_cached(self) -> None:
+        super().release_cached()
+        self._cached = 0
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._libraries = 7 * MIB  # a step was run
+
+
 def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
-    device = RecordingDevice()
-    device.peak = 100 * MIB
-    # Before the recordings, after the largest ones, after a small one; when all is released, only libraries keep some.
-    device.taken = [0, 30 * MIB, 2 * MIB, -25 * MIB]
+    device = MeteredDevice()
     assembly = assemble(replica(folder, **SIZES), device=device)
-    graphs = 30 * MIB + 2 * MIB * (len(decode_sizes(40)) + len(MIXED_TOKENS) - 2)
+    others = len(decode_sizes(40)) + len(MIXED_TOKENS) - 2
+    graphs = device.recordings.inputs + 30 * MIB + 2 * MIB * others
     (note,) = [note for note in assembly.notes if note.startswith("GPU memory")]
     free = 1024 * MIB - 7 * MIB
     assert f"KV cache {assembly.size.num_bytes / 2**20:.1f} MiB, steps 100.0 MiB" in note
     assert f"recorded steps {graphs / 2**20:.1f} MiB, libraries 7.0 MiB" in note
+    assert "headroom (for fragmentation and what is not measured) 0.50 GiB" in note
     largest = 40 * (64 // assembly.model.layout.block_size) + 1
     assert assembly.size.num_blocks == largest, "as many as 40 requests of 64 tokens need"
     small = dict(SIZES, kv_cache_memory=free - 100 * MIB - graphs + MIB)
-    device.free, device.taken = 1024 * MIB, [0, 30 * MIB, 2 * MIB, -25 * MIB]
     with pytest.raises(MemoryTooSmallError, match="--kv-cache-memory is"):
-        assemble(replica(folder, **small), device=device)
+        assemble(replica(folder, **small), device=MeteredDevice())
 
 
-def test_in_the_largest_step_all_rows_filter_and_report(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
+def test_the_inputs_of_all_recorded_sizes_are_counted(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
+    """Block tables of the longest request for each sequence: 256 rows of 131,072 tokens take 160 MiB in all sizes."""
+    device = MeteredDevice()
+    device.recordings = device.steps = LiveRecorder([0])
+    model = assemble(replica(folder, **SIZES)).model
+    memory = measure_step_memory(replica(folder, **SIZES), _on(model, device), None, device.recorder(), 40, 64)
+    entries = 64 // model.layout.block_size
+    rows = sum(decode_sizes(40)) + sum(min(tokens, 40) for tokens in MIXED_TOKENS)
+    assert memory.graphs == device.recordings.inputs > rows * entries * 4 * len(model.layout.groups)
+    assert not device.recordings.taken, "all is released"
+
+
+def _on(model: LoadedModel, device: RecordingDevice) -> LoadedModel:
+    device.use()
+    return replace(model, device=device)
+
+
+def test_in_the_largest_steps_all_rows_filter_and_report(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
     layout = assemble(replica(folder, **SIZES)).model.layout
-    prompts, decodes, long, frees = largest_steps(layout, 40, 64, 1000)
+    prompts, decodes, long, longest, frees = largest_steps(layout, 40, 64, 1000)
     assert sum(work.count for work in prompts.work) == 1000 and len(prompts.work) == len(decodes.work) == 40
-    assert {init.sampling for init in (*prompts.inits, *long.inits)} == {LARGEST_OPTIONS}
+    assert {init.sampling for init in (*prompts.inits, *long.inits, *longest.inits)} == {LARGEST_OPTIONS}
     assert [work.count for work in long.work] == [62] and frees.frees == list(range(40))
+    # Every row decodes the last token that a request may have, and its penalties look at all before.
+    assert [(work.row, work.start, work.count) for work in longest.work] == [(row, 63, 1) for row in range(40)]
 
 
 def test_a_step_that_does_not_fit_is_explained(
@@ -79,8 +164,69 @@ def test_a_step_that_does_not_fit_is_explained(
         assemble(replica(folder, **SIZES), device=full(Runner, "forward"))
 
 
-def test_recordings_that_do_not_fit_do_not_blame_the_model(
+def test_recordings_that_do_not_fit_beside_no_cache_are_not_tried_again(
     folder: Path, replica: Callable[..., ReplicaConfig], full: Callable[..., RecordingDevice]
 ) -> None:
     notes = assemble(replica(folder, **SIZES), device=full(name="record")).notes
-    assert "CUDA graphs: off, as there is too little memory for them: give a smaller --kv-cache-memory." in notes
+    remedy = "give a smaller --max-num-seqs or --max-model-len."
+    (note,) = [note for note in notes if note.startswith("CUDA graphs")]
+    assert note == f"CUDA graphs: off, as there is too little memory for them: {remedy}"
+
+
+class FailingAt(CallingRecorder):
+    """Its n-th recording raises."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__()
+        self._number, self._error = number, error
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        if len(self.replays) + 1 == self._number:
+            raise self._error
+        return super().record(step)
+
+
+@pytest.mark.parametrize("number", [1, 20])
+def test_recordings_that_do_not_fit_beside_the_cache(
+    number: int, folder: Path, replica: Callable[..., ReplicaConfig]
+) -> None:
+    device = RecordingDevice()
+    device.full = FullError
+    device.steps = FailingAt(number, FullError("out of memory"))
+    notes = assemble(replica(folder, **SIZES), device=device).notes
+    (note,) = [note for note in notes if note.startswith("CUDA graphs: off")]
+    assert ("--kv-cache-memory" in note) == (number == 20), "the first ones are recorded to measure them"
+
+
+@pytest.mark.parametrize("number", [1, 20])
+def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(
+    number: int, folder: Path, replica: Callable[..., ReplicaConfig]
+) -> None:
+    """While recordings are measured, and while they are made for use."""
+    device = RecordingDevice()
+    device.lost = FullError
+    device.steps = FailingAt(number, FullError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RunnerBrokenError, match=r"^cpu is in error \(FullError: CUDA error: .* encountered\)$"):
+        assemble(replica(folder, **SIZES), device=device)
+
+
+def test_an_error_that_ends_the_device_in_a_measured_step(
+    folder: Path, replica: Callable[..., ReplicaConfig], full: Callable[..., RecordingDevice]
+) -> None:
+    device = full(SampleOutput, "to_result")
+    device.full, device.lost = None, FullError
+    with pytest.raises(RunnerBrokenError, match=r"^cpu is in error \(FullError"):
+        assemble(replica(folder, **SIZES), device=device)
+
+
+@pytest.mark.parametrize(("total", "headroom"), [(16, 0.5), (80, 1.6)])
+def test_the_cache_of_a_gpu_leaves_a_fixed_headroom(total: int, headroom: float) -> None:
+    layout = make_layout()
+    options: dict[str, Any] = {"device_type": "cuda", "max_num_seqs": 1 << 20, "max_model_len": 1 << 20}
+    gib = 1 << 30
+    sizes = options | {"free": 60 * gib, "reserved": 2 * gib, "headroom": gpu_headroom(total * gib)}
+    size = size_kv(layout, **sizes)
+    assert size.num_bytes == pytest.approx((58 - headroom) * gib, abs=layout.block_bytes)
+    assert f"less {headroom:.2f} GiB for fragmentation and what is not measured" in size.note
+    given = size_kv(layout, kv_cache_memory=58 * gib, **sizes)
+    assert given.num_bytes == 58 * gib, "a given size may use it"

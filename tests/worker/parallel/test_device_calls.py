@@ -30,7 +30,7 @@ def test_steps_are_launched_before_the_last_one_is_read(
         device: RecordingDevice = replica.device
         assert all(calls[0] == "use" for calls in device.calls.values())
         released = [call for calls in device.calls.values() for call in calls if call == "release_cached"]
-        assert len(released) == 4, "the memory of recordings was measured, on every stage"
+        assert len(released) == 5, "the memory of recordings was measured, on every stage"
         device.calls.clear()
         alone, tokens = prompts(1, seed=1), 6
         check_oracle(folder, alone, replica.run(alone, tokens))

@@ -12,12 +12,15 @@ import pytest
 
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
+from headrace_worker.device.cpu import CpuDevice
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.offline import Completion
 from headrace_worker.ranks.recording import CollectiveRecorder, RecordingFailedError
 from support.ranks.guided_workload import guided_workload, outcome
 from support.ranks.prompts import prompts
 from support.ranks.varied_prompts import same, varied_prompts
 from support.worker.recorders import CallingRecorder, FaultyRecorder
+from support.worker.recording_device import RecordingDevice
 
 SECONDS = 2.0
 CASES = [("llama", 2, False), ("llama", 4, False), ("gemma2", 2, False), ("qwen3_moe", 2, False), ("gpt_oss", 2, True)]
@@ -195,7 +198,8 @@ def test_a_rank_without_memory_for_the_buffers_of_recordings(
     folder = save_tiny("llama")
     with process_replica(folder, 2, 1, record={rank: {"at": "allocate", "number": 1}}) as replica:
         notes = replica.offline.assembly.notes
-        assert f"CUDA graphs: off, as rank {rank} could not record a step (ArithmeticError)." in notes
+        why = f"rank {rank} could not allocate what recorded steps use (ArithmeticError)."
+        assert f"CUDA graphs: off, as {why}" in notes
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
     assert replica.replays() == [[], []]
@@ -217,8 +221,11 @@ class FakeAllGather:
         raise AssertionError
 
 
-def collective(recorder: CallingRecorder, others: list[str] | None, detector: FailureDetector) -> CollectiveRecorder:
-    return CollectiveRecorder(recorder, FakeAllGather(detector, others), detector, timeout=0.2)  # type: ignore[arg-type]
+def collective(
+    recorder: CallingRecorder, others: list[str] | None, detector: FailureDetector, device: RankDevice | None = None
+) -> CollectiveRecorder:
+    all_gather: Any = FakeAllGather(detector, others)
+    return CollectiveRecorder(recorder, all_gather, detector, device or CpuDevice(), timeout=0.2)
 
 
 def test_a_rank_that_fails_alone_does_not_wait_forever() -> None:
@@ -242,6 +249,18 @@ def test_a_sum_that_cannot_be_recorded_is_not_a_lost_rank() -> None:
     detector.fail("it ran out of memory")
     with pytest.raises(RankLostError, match="ran out of memory"):
         collective(Unrecordable(), [""], detector).record(lambda: None)
+
+
+@pytest.mark.parametrize("at", ["warm_up", "record"])
+def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(at: str) -> None:
+    """Without recordings the rank would serve on a device on which nothing can be computed."""
+    device = RecordingDevice()
+    device.lost = ArithmeticError
+    detector = FailureDetector(0)
+    recorder = collective(FaultyRecorder(at, 1), [""], detector, device)
+    with pytest.raises(RankLostError, match=r"rank 0 .* failed: cpu is in error \(ArithmeticError: a secret detail\)"):
+        getattr(recorder, at)(lambda: None)
+    assert "--cuda-graphs" not in str(detector.failure)
 
 
 def test_a_step_is_replayed_only_if_every_rank_recorded_it() -> None:

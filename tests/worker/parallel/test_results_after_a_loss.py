@@ -64,8 +64,8 @@ class OneStepEngine:
         self.step = step
         self.exchange = SimpleNamespace(busy=False, take_outbound=lambda: None)
 
-    def load(self) -> None:
-        return None
+    def load(self) -> Any:
+        return SimpleNamespace(running=1)
 
     def take_cache_changes(self) -> list[object]:
         return []

@@ -108,10 +108,55 @@ def test_copies_do_not_queue_behind_steps_and_are_done_when_they_are_reported(
     _wait(reports, 1)
     assert torch.equal(theirs[:, [6, 2]], mine[:, [3, 5]])
     sent, received = (device.calls["headrace-pair-1"] for device in devices)
-    assert sent == ["use", "own_stream", "mark.synchronize default", *["upload", "download", "download.wait"] * 2]
+    copied = ["mark headrace-pair-1", "mark.synchronize headrace-pair-1"]
+    read = ["upload", *copied, "download", "download.wait"]
+    assert sent == ["use", "own_stream", "mark.synchronize default", *read * 2]
     assert received[:3] == ["use", "own_stream", "wait_for default"]
     writes = [call for call in received[3:] if call != "host_memory"]
-    assert writes == ["upload", "upload", "synchronize headrace-pair-1"] * 2
+    assert writes == ["upload", "upload", *copied, *copied] * 2
+    source.close()
+    target.close()
+
+
+class BlockingDevice(RecordingDevice):
+    """Its first copy of that kind ends when the test lets it; so does that of a step which was launched before."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self._call = call
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def note(self, call: str, stream: str = "") -> None:
+        super().note(call, stream)
+        if call == self._call and threading.current_thread().name == "headrace-pair-1" and not self.begun.is_set():
+            self.begun.set()
+            assert self.end.wait(10)
+
+
+@pytest.mark.parametrize(("sends", "call"), [(True, "download.wait"), (False, "upload"), (False, "mark.synchronize")])
+def test_the_step_thread_does_not_wait_for_copies_to_and_from_the_host(
+    sends: bool, call: str, make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]]
+) -> None:
+    """It drops a fetch meanwhile, and no block of the fetch is written afterwards."""
+    device = BlockingDevice(call)
+    device.use()
+    other = RecordingDevice()
+    other.use()
+    source, mine, _ = make(True, device if sends else other)
+    target, theirs, reports = make(False, other if sends else device)
+    source.enqueue(Send(1, 7, 0, ((3,),)), None)
+    target.enqueue(Receive(1, 7, 0, (1,), ((6,),)), None)
+    assert device.begun.wait(10)
+    dropped = threading.Thread(target=(source if sends else target).drop, args=(7,), daemon=True)
+    dropped.start()
+    dropped.join(5)
+    waits = dropped.is_alive()
+    mine.zero_()  # the blocks belong to another request
+    device.end.set()
+    assert not waits
+    _wait(reports, 1)
+    if not sends:
+        assert not theirs.any()
     source.close()
     target.close()
 

@@ -36,7 +36,7 @@ from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
-from headrace_worker.runner.warmup import warm_up
+from headrace_worker.runner.warmup import time_steps, warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class RankPart:
     size: KvSize
     max_model_len: int
     max_num_seqs: int
+    records: bool  # whether steps may be recorded for replay: the same on all ranks
     notes: list[str]  # sentences for the start
 
 
@@ -102,15 +103,17 @@ def assemble_part(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_memory=config.kv_cache_memory,
-        reserved=memory.steps + memory.graphs,
+        reserved=memory.reserved,
+        headroom=memory.headroom,
         free=(free := model.device.free_memory()) // sharers,
     )
     if team is not None:
         size = size.reduced(min(team.gather_all(size.num_blocks)), model.layout)
     notes = []
     if model.device.asynchronous:
-        left = free - memory.steps - memory.graphs - size.num_bytes
-        notes.append(memory.note(model.weight_bytes, size.num_bytes, left))
+        notes.append(memory.note(model.weight_bytes, size.num_bytes, free))
+    if memory.unrecorded:
+        notes.append(memory.unrecorded)
     pools = KVPools.of(model, size.num_blocks)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
@@ -124,7 +127,7 @@ def assemble_part(
         team.detector.check if team is not None else lambda: None,
     )
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
-    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, notes)
+    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, not memory.unrecorded, notes)
 
 
 def assemble(
@@ -149,7 +152,7 @@ def assemble(
         ranks = MultiRankRunner(runner, StageRunner(model, runner, team), team)
     stepper = ranks or runner
     warm = warm_up(stepper, report, config.max_num_batched_tokens)
-    notes = record_steps(config, stepper, choose_recorder(config, model.device), report)
+    notes = record_steps(stepper, choose_recorder(config, model.device) if part.records else None, report)
     limits = SchedulerLimits(
         part.max_num_seqs,
         warm.max_num_batched_tokens,
@@ -169,9 +172,8 @@ def assemble(
     engine = Engine(
         Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
     )
-    # So that routers have a prediction from the first request on.
-    for prefill, decoding, kv_tokens, seconds in warm.steps:
-        engine.latency.observe(prefill, decoding, kv_tokens, seconds)
+    # So that routers have a prediction from the first request on; recorded steps are faster than those of the warm-up.
+    engine.latency.start(time_steps(stepper) if model.device.asynchronous else warm.steps)
     notes = [*part.notes, *notes, loop_note(depth, config)]
     return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, commands, ranks, notes)
 

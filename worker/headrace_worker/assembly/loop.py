@@ -32,6 +32,7 @@ class StepReport:
     outbound: Outbound | None = None  # messages to other replicas
     accepted: int = 0  # calls of `submit` that the load includes, refused ones counted
     last: bool = False  # the loop ends
+    idle_steps: int = 0  # iterations after which nothing ran
 
 
 class EngineLoop:
@@ -65,6 +66,7 @@ class EngineLoop:
         self._stopping = False
         self._draining = False
         self._step = 0
+        self._idle_steps = 0
         self._accepted = 0
         self._held: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name="headrace-steps", daemon=True)
@@ -163,16 +165,19 @@ class EngineLoop:
         self._step += 1
         engine = self._engine
         outbound = engine.exchange.take_outbound()
+        load = engine.load()
+        self._idle_steps += load.running == 0
         self._sink(
             StepReport(
                 self._step,
                 outputs,
-                engine.load(),
+                load,
                 engine.take_cache_changes(),
                 self._draining,
                 outbound or None,
                 self._accepted,
                 last,
+                self._idle_steps,
             )
         )
 

@@ -1,6 +1,6 @@
 """What steps take of a device's memory besides weights and KV pools: measured before the pools get the rest.
 
-    weights ─▶ pools of a few blocks ─▶ the largest step, with every sampling option ─▶ two recordings ─▶ all released
+    weights ─▶ pools of a few blocks ─▶ the largest steps, with every sampling option ─▶ some recordings ─▶ all released
 
 All ranks of a replica call it together, since steps exchange tensors. On a CPU nothing is measured: a step's memory
 comes from what the cache leaves.
@@ -9,12 +9,11 @@ comes from what the cache leaves.
 import gc
 from dataclasses import dataclass
 
-import structlog
-
-from headrace_proto.errors import MemoryTooSmallError
+from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.quantities import size_text
-from headrace_worker.comm.errors import RankLostError
+from headrace_worker.assembly.stepping import unrecorded_note
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.kv.sizing import HEADROOM_REASON, gpu_headroom
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.messages import Step
@@ -22,31 +21,45 @@ from headrace_worker.ranks.recording import CollectiveRecorder
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.coverage import largest_steps
-from headrace_worker.runner.graphs import MIXED_TOKENS, decode_sizes, mixed_sizes
+from headrace_worker.runner.graphs import step_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.warmup import GPU_BUDGET
 
-log = structlog.get_logger(__name__)
+FURTHER_SIZES = 4  # recorded to measure what each one adds: a few, as the memory of one may come in larger pieces
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes. `libraries`: buffers of NCCL and others, which they keep and which are not free any more."""
+    """Bytes. `libraries`: buffers of NCCL and others, which they keep and which are not free any more.
+
+    `headroom`: what a cache of no given size leaves besides. `unrecorded`: a sentence for the start, if steps cannot be
+    recorded on any rank.
+    """
 
     steps: int = 0
     graphs: int = 0
     libraries: int = 0
+    headroom: int = 0
+    unrecorded: str = ""
 
-    def note(self, weights: int, cache: int, left: int) -> str:
-        """A sentence for the start: every share of the device's memory."""
+    @property
+    def reserved(self) -> int:
+        """Bytes that are free and will be used."""
+        return self.steps + self.graphs
+
+    def note(self, weights: int, cache: int, free: int) -> str:
+        """A sentence for the start: every share of the device's memory. `free`: bytes before the cache is allocated."""
+        left = free - self.reserved - cache
+        headroom = max(0, min(self.headroom, left))
         shares = {
             "weights": weights,
             "KV cache": cache,
             "steps": self.steps,
             "recorded steps": self.graphs,
             "libraries": self.libraries,
-            "left": left,
+            f"headroom ({HEADROOM_REASON})": headroom,
+            "left": left - headroom,
         }
         return f"GPU memory: {', '.join(f'{name} {size_text(size)}' for name, size in shares.items())}."
 
@@ -54,13 +67,17 @@ class StepMemory:
 def measure_step_memory(
     config: ReplicaConfig, model: LoadedModel, team: Team | None, recorder: GraphRecorder | None, rows: int, length: int
 ) -> StepMemory:
-    """rows: at most, in one step. length: of the longest request. Raises MemoryTooSmallError, RankLostError."""
+    """rows: at most, in one step. length: of the longest request.
+
+    Raises MemoryTooSmallError, RankLostError, RunnerBrokenError.
+    """
     device = model.device
     if not device.asynchronous:
         return StepMemory()
     budget = config.max_num_batched_tokens or GPU_BUDGET
-    pools = KVPools.of(model, 1 + len(model.layout.groups))
+    device.release_cached()
     before = device.free_memory()
+    pools = KVPools.of(model, 1 + len(model.layout.groups))
     device.reset_peak()
     runner = Runner(model, pools, max_rows=rows, max_len=length)
     try:
@@ -75,40 +92,52 @@ def measure_step_memory(
         device.synchronize()
         steps = device.peak_bytes()
     except Exception as error:
-        if not device.is_out_of_memory(error):
-            raise
-        raise MemoryTooSmallError(
-            f"A step of {budget} tokens does not fit into the GPU memory beside the weights "
-            f"({size_text(model.weight_bytes)}): give a smaller --max-num-batched-tokens or --max-num-seqs."
-        ) from error
-    graphs = 0
+        if device.is_out_of_memory(error):
+            raise MemoryTooSmallError(
+                f"A step of {budget} tokens does not fit into the GPU memory beside the weights "
+                f"({size_text(model.weight_bytes)}): give a smaller --max-num-batched-tokens or --max-num-seqs."
+            ) from error
+        if not isinstance(error, HeadraceError):
+            runner.check_device(error)
+        raise
+    graphs, unrecorded = 0, ""
     if recorder is not None:
         if team is not None:
-            recorder = CollectiveRecorder(recorder, team.new_all_gather("measure graphs"), team.detector)
-        graphs = _graph_bytes(runner, recorder)
+            recorder = CollectiveRecorder(recorder, team.new_all_gather("measure graphs"), team.detector, device)
+        try:
+            graphs = _graph_bytes(runner, recorder)
+        except Exception as error:
+            # Memory is short although there is no cache yet, so a smaller one would not help.
+            unrecorded = unrecorded_note(error, device, "--max-num-seqs or --max-model-len")
     if team is not None:
-        team.gather_all(0)  # what was sent has arrived
+        team.gather_all(0)  # no rank releases what it measured before all have measured
     del runner, stage, pools
     gc.collect()
     device.release_cached()
-    return StepMemory(steps, graphs, max(0, before - device.free_memory()))
+    libraries = max(0, before - device.free_memory())
+    return StepMemory(steps, graphs, libraries, gpu_headroom(device.total_memory()), unrecorded)
 
 
 def _graph_bytes(runner: Runner, recorder: GraphRecorder) -> int:
-    """Of all recordings, which share one pool: the largest ones, and what each further one adds. 0 if there is none."""
-    decode, mixed = decode_sizes(runner.max_rows), mixed_sizes(MIXED_TOKENS[-1])
+    """Of all recordings, which share one pool: the inputs and outputs of all, the largest ones, and what others add.
+
+    Raises whatever the recorder or the model raises when it cannot be recorded.
+    """
     device = runner.device
-    device.release_cached()
-    free = [device.free_memory()]
-    try:
-        for of_decode, of_mixed in (([decode[-1]], [mixed[-1]]), ([decode[0]], [])):
-            runner.record_sizes(recorder, of_decode, of_mixed)
-            device.release_cached()
-            free.append(device.free_memory())
-    except RankLostError:
-        raise
-    except Exception as error:  # reported once the steps are recorded for use
-        log.info("steps_not_measured", error=type(error).__name__)
-        return 0
-    largest, one = max(0, free[0] - free[1]), max(0, free[1] - free[2])
-    return largest + one * (len(decode) + len(mixed) - 2)
+    decode, mixed = (
+        [size for size in step_sizes(runner.max_rows) if size.of_decode is of_decode] for of_decode in (True, False)
+    )
+    others = decode[1:] + mixed[1:]
+    further = others[:: -(-len(others) // FURTHER_SIZES)]
+
+    def free() -> int:
+        device.release_cached()
+        return device.free_memory()
+
+    before = free()
+    graphs = runner.new_graphs(recorder)  # all of its recordings live until the last measurement
+    graphs.record([decode[0], mixed[0]])
+    largest = free()
+    graphs.record(further)
+    each = -(-max(0, largest - free()) // len(further))
+    return max(0, before - largest) + each * len(others)

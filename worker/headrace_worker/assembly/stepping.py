@@ -2,12 +2,13 @@
 
 import structlog
 
+from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError
+from headrace_worker.device.loss import loss_sentence
 from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 from headrace_worker.ranks.recording import RecordingFailedError
-from headrace_worker.runner.graphs import MIXED_TOKENS
 from headrace_worker.runner.model_runner import ModelRunner
 
 log = structlog.get_logger(__name__)
@@ -44,31 +45,38 @@ def choose_recorder(config: ReplicaConfig, device: RankDevice) -> GraphRecorder 
     return device.recorder() if config.cuda_graphs != "off" else None
 
 
-def record_steps(
-    config: ReplicaConfig, runner: ModelRunner, recorder: GraphRecorder | None, report: Progress
-) -> list[str]:
-    """Records steps for replay where that is possible; returns sentences for the start-up notes.
+def unrecorded_note(error: Exception, device: RankDevice, remedy: str) -> str:
+    """A sentence for the start: why steps are not recorded. `remedy`: the option to reduce if memory is short.
 
     Only recording shows whether a model's code waits for the device, as that of routed experts may. Raises
-    RunnerBrokenError when a rank was lost meanwhile.
+    RunnerBrokenError, RankLostError if the error is one of them, or has ended the device.
+    """
+    if isinstance(error, RunnerBrokenError | RankLostError):
+        raise error
+    if isinstance(error, RecordingFailedError):
+        log.warning("steps_not_recorded", error=str(error))
+        return f"CUDA graphs: off, as {error}."
+    if device.is_out_of_memory(error):
+        log.warning("steps_not_recorded", error="out of memory")
+        return f"CUDA graphs: off, as there is too little memory for them: give a smaller {remedy}."
+    if loss := loss_sentence(device, error):
+        raise RunnerBrokenError(loss) from error
+    log.warning("steps_not_recorded", error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return f"CUDA graphs: off, as this model's code cannot be recorded ({type(error).__name__})."
+
+
+def record_steps(runner: ModelRunner, recorder: GraphRecorder | None, report: Progress) -> list[str]:
+    """Records steps for replay where that is possible; returns sentences for the start-up notes.
+
+    Raises RunnerBrokenError when a rank or the device was lost meanwhile.
     """
     if recorder is None:
         return []
     try:
-        decode, mixed = runner.record(recorder, MIXED_TOKENS[-1], lambda done: report("recording steps", done))
+        decode, mixed = runner.record(recorder, lambda done: report("recording steps", done))
         runner.clear(1)
-    except RunnerBrokenError:
-        raise
-    except RecordingFailedError as error:
-        log.warning("steps_not_recorded", error=str(error))
-        return [f"CUDA graphs: off, as {error}."]
     except Exception as error:
-        if runner.device.is_out_of_memory(error):
-            log.warning("steps_not_recorded", error="out of memory")
-            return ["CUDA graphs: off, as there is too little memory for them: give a smaller --kv-cache-memory."]
-        # code of the model that waits for the device cannot be recorded
-        log.warning("steps_not_recorded", error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        return [f"CUDA graphs: off, as this model's code cannot be recorded ({type(error).__name__})."]
+        return [unrecorded_note(error, runner.device, "--kv-cache-memory")]
     return [
         f"CUDA graphs: {len(decode)} sizes of decode steps up to {decode[-1]}, mixed ones up to {mixed[-1]} tokens."
     ]

@@ -91,6 +91,7 @@ class Engine:
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
         self._requests[request.attempt_id] = request
         self._trial.accepted(request)
+        request.times.accepted(len(self._requests) - 1, self.scheduler.totals)
         if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
             self.scheduler.add(request)
         return None
@@ -120,9 +121,7 @@ class Engine:
         if scheduled is not None:
             scheduled.plan.orders.extend(orders)
             start = self._clock()
-            self.predicted_step = self.latency.cost.predict(
-                scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens
-            )
+            self.predict_step(scheduled.prefill_tokens, scheduled.decode_sequences, scheduled.kv_tokens)
             self.longest_step = max([self.predicted_step, *(launched.predicted for launched in self._launched)])
             try:
                 handle = self._runner.launch(scheduled.plan)
@@ -147,6 +146,15 @@ class Engine:
         """Runs an empty step if there is no work, for a profile that starts at a step. Raises RunnerBrokenError."""
         if not self.has_work:
             self._runner.collect(self._runner.launch(StepPlan(0, [], [], [], [])))
+
+    def predict_step(self, prefill_tokens: int, decode_sequences: int, kv_tokens: int) -> None:
+        """A step of so many begins."""
+        self.predicted_step = self.latency.cost.predict(prefill_tokens, decode_sequences, kv_tokens)
+
+    def account_step(self, prefill_tokens: int, decode_sequences: int, kv_tokens: int, seconds: float) -> None:
+        """A step of so many has taken that long: adds it to the sums of requests' times and to the fit of its cost."""
+        self.scheduler.totals.add(prefill_tokens, decode_sequences, kv_tokens, seconds, self.latency.cost)
+        self.latency.observe(prefill_tokens, decode_sequences, kv_tokens, seconds)
 
     def load(self) -> LoadSnapshot:
         """The load as of the last step."""
@@ -208,7 +216,7 @@ class Engine:
         self._last_collect = now
         step = launched.step
         if step.plan.work:
-            self.latency.observe(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
+            self.account_step(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
         outputs = self.scheduler.process(step, result)
         if self.exchange.busy:
             self.exchange.processed(step.plan.step)

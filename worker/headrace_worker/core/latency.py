@@ -7,14 +7,22 @@ exponentially, and after each step some sweeps of coordinate descent from the pr
 Navara, Sequential Coordinate-Wise Algorithm for the Non-negative Least Squares Problem, 2005). Each sweep lowers the
 error over the remembered steps, so that the fit cannot diverge. A coefficient without recent observations, such as that
 of prompts on a replica that only decodes, keeps its value. Features are scaled so that one constant fits all.
+
+The steps that were timed at start keep the weight of a few steps: while all recent ones are alike, these decide which
+share of their time is the step's own and which that of each sequence in it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _SCALES = (1.0, 1e-3, 1e-2, 1e-5)
 _DECAY = 0.995
 _DAMPING = 0.001  # weight of a coefficient's previous value: about a thousandth of a step of average size
 _SWEEPS = 2
+_FIRST_SWEEPS = 200
+_LONGEST = 4.0  # times its prediction, that a step counts for: one that was paused says nothing of the next ones
+_LONG_STEPS = 3  # one after another: further ones count whole, since the replica has become slower
+_TIMED_WEIGHT = 4.0  # of a step that was timed at start, in recent steps; their whole weight is that of 200
 # While steps are too similar, the cost of prompts is attributed to tokens, that of others to the step.
 _ORDER = (1, 0, 2, 3)
 
@@ -48,18 +56,31 @@ class StepLatency:
         self._products = [[0.0] * size for _ in range(size)]  # of features with features, summed over steps
         self._responses = [0.0] * size  # of features with seconds
         self._error = 0.0
+        self._long = 0  # steps one after another that took longer than that
         self.cost = StepCost()
+        self._timed_products = [[0.0] * size for _ in range(size)]
+        self._timed_responses = [0.0] * size
+
+    def start(self, steps: Iterable[tuple[int, int, int, float]]) -> None:
+        """Fits to steps that were timed before the first request: their arguments as those of `observe`."""
+        for *counts, seconds in steps:
+            features = _features(*counts)
+            for place, mine in enumerate(features):
+                self._timed_responses[place] += _TIMED_WEIGHT * mine * seconds
+                for other, value in enumerate(features):
+                    self._timed_products[place][other] += _TIMED_WEIGHT * mine * value
+        self._descend(_FIRST_SWEEPS)
 
     def observe(self, prefill_tokens: int, decode_sequences: int, kv_tokens: int, seconds: float) -> None:
         """Updates the fit with one step."""
-        miss = seconds - self.cost.predict(prefill_tokens, decode_sequences, kv_tokens)
+        predicted = self.cost.predict(prefill_tokens, decode_sequences, kv_tokens)
+        longest = _LONGEST * predicted
+        self._long = self._long + 1 if 0 < longest < seconds else 0
+        if 0 < self._long <= _LONG_STEPS:
+            seconds = longest
+        miss = seconds - predicted
         self._error += 0.05 * (abs(miss) - self._error)
-        features = (
-            _SCALES[0],
-            _SCALES[1] * prefill_tokens,
-            _SCALES[2] * decode_sequences,
-            _SCALES[3] * kv_tokens,
-        )
+        features = _features(prefill_tokens, decode_sequences, kv_tokens)
         self._products = [
             [_DECAY * known + mine * other for known, other in zip(row, features, strict=True)]
             for row, mine in zip(self._products, features, strict=True)
@@ -67,17 +88,31 @@ class StepLatency:
         self._responses = [
             _DECAY * known + mine * seconds for known, mine in zip(self._responses, features, strict=True)
         ]
-        self._descend()
-        base, prefill, decode, kv = (w * scale for w, scale in zip(self._weights, _SCALES, strict=True))
-        self.cost = StepCost(base, prefill, decode, kv, self._error)
+        self._descend(_SWEEPS)
 
-    def _descend(self) -> None:
+    def _descend(self, sweeps: int) -> None:
         """Minimizes the error over each coefficient in turn, with the others fixed."""
         weights, before = self._weights, list(self._weights)
-        for _ in range(_SWEEPS):
+        products = [
+            [recent + timed for recent, timed in zip(*rows, strict=True)]
+            for rows in zip(self._products, self._timed_products, strict=True)
+        ]
+        responses = [sum(both) for both in zip(self._responses, self._timed_responses, strict=True)]
+        for _ in range(sweeps):
             for place in _ORDER:
-                row = self._products[place]
+                row = products[place]
                 own = row[place]
                 others = sum([p * w for p, w in zip(row, weights, strict=True)]) - own * weights[place]
-                best = (self._responses[place] - others + _DAMPING * before[place]) / (own + _DAMPING)
+                best = (responses[place] - others + _DAMPING * before[place]) / (own + _DAMPING)
                 weights[place] = max(0.0, best)
+        base, prefill, decode, kv = (w * scale for w, scale in zip(weights, _SCALES, strict=True))
+        self.cost = StepCost(base, prefill, decode, kv, self._error)
+
+
+def _features(prefill_tokens: int, decode_sequences: int, kv_tokens: int) -> tuple[float, ...]:
+    return (
+        _SCALES[0],
+        _SCALES[1] * prefill_tokens,
+        _SCALES[2] * decode_sequences,
+        _SCALES[3] * kv_tokens,
+    )

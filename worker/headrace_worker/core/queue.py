@@ -30,9 +30,9 @@ class WaitingQueue:
         self._running = running
         self._tenants: dict[bytes, _TenantQueue] = {}  # none is without members
         self._served: dict[bytes, int] = {}  # tokens; empty when no request waits
-        self._members: dict[int, tuple[Request, int]] = {}  # by id(), with its number of tokens when it was added
+        self._members: dict[int, tuple[Request, int]] = {}  # by id(), with the tokens that each is expected to miss
         self._counter = 0
-        self.tokens = 0  # positions to compute, over all members
+        self.tokens = 0  # positions that are expected to be computed, over all members
 
     def __len__(self) -> int:
         return len(self._members)
@@ -57,13 +57,27 @@ class WaitingQueue:
         self._counter += 1
         heappush(own.heap, (request.priority, request.arrival, self._counter, request))
         own.count += 1
-        self._members[id(request)] = (request, len(request.tokens))
-        self.tokens += len(request.tokens)
+        cached = 0 if request.preemptions else request.expected_cached  # its blocks may be gone since
+        missing = max(1, len(request.tokens) - cached)
+        self._members[id(request)] = (request, missing)
+        self.tokens += missing
 
     def peek(self) -> Request | None:
         """The request to admit next."""
-        heads = [own.heap[0] for own in self._tenants.values()]
+        heads = [own.heap[0] for own in self._tenants.values() if own.heap]
         return min(heads, key=self._place)[3] if heads else None
+
+    def set_aside(self, request: Request) -> None:
+        """It stays a member, but is not admitted until it is restored. It is the one that `peek` returned."""
+        heappop(self._tenants[request.tenant_salt].heap)
+        self._drop_removed(self._tenants[request.tenant_salt])
+
+    def restore(self, request: Request) -> None:
+        """In its old place; no-op if it has left the queue."""
+        if id(request) in self._members:
+            self._counter += 1
+            entry = (request.priority, request.arrival, self._counter, request)
+            heappush(self._tenants[request.tenant_salt].heap, entry)
 
     def take(self, request: Request) -> None:
         """Removes a request that is admitted: its tenant is served."""
@@ -80,8 +94,7 @@ class WaitingQueue:
         tenant = request.tenant_salt
         own = self._tenants[tenant]
         own.count -= 1
-        while own.heap and id(own.heap[0][3]) not in self._members:
-            heappop(own.heap)
+        self._drop_removed(own)
         if len(own.heap) > 2 * own.count + MAX_REMOVED:
             own.heap = [entry for entry in own.heap if id(entry[3]) in self._members]
             heapify(own.heap)
@@ -90,6 +103,10 @@ class WaitingQueue:
         if not self._members:
             self._served.clear()
         return True
+
+    def _drop_removed(self, own: _TenantQueue) -> None:
+        while own.heap and id(own.heap[0][3]) not in self._members:
+            heappop(own.heap)
 
     def _place(self, head: tuple[int, float, int, Request]) -> tuple[int, int, int, float, int]:
         priority, arrival, number, request = head

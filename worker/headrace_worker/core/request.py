@@ -8,6 +8,7 @@ from msgspec import Struct
 from headrace_worker.core.guide import TokenGuide
 from headrace_worker.core.kv.manager import BlockTable, PrefixChain
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
+from headrace_worker.core.request_times import AttemptTimes, RequestTimes
 
 
 class Finish(Enum):
@@ -64,6 +65,7 @@ class Request:
     tenant_salt: bytes = b""
     adapter: str = ""
     prefill_only: bool = False  # for another replica: no token is sampled
+    expected_cached: int = 0  # tokens that its router expects in the cache: an estimate, for the load only
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
     trial_tokens: int = 0  # new ones until anything else may run beside it; 0 = others may from the start
     cached_only: bool = False  # the source sends cached blocks, and computes nothing
@@ -83,6 +85,7 @@ class Request:
     preemptions: int = 0
     emitted: int = field(init=False)  # tokens delivered, prompt included
     has_output: bool = False  # the first output, with cached_tokens and queue time, was emitted
+    times: RequestTimes = field(default_factory=RequestTimes)
     counts_prompt: bool = field(init=False)  # exactly one attempt and choice of a prompt counts it
 
     def __post_init__(self) -> None:
@@ -120,3 +123,4 @@ class Output(Struct, gc=False):
     cached_tokens: int | None = None  # set in the first output of an attempt
     queue_seconds: float | None = None
     preemptions: int = 0
+    times: AttemptTimes | None = None  # in the first output, and in the last one

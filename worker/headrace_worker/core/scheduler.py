@@ -12,15 +12,19 @@ from collections.abc import Callable, Sequence
 
 from headrace_worker.core.block_search import BlockSearch
 from headrace_worker.core.deadlines import Deadlines
+from headrace_worker.core.emitter import Emitter
 from headrace_worker.core.fair_shares import divide_budget
-from headrace_worker.core.kv.manager import BlockTable, KVManager
+from headrace_worker.core.followers import Followers
+from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
 from headrace_worker.core.plan import StepResult, TableUpdate
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_table import RequestTable
+from headrace_worker.core.request_times import StepTotals
 from headrace_worker.core.scheduled_step import ScheduledStep, StepDraft
 from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 
+LOOKED_UP_BLOCKS = 32_768  # by admissions of one step: some ten milliseconds; the others follow in the next steps
 GUIDE_FAILED = (
     "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
 )
@@ -33,6 +37,8 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.counters = SchedulerCounters()
+        self.totals = StepTotals()
+        self._emitter = Emitter(self.counters, self.totals, clock)
         self._clock = clock
         self._request_table = RequestTable(limits.max_num_seqs, kv)
         self.waiting = self._request_table.waiting
@@ -40,6 +46,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._step = 0
         self._blocks = BlockSearch(kv, limits.watermark)
+        self._followers = Followers(self.running, self.waiting, kv.block_size)
 
     @property
     def has_work(self) -> bool:
@@ -57,6 +64,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked its lengths and `has_place`."""
+        if request.source:
+            request.times.fetched = self._clock() - request.arrival
         self.waiting.push(request)
         self._deadlines.add(request)
 
@@ -82,6 +91,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
         draft = StepDraft(self.limits.max_num_batched_tokens, self._request_table.rows.freed)
+        self._followers.restore()
         if self._request_table.suspects:
             self._schedule_suspect(draft)
         else:
@@ -120,7 +130,11 @@ class Scheduler:
             request.tokens.append(tokens[position])
             if request.table is table and work.start + work.count >= table.unpublished_end:
                 self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
-            outputs.append(self._emit(request, position, result))
+            output = self._emitter.emit(request, position, result)
+            if output.finish is not None:
+                self._request_table.remove(request)
+                request.finish = output.finish
+            outputs.append(output)
         return outputs
 
     def _end_failed(self, request: Request, table: BlockTable, sentence: str, not_finite: bool) -> Output:
@@ -233,26 +247,29 @@ class Scheduler:
         return frozenset((request.tenant_salt,))
 
     def _admit(self, draft: StepDraft) -> None:
-        while draft.budget > 0 and self._request_table.rows:
+        looked_up = 0
+        while draft.budget > 0 and self._request_table.rows and looked_up < LOOKED_UP_BLOCKS:
             request = self.waiting.peek()
-            if request is None or request.in_flight > 0 or not self._admit_one(draft, request):
+            if request is None or request.in_flight > 0:
                 return
+            found = self._blocks.find(request, draft.budget, idle=not self.running)
+            if found is None:
+                return
+            looked_up += 1 + found[0].tokens // self.kv.block_size
+            if not self._followers.set_aside(request, found[0]):
+                self._start(draft, request, *found)
 
-    def _admit_one(self, draft: StepDraft, request: Request) -> bool:
-        found = self._blocks.find(request, draft.budget, idle=not self.running)
-        if found is None:
-            return False
-        hit, chunk_end = found
+    def _start(self, draft: StepDraft, request: Request, hit: PrefixHit, chunk_end: int) -> None:
         draft.inits.append(self._request_table.admit(request, hit))
         if request.started is None:  # later hits include blocks that it computed itself
             request.started = self._clock()
             request.cached_tokens = min(request.fetched.cached_hit(hit.tokens), request.prompt_len)
+            request.times.started(len(request.tokens) - hit.tokens, self.totals)
             self.counters.count_lookup(len(request.tokens), request.fetched.local_hit(hit.tokens))
         draft.tables.extend(
             TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(hit.tables) if blocks
         )
         self._add_work(draft, request, chunk_end - hit.tokens)
-        return True
 
     def _schedule_suspect(self, draft: StepDraft) -> None:
         """One suspect alone: the running one, or else the next waiting one; others are preempted if necessary."""
@@ -264,42 +281,17 @@ class Scheduler:
         request = next(request for request in self.waiting if request.suspect)
         if request.in_flight > 0:
             return
-        while not (self._request_table.rows and self._admit_one(draft, request)):
+        while True:
+            if self._request_table.rows and (found := self._blocks.find(request, draft.budget, idle=not self.running)):
+                self._start(draft, request, *found)
+                return
             victim = self._request_table.least_urgent(draft.requests)
             if victim is None:
                 return
             self._preempt(victim)
 
-    def _emit(self, request: Request, position: int, result: StepResult) -> Output:
-        """Delivers the request's newest token, and its end when this token ends it."""
-        token = request.tokens[-1]
-        count = request.emitted = len(request.tokens)
-        finish = None
-        if token in request.stop_ids or request.complete:
-            finish = Finish.STOP
-        elif count >= request.max_len:
-            finish = Finish.LENGTH
-        logprobs = [result.logprobs[position]] if position in result.logprobs else []
-        output = Output(
-            request.attempt_id,
-            count - 1 - request.prompt_len,
-            [token],
-            logprobs,
-            finish,
-            preemptions=request.preemptions,
-        )
-        if not request.has_output:
-            request.has_output = True
-            if request.counts_prompt:  # counted once it is computed: a refused prompt never counts
-                self.counters.prompt_tokens += request.prompt_len
-            output.cached_tokens = request.cached_tokens
-            output.queue_seconds = (request.started or request.arrival) - request.arrival
-        self.counters.generation_tokens += 1
-        if finish is not None:
-            self._request_table.remove(request)
-            request.finish = finish
-        return output
-
     def _preempt(self, request: Request) -> None:
+        if request.times.preempted_at is None:
+            request.times.preempted_at = self._clock()
         self._request_table.preempt(request)
         self.counters.preemptions += 1

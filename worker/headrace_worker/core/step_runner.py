@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from headrace_proto.errors import HeadraceError
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
 
@@ -23,5 +24,5 @@ class StepRunner(Protocol):
     def collect(self, handle: Any) -> StepResult: ...
 
 
-class RunnerBrokenError(Exception):
+class RunnerBrokenError(HeadraceError):
     """Raised by a runner that cannot continue: another rank is lost, or the device is in error."""

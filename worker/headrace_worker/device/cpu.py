@@ -34,6 +34,7 @@ class CpuDevice:
     """Implements `RankDevice`."""
 
     asynchronous = False
+    uses_nccl = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -46,6 +47,9 @@ class CpuDevice:
         return lambda: None
 
     def free_memory(self) -> int:
+        return available_memory()
+
+    def total_memory(self) -> int:
         return available_memory()
 
     def reset_peak(self) -> None:

@@ -14,6 +14,7 @@ from headrace_worker.device.rank_device import GraphRecorder, Mark
 T = TypeVar("T")
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the only error of a launch after which the context still works
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture…: of a recording alone
 
 
 class CudaDownload:
@@ -69,6 +70,7 @@ class CudaDevice:
     """Implements `RankDevice`."""
 
     asynchronous = True
+    uses_nccl = True
 
     def __init__(self, index: int) -> None:
         """index: among the GPUs that this process may see. Raises DeviceError when it cannot be used."""
@@ -92,6 +94,9 @@ class CudaDevice:
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def total_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def reset_peak(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -119,7 +124,8 @@ class CudaDevice:
         return CudaDownload(tensors)
 
     def mark(self) -> Mark:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Threads of transfers wait for marks, for up to a step: by default they would take a core each meanwhile.
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event  # type: ignore[no-any-return]
 
@@ -143,11 +149,12 @@ class CudaDevice:
     def is_lost(self, error: BaseException) -> bool:
         """An error of a kernel, a copy or a library is one of the whole CUDA context, in which every later call fails.
 
-        Libraries raise others for it; then the device is asked, which waits for what it runs.
+        Libraries raise others for it, and a recording may hide it; then the device is asked, which waits for what it
+        runs.
         """
         if self.is_out_of_memory(error):
             return False
-        if isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) not in CAPTURE_ERRORS:
             return True
         try:
             torch.cuda.synchronize(self.torch_device)

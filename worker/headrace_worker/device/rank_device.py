@@ -50,6 +50,7 @@ class RankDevice(Protocol):
 
     torch_device: torch.device  # of tensors; with an index, unless it is the CPU
     asynchronous: bool  # launches return before the work is done
+    uses_nccl: bool  # ranks exchange its tensors over NCCL, not over gloo or shared memory
 
     def use(self) -> None:
         """Makes it this thread's current device. A thread starts with the first visible GPU, and kernels and streams
@@ -66,6 +67,10 @@ class RankDevice(Protocol):
 
     def free_memory(self) -> int:
         """Bytes that this process may still allocate, container limits respected."""
+        ...
+
+    def total_memory(self) -> int:
+        """Bytes of the device, used or not; on a CPU as `free_memory`."""
         ...
 
     def reset_peak(self) -> None:

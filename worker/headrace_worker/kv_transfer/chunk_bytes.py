@@ -77,17 +77,22 @@ def new_piece(device: RankDevice, pool: Tensor, blocks: int, heads: int) -> Tens
     return device.host_memory((2, blocks, heads, positions, size), pool.dtype)
 
 
-def read_blocks(device: RankDevice, pool: Tensor, blocks: Sequence[int], heads: tuple[int, int]) -> Tensor:
-    """Copies blocks of a pool [2, B, K, P, D] into a piece in host memory. `heads`: range within the pool's heads."""
-    index = device.upload(torch.tensor(blocks, dtype=torch.int64))
-    found = pool[:, :, heads[0] : heads[1]].index_select(1, index)
-    return device.download([found]).wait()[0]
+def upload_index(device: RankDevice, blocks: Sequence[int]) -> Tensor:
+    """[blocks] int64 on the device."""
+    return device.upload(torch.tensor(blocks, dtype=torch.int64))
 
 
-def write_blocks(
-    device: RankDevice, pool: Tensor, blocks: Sequence[int], heads: tuple[int, int], piece: Tensor
-) -> None:
-    """Copies a piece into blocks of a pool [2, B, K, P, D]; waits until the copy is complete."""
-    index = device.upload(torch.tensor(blocks, dtype=torch.int64))
-    pool[:, :, heads[0] : heads[1]].index_copy_(1, index, device.upload(piece))
-    device.synchronize()
+def read_blocks(device: RankDevice, pool: Tensor, index: Tensor, heads: tuple[int, int]) -> Tensor:
+    """A piece on the device, copied from blocks of a pool [2, B, K, P, D]; waits until the copy is complete.
+
+    `heads`: range within the pool's heads.
+    """
+    piece = pool[:, :, heads[0] : heads[1]].index_select(1, index)
+    device.mark().synchronize()
+    return piece
+
+
+def write_blocks(device: RankDevice, pool: Tensor, index: Tensor, heads: tuple[int, int], piece: Tensor) -> None:
+    """Copies a piece on the device into blocks of a pool [2, B, K, P, D]; waits until the copy is complete."""
+    pool[:, :, heads[0] : heads[1]].index_copy_(1, index, piece)
+    device.mark().synchronize()

@@ -24,6 +24,7 @@ from headrace_worker.kv_transfer.chunk_bytes import (
     Trailer,
     new_piece,
     read_blocks,
+    upload_index,
     write_blocks,
 )
 from headrace_worker.kv_transfer.pair_group import PairGroup
@@ -80,7 +81,8 @@ class PeerConnection:
         self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
         self._device = device
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held while blocks are read or written
+        # Held while blocks are read or written, and not during copies to and from the host: the step thread takes it.
+        self._lock = threading.Lock()
         self._queued_chunks: dict[int, int] = {}  # fetch -> chunks that are queued and not transferred
         self._closed = False
         self._pair_group: PairGroup | None = None
@@ -166,13 +168,16 @@ class PeerConnection:
                         with clock.paused():
                             gate.wait(layer)
                         self._check()
-                    pool = self._caches[layer].pool
+                    pool, found = self._caches[layer].pool, None
+                    index = upload_index(self._device, blocks)
                     with self._lock:
                         complete = complete and order.fetch in self._queued_chunks
                         if complete:
-                            piece = read_blocks(self._device, pool, blocks, heads)
-                        else:  # the receiver expects a piece: send zeros, and mark the trailer as incomplete
-                            piece = new_piece(self._device, pool, len(blocks), heads[1] - heads[0]).zero_()
+                            found = read_blocks(self._device, pool, index, heads)
+                    if found is not None:
+                        (piece,) = self._device.download([found]).wait()
+                    else:  # the receiver expects a piece: send zeros, and mark the trailer as incomplete
+                        piece = new_piece(self._device, pool, len(blocks), heads[1] - heads[0]).zero_()
                     mac.add(piece)
                     if sending is not None:
                         pair_group.finish(sending)
@@ -226,9 +231,13 @@ class PeerConnection:
             pair_group.take(receiving)
             expect(place + 1)
             mac.add(piece)
+            if not order.blocks:
+                continue
+            index, uploaded = upload_index(self._device, order.blocks[group]), self._device.upload(piece)
+            self._device.mark().synchronize()  # also of the steps that were launched before the order
             with self._lock:
                 if order.fetch in self._queued_chunks:
-                    write_blocks(self._device, self._caches[layer].pool, order.blocks[group], heads, piece)
+                    write_blocks(self._device, self._caches[layer].pool, index, heads, uploaded)
         return mac
 
     def _report_received(self, order: Receive, num_bytes: int, *, good: bool) -> None:

@@ -13,6 +13,7 @@ from headrace_worker.core.plan import StepPlan
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.ranks.answer_sender import AnswerSender
 from headrace_worker.ranks.channel import Channel
+from headrace_worker.ranks.failure import failure_sentence
 from headrace_worker.ranks.messages import Clear, Draw, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageRunner
@@ -73,7 +74,7 @@ class Follower:
         if not isinstance(error, RankLostError):
             log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
             # This rank's own failure has the same form as that of another one.
-            self._team.detector.fail(f"{type(error).__name__} in a step")
+            self._team.detector.fail(failure_sentence(self._stage.runner.device, error))
         self.failure = self.failure or error
         self.ended.set()
 
@@ -86,10 +87,10 @@ class Follower:
                 self._draw(command)
             case Clear(blocks, rows):
                 self._stage.runner.clear(blocks, rows)
-            case RecordSteps(max_tokens):
+            case RecordSteps():
                 assert self._recorder is not None
                 with contextlib.suppress(RecordingFailedError):  # raised on rank 0 as well, which reports it
-                    self._stage.record(self._recorder, max_tokens)
+                    self._stage.record(self._recorder)
             case StopRank():
                 return False
         return True

@@ -46,13 +46,12 @@ def _join(
 ) -> Team:
     rank, size = topology.rank, topology.size
     store = join_rendezvous(rendezvous, rank, size, detector, opened)
-    on_gpu = device.torch_device.type == "cuda"
     address = rank_host(config)
-    if on_gpu:
+    if device.uses_nccl:
         restrict_nccl(address)
     host = host_group(store, "host", address, rank, size, detector)
     pipe = host
-    if on_gpu and topology.pp > 1:
+    if device.uses_nccl and topology.pp > 1:
         pipe = device_group(store, "pipe", device.torch_device, rank, size, detector)
     notes: list[str] = []
     communicator = _communicator(config, topology, device, store, detector, notes)
@@ -71,7 +70,7 @@ def _communicator(
     """Of the stage's ranks."""
     if topology.tp == 1:
         return SingleRank()
-    if device.torch_device.type == "cuda":
+    if device.uses_nccl:
         name = f"stage-{topology.stage}"
         group = device_group(store, name, device.torch_device, topology.place, topology.tp, detector)
         # NCCL's order of addition depends on the size of the tensor.

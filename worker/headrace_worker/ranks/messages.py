@@ -47,9 +47,7 @@ class Clear(Struct, frozen=True, tag="clear"):
 
 
 class RecordSteps(Struct, frozen=True, tag="record"):
-    """Record steps of up to `max_tokens` tokens."""
-
-    max_tokens: int
+    """Record steps for replay."""
 
 
 class StopRank(Struct, frozen=True, tag="stop"):

@@ -15,7 +15,8 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.store_all_gather import StoreAllGather
-from headrace_worker.device.rank_device import GraphRecorder
+from headrace_worker.device.loss import loss_sentence
+from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 
 T = TypeVar("T")
 
@@ -34,12 +35,14 @@ class CollectiveRecorder:
         recorder: GraphRecorder,
         all_gather: StoreAllGather,
         detector: FailureDetector,
+        device: RankDevice,
         timeout: float = RECORD_TIMEOUT_SECONDS,
     ) -> None:
         """`timeout`: seconds that a rank which failed waits for the attempts of the others."""
         self._recorder = recorder
         self._all_gather = all_gather
         self._detector = detector
+        self._device = device
         self._timeout = timeout
 
     def warm_up(self, step: Callable[[], None]) -> None:
@@ -54,6 +57,7 @@ class CollectiveRecorder:
         except RankLostError:
             raise
         except Exception as error:
+            self._end_if_lost(error)
             self._detector.fail(
                 f"{type(error).__name__} in a step that was to be recorded (--cuda-graphs off avoids this)"
             )
@@ -61,16 +65,17 @@ class CollectiveRecorder:
 
     def allocate(self, make: Callable[[], T]) -> T:
         """What `make` allocates, once every rank has allocated its own. Raises as `record`."""
-        return self._on_all_ranks(lambda: self._recorder.allocate(make))
+        return self._on_all_ranks(lambda: self._recorder.allocate(make), "allocate what recorded steps use")
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Returns what replays the step, once it is recorded on every rank.
 
         Raises RecordingFailedError on all ranks when one of them could not record it, and RankLostError.
         """
-        return self._on_all_ranks(lambda: self._recorder.record(step))
+        return self._on_all_ranks(lambda: self._recorder.record(step), "record a step")
 
-    def _on_all_ranks(self, attempt: Callable[[], T]) -> T:
+    def _on_all_ranks(self, attempt: Callable[[], T], what: str) -> T:
+        """what: for sentences, "could not …"."""
         made: list[T] = []
         failed = ""
         try:
@@ -78,20 +83,27 @@ class CollectiveRecorder:
         except Exception as error:
             # A collective that cannot be recorded looks like a broken connection; it is one if a rank is lost.
             self._detector.check()
+            self._end_if_lost(error.__cause__ or error)
             failed = (
                 type(error.__cause__ or error).__name__ if isinstance(error, RankLostError) else type(error).__name__
             )
-        with self._fail_after_timeout() if failed else contextlib.nullcontext():
+        with self._fail_after_timeout(what) if failed else contextlib.nullcontext():
             answers = self._all_gather.gather(failed)
         for rank, answer in enumerate(answers):
             if answer:
-                raise RecordingFailedError(f"rank {rank} could not record a step ({answer})")
+                raise RecordingFailedError(f"rank {rank} could not {what} ({answer})")
         return made[0]
 
+    def _end_if_lost(self, error: BaseException) -> None:
+        """Raises RankLostError, and ends the other ranks, if the error has ended this rank's device."""
+        if loss := loss_sentence(self._device, error):
+            self._detector.fail(loss)
+            raise RankLostError(str(self._detector.failure)) from error
+
     @contextlib.contextmanager
-    def _fail_after_timeout(self) -> Iterator[None]:
+    def _fail_after_timeout(self, what: str) -> Iterator[None]:
         """End the replica when the others do not finish: NCCL may wait for this rank before it records a collective."""
-        sentence = f"it could not record a step, and the others did not finish theirs in {self._timeout:.0f} s"
+        sentence = f"it could not {what}, and the others did not finish theirs in {self._timeout:.0f} s"
         timer = threading.Timer(self._timeout, lambda: self._detector.fail(sentence))
         timer.daemon = True
         timer.start()

@@ -13,6 +13,7 @@ from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 from headrace_worker.ranks.channel import Channel
+from headrace_worker.ranks.failure import failure_sentence
 from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageResult, StageRunner
@@ -87,13 +88,13 @@ class MultiRankRunner:
         self._guarded(lambda: self._clear(blocks, rows))
 
     def record(
-        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
         """Record steps on all ranks; returns the sizes.
 
         Raises RecordingFailedError when a rank cannot: then all run as before. Raises RunnerBrokenError.
         """
-        return self._guarded(lambda: self._record(recorder, max_tokens, done))
+        return self._guarded(lambda: self._record(recorder, done))
 
     def stop(self) -> None:
         """Stop the other ranks in an orderly way; nothing is launched after this."""
@@ -113,11 +114,9 @@ class MultiRankRunner:
         self._channel.send_command(Clear(blocks, rows))
         self._stage.runner.clear(blocks, rows)
 
-    def _record(
-        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None]
-    ) -> tuple[list[int], list[int]]:
-        self._channel.send_command(RecordSteps(max_tokens))
-        return self._stage.record(recorder, max_tokens, done)
+    def _record(self, recorder: GraphRecorder, done: Callable[[float], None]) -> tuple[list[int], list[int]]:
+        self._channel.send_command(RecordSteps())
+        return self._stage.record(recorder, done)
 
     def _guarded(self, call: Callable[[], Result]) -> Result:
         try:
@@ -129,18 +128,11 @@ class MultiRankRunner:
             raise RunnerBrokenError(str(error)) from error
         except RecordingFailedError:  # on all ranks
             raise
-        except RunnerBrokenError as error:
-            raise self._broken(str(error)) from error
         except Exception as error:
-            raise self._broken(f"{type(error).__name__} in a step") from error
+            raise self._broken(failure_sentence(self.device, error)) from error
 
     def _guarded_answer(self) -> Answer:
-        try:
-            answer = self._channel.receive_answer(self._team.topology.sampler)
-            self._team.detector.check()
-            return answer
-        except RankLostError as error:
-            raise RunnerBrokenError(str(error)) from error
+        return self._guarded(lambda: self._channel.receive_answer(self._team.topology.sampler))
 
     def _broken(self, sentence: str) -> RunnerBrokenError:
         self._team.detector.fail(sentence)

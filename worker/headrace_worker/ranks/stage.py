@@ -98,15 +98,15 @@ class StageRunner:
         return self._draw(batch, out, NO_MASKS)
 
     def record(
-        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
         """Record this rank's part of steps, on all ranks; returns the sizes, which are the same on all.
 
         Raises RecordingFailedError on all ranks when it fails on one; they stay synchronized, without recordings.
         Raises RankLostError.
         """
-        collective = CollectiveRecorder(recorder, self._all_gather, self._team.detector)
-        return self.runner.record(collective, max_tokens, done)
+        collective = CollectiveRecorder(recorder, self._all_gather, self._team.detector, self.runner.device)
+        return self.runner.record(collective, done)
 
     @torch.inference_mode()
     def draw(self, masks: Mapping[int, Mask]) -> StageResult:

@@ -32,7 +32,7 @@ class FollowingRank:
         stage = StageRunner(model, runner, team) if profiler is None else ProfiledStage(model, runner, team, profiler)
         self._team = team
         self._transfers = part.transfers
-        self.loop = Follower(stage, team, choose_recorder(config, team.device))
+        self.loop = Follower(stage, team, choose_recorder(config, team.device) if part.records else None)
         self.loop.start()
         freeze_loaded()
         team.gather_all(0)  # pools are allocated: rank 0 warms all ranks up

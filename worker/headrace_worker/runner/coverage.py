@@ -52,7 +52,10 @@ def cover(runner: ModelRunner, budget: int, done: Callable[[float], None] = lamb
 
 
 def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
-    """The steps that take the most memory: all tokens, and all rows, each of which filters, penalizes and reports."""
+    """The steps that take the most memory: all tokens, and all rows, each of which filters, penalizes and reports.
+
+    Rows are as long as they can be in the last one: what decoding and penalties take grows with the length.
+    """
     rows = min(max_rows, budget)
     each = max(1, min(max_len - 2, budget // rows))
     started = [_start(layout, row, each, max_len, LARGEST_OPTIONS) for row in range(rows)]
@@ -60,6 +63,9 @@ def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int)
     yield _step([Work(row, each, 1, True) for row in range(rows)], [])
     long = min(budget, max_len - 2)
     yield _step([Work(0, 0, long, True)], [_start(layout, 0, long, max_len, LARGEST_OPTIONS)])
+    # Nothing reads which tokens are known: they are zeros, all of the prompt, so that none is counted as an output.
+    longest = [(RowInit(row, 0, [], max_len, LARGEST_OPTIONS), _tables(layout, row, max_len)) for row in range(rows)]
+    yield _step([Work(row, max_len - 1, 1, True) for row in range(rows)], longest)
     yield StepPlan(0, list(range(rows)), [], [], [])
 
 
@@ -105,9 +111,13 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
 def _start(
     layout: CacheLayout, row: int, tokens: int, max_len: int, sampling: RowSampling
 ) -> tuple[RowInit, list[TableUpdate]]:
+    return RowInit(row, 0, [0] * tokens, tokens, sampling), _tables(layout, row, max_len)
+
+
+def _tables(layout: CacheLayout, row: int, max_len: int) -> list[TableUpdate]:
+    """One block per cache group serves all positions."""
     entries = -(-max_len // layout.block_size)
-    tables = [TableUpdate(group, row, 0, [1 + group] * entries) for group in range(len(layout.groups))]
-    return RowInit(row, 0, [0] * tokens, tokens, sampling), tables
+    return [TableUpdate(group, row, 0, [1 + group] * entries) for group in range(len(layout.groups))]
 
 
 def _step(work: list[Work], started: list[tuple[RowInit, list[TableUpdate]]], guided: bool = False) -> StepPlan:

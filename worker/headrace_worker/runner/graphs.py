@@ -11,7 +11,9 @@ kernel: their kernels take longer than their launches.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from headrace_worker.core.plan import Work
@@ -22,9 +24,16 @@ from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
 from headrace_worker.runner.step_buffers import StepBuffers
 
-MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512)  # for prompts in small pieces beside running requests
 
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
+
+
+class StepSize(NamedTuple):
+    """of_decode: one token per sequence."""
+
+    tokens: int
+    of_decode: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,10 @@ class RecordedStep:
 class StepGraphs:
     """All recorded sizes of one runner."""
 
-    def __init__(self, model: LoadedModel, rows: RowState, forward: Forward, recorder: GraphRecorder) -> None:
+    def __init__(
+        self, model: LoadedModel, rows: RowState, forward: Forward, recorder: GraphRecorder, sizes: Sequence[StepSize]
+    ) -> None:
+        """Allocates what steps of these sizes read and write. Raises what the recorder or an allocation raises."""
         self._model = model
         self._layout = layout = model.layout
         self._rows = rows
@@ -57,22 +69,22 @@ class StepGraphs:
         self._entries = -(-rows.max_len // layout.block_size)
         self._decode: dict[int, RecordedStep] = {}
         self._mixed: dict[int, RecordedStep] = {}
+        self._tensors = recorder.allocate(lambda: dict(self._allocated(sizes)))
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Tokens of the recorded sizes: of steps with one token per sequence, and of any others."""
         return sorted(self._decode), sorted(self._mixed)
 
-    def record(self, decode: Sequence[int], mixed: Sequence[int], done: Callable[[float], None]) -> None:
-        """Record these sizes, the largest first: smaller ones fit into its memory. `done` is called with the fraction.
+    @torch.inference_mode()
+    def record(self, sizes: Sequence[StepSize], done: Callable[[float], None] = lambda fraction: None) -> None:
+        """Record some of the sizes, in this order: what comes after the largest ones fits into their memory.
 
-        Raises whatever the model raises when it cannot be recorded, for example because its code waits for the device.
+        `done` is called with the fraction. Raises whatever the model raises when it cannot be recorded, for example
+        because its code waits for the device.
         """
-        sizes = [(True, tokens) for tokens in sorted(decode, reverse=True)]
-        sizes += [(False, tokens) for tokens in sorted(mixed, reverse=True)]
-        allocated = self._recorder.allocate(lambda: [*self._allocated(sizes)])
-        for place, ((one_each, tokens), tensors) in enumerate(zip(sizes, allocated, strict=True)):
-            (self._decode if one_each else self._mixed)[tokens] = self._record(tensors)
+        for place, size in enumerate(sizes):
+            (self._decode if size.of_decode else self._mixed)[size.tokens] = self._record(self._tensors[size])
             done((place + 1) / len(sizes))
 
     def prepare(self, work: Sequence[Work]) -> Batch | None:
@@ -120,17 +132,16 @@ class StepGraphs:
         tokens = batch.token_rows.shape[0]
         return host.padded(tokens, step.tensors.sequences, self._entries, meta.max_query_len, meta.max_seq_len)
 
-    def _allocated(self, sizes: Sequence[tuple[bool, int]]) -> Iterator[StepTensors]:
-        """The tensors of each step, given as whether it has one token per sequence, and its tokens."""
+    def _allocated(self, sizes: Sequence[StepSize]) -> Iterator[tuple[StepSize, StepTensors]]:
         nothing = flatten_work([], self._rows, self._layout.block_size)
-        buffers = StepBuffers.of(self._model, max(tokens for _, tokens in sizes), self._rows.max_rows)
-        for one_each, tokens in sizes:
-            sequences = min(tokens, self._rows.max_rows)
-            longest = 1 if one_each else tokens
-            host = nothing.padded(tokens, sequences, self._entries, longest, self._rows.max_len)
+        buffers = StepBuffers.of(self._model, max(size.tokens for size in sizes), self._rows.max_rows)
+        for size in sizes:
+            sequences = min(size.tokens, self._rows.max_rows)
+            longest = 1 if size.of_decode else size.tokens
+            host = nothing.padded(size.tokens, sequences, self._entries, longest, self._rows.max_len)
             packed = pack(host.arrays).to(self._rows.device.torch_device)
             batch = host.over(unpack(packed, host.arrays))
-            yield StepTensors(packed, batch, sequences, buffers.part(tokens, sequences))
+            yield size, StepTensors(packed, batch, sequences, buffers.part(size.tokens, sequences))
 
     def _record(self, tensors: StepTensors) -> RecordedStep:
         def step() -> None:
@@ -148,6 +159,7 @@ def decode_sizes(max_rows: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_rows)
 
 
-def mixed_sizes(max_tokens: int) -> list[int]:
-    """For prompts in small pieces beside running requests."""
-    return [size for size in MIXED_TOKENS if size <= max_tokens]
+def step_sizes(max_rows: int) -> list[StepSize]:
+    """All that are recorded: decode steps, then mixed ones, the largest first of each."""
+    decode, mixed = reversed(decode_sizes(max_rows)), reversed(MIXED_TOKENS)
+    return [StepSize(tokens, True) for tokens in decode] + [StepSize(tokens, False) for tokens in mixed]

@@ -25,10 +25,8 @@ class ModelRunner(StepRunner, Protocol):
         """Reset the first blocks and rows, so that a warm-up has no effect."""
         ...
 
-    def record(
-        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None]
-    ) -> tuple[list[int], list[int]]:
-        """Record steps of up to `max_tokens` tokens for replay; returns the sizes: decode steps, and mixed ones.
+    def record(self, recorder: GraphRecorder, done: Callable[[float], None]) -> tuple[list[int], list[int]]:
+        """Record steps for replay; returns the sizes: decode steps, and mixed ones.
 
         Raises what the recorder or the model raises when it cannot be recorded; steps then run as before.
         """

@@ -19,12 +19,13 @@ from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.core.transfer.orders import Order
+from headrace_worker.device.loss import loss_sentence
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, gather
-from headrace_worker.runner.graphs import StepGraphs, decode_sizes, mixed_sizes
+from headrace_worker.runner.graphs import StepGraphs, step_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.runner.step_buffers import hidden_states
@@ -134,11 +135,8 @@ class Runner:
 
     def check_device(self, error: Exception) -> None:
         """Raises RunnerBrokenError if the error of a step has ended the device for this process."""
-        if self.device.is_lost(error):
-            lines = str(error).splitlines() or [""]
-            raise RunnerBrokenError(
-                f"{self.device.torch_device} is in error ({type(error).__name__}: {lines[0][:200]})"
-            ) from error
+        if loss := loss_sentence(self.device, error):
+            raise RunnerBrokenError(loss) from error
 
     def clear(self, blocks: int, rows: int = 1) -> None:
         """Reset the first blocks and rows, so that a warm-up has no effect."""
@@ -146,27 +144,23 @@ class Runner:
         self.rows.tokens[:rows].zero_()
 
     @torch.inference_mode()
+    def new_graphs(self, recorder: GraphRecorder) -> StepGraphs:
+        """Recordings of this rank's layers, of which none is made yet; `launch` does not use them.
+
+        Raises what the recorder raises, or a failed allocation.
+        """
+        return StepGraphs(self._loaded, self.rows, self._compute, recorder, step_sizes(self.max_rows))
+
     def record(
-        self, recorder: GraphRecorder, max_tokens: int, done: Callable[[float], None] = lambda fraction: None
+        self, recorder: GraphRecorder, done: Callable[[float], None] = lambda fraction: None
     ) -> tuple[list[int], list[int]]:
-        """Record this rank's layers for steps of up to `max_tokens` tokens; returns the sizes.
+        """Record this rank's layers for steps of all sizes; returns these: of decode steps, and of mixed ones.
 
         All tensor-parallel ranks of a stage call it together. Raises what the recorder or the model raises when it
         cannot be recorded; it then runs as before, and no recording is kept.
         """
-        return self.record_sizes(recorder, decode_sizes(self.max_rows), mixed_sizes(max_tokens), done)
-
-    @torch.inference_mode()
-    def record_sizes(
-        self,
-        recorder: GraphRecorder,
-        decode: Sequence[int],
-        mixed: Sequence[int],
-        done: Callable[[float], None] = lambda fraction: None,
-    ) -> tuple[list[int], list[int]]:
-        """As `record`, with given numbers of tokens."""
-        graphs = StepGraphs(self._loaded, self.rows, self._compute, recorder)
-        graphs.record(decode, mixed, done)
+        graphs = self.new_graphs(recorder)
+        graphs.record(step_sizes(self.max_rows), done)
         self._graphs = graphs
         return graphs.sizes
 

@@ -1,7 +1,14 @@
-"""Warm-up before the replica is ready: on a GPU kernels are compiled; then prefill and decode steps are timed."""
+"""Warm-up before the replica is ready: on a GPU kernels are compiled; then steps are timed.
+
+Steps of one prompt, of one row and of several rows: routers predict from them what a further request costs before any
+was served. Without the last, steps of all batch sizes would seem to take equally long, and the first burst would go to
+the replica whose steps happened to be the fastest.
+"""
 
 import time
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
 from headrace_worker.core.progress import Progress, ignore_progress
@@ -13,6 +20,24 @@ _MARGIN = 0.8  # of the limit: the machine may slow down, and long contexts cost
 _PROBE_TOKENS = 128
 GPU_BUDGET = 8192
 _SMALLEST, _LARGEST = 32, 4096
+_ROWS = 16  # that decode together
+
+
+class TimedStep(NamedTuple):
+    """What a step computed, and how long it took."""
+
+    prefill_tokens: int
+    decode_sequences: int
+    kv_tokens: int
+    seconds: float
+
+
+class StepTimes(NamedTuple):
+    """Of one row that decodes, of a prompt, and of several rows that decode."""
+
+    decode: TimedStep
+    prefill: TimedStep
+    together: TimedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,50 +45,65 @@ class WarmupResult:
     """Measured step times and the token budget that follows from them."""
 
     max_num_batched_tokens: int
-    steps: tuple[tuple[int, int, int, float], ...] = ()  # prefill tokens, decoding rows, KV tokens, seconds
+    steps: StepTimes
 
 
 def warm_up(runner: ModelRunner, report: Progress = ignore_progress, budget: int | None = None) -> WarmupResult:
-    """Run prefill and decode steps on row 0 and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
+    """Time steps and choose the token budget: on a CPU a step stays below `STEP_LIMIT`.
 
     On a GPU steps of every kind, of up to `budget` tokens, run before. Resets rows and pools.
     """
     if runner.device.asynchronous:
         cover(runner, budget or GPU_BUDGET, lambda done: report("compiling kernels", done))
+    report("warming up", 0.0)
+    steps = time_steps(runner)
+    report("warming up", 1.0)
+    if budget is None and runner.device.asynchronous:
+        budget = GPU_BUDGET
+    elif budget is None:
+        fixed = steps.decode.seconds
+        per_token = max(steps.prefill.seconds - fixed, 1e-6) / steps.prefill.prefill_tokens
+        block_size = runner.layout.block_size
+        fitting_tokens = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
+        budget = max(_SMALLEST, min(_LARGEST, fitting_tokens // block_size * block_size))
+    return WarmupResult(budget, steps)
+
+
+def time_steps(runner: ModelRunner) -> StepTimes:
+    """Resets rows and pools."""
     block_size = runner.layout.block_size
     groups = len(runner.layout.groups)
     fitting = (runner.num_blocks - 1) // groups * block_size
     tokens = max(1, min(_PROBE_TOKENS, fitting - 4, runner.max_len - 4))
     entries = -(-(tokens + 4) // block_size)
-    tables = [TableUpdate(group, 0, 0, _blocks(group, entries)) for group in range(groups)]
-    init = RowInit(0, 0, [0] * tokens, tokens, RowSampling(temperature=0.0))
-    report("warming up", 0.0)
-    prefill = []
-    for attempt in range(2):  # the first run includes lazy initialisation
-        prefill.append(_timed(runner, StepPlan(attempt, [], [init], tables, [Work(0, 0, tokens, True)])))
-        report("warming up", 0.3 * (attempt + 1))
-    decode = [_timed(runner, StepPlan(2 + n, [], [], [], [Work(0, tokens + n, 1, True)])) for n in range(3)]
-    runner.launch(StepPlan(5, [0], [], [], []))
-    runner.clear(1 + groups * entries)
-    report("warming up", 1.0)
-    fixed = min(decode)
-    per_token = max(prefill[-1] - fixed, 1e-6) / tokens
-    if budget is None and runner.device.asynchronous:
-        budget = GPU_BUDGET
-    elif budget is None:
-        fitting_tokens = int((_MARGIN * STEP_LIMIT - fixed) / per_token)
-        budget = max(_SMALLEST, min(_LARGEST, fitting_tokens // block_size * block_size))
-    steps = [(0, 1, tokens + 1 + n, seconds) for n, seconds in enumerate(decode)]
-    steps.append((tokens, 0, tokens, prefill[-1]))
-    return WarmupResult(budget, tuple(steps))
+    rows = range(min(_ROWS, runner.max_rows))
+    inits = [RowInit(row, 0, [0] * (tokens + 1), tokens, RowSampling(temperature=0.0)) for row in rows]
+    # All rows read and write the same blocks: what they compute is discarded.
+    tables = [TableUpdate(group, row, 0, _blocks(group, entries)) for row in rows for group in range(groups)]
+    runner.launch(StepPlan(0, [], inits, tables, []))
+    numbers = count(1)
+
+    def fastest(work: list[Work], times: int = 2) -> float:
+        """Of several runs: the first one includes lazy initialisation."""
+        seconds = []
+        for _ in range(times):
+            started = time.perf_counter()
+            runner.collect(runner.launch(StepPlan(next(numbers), [], [], [], work)))
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    prefill = fastest([Work(0, 0, tokens, True)])
+    decode = fastest([Work(0, tokens, 1, True)], 3)
+    together = fastest([Work(row, tokens, 1, True) for row in rows])
+    runner.launch(StepPlan(next(numbers), list(rows), [], [], []))
+    runner.clear(1 + groups * entries, len(rows))
+    return StepTimes(
+        decode=TimedStep(0, 1, tokens + 1, decode),
+        prefill=TimedStep(tokens, 0, tokens, prefill),
+        together=TimedStep(0, len(rows), len(rows) * (tokens + 1), together),
+    )
 
 
 def _blocks(group: int, entries: int) -> list[int]:
     first = 1 + group * entries
     return list(range(first, first + entries))
-
-
-def _timed(runner: ModelRunner, plan: StepPlan) -> float:
-    started = time.perf_counter()
-    runner.collect(runner.launch(plan))
-    return time.perf_counter() - started

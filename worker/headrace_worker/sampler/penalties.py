@@ -2,16 +2,20 @@
 
 The repetition penalty counts prompt and output, the other two the output alone. Only logits of tokens that occur in a
 row change, so the work depends on its length, not on the vocabulary: they are gathered, changed and written back.
-A token that occurs twice is computed twice with the same result.
+A token that occurs twice is computed twice with the same result. Long rows are changed a few at a time: the memory of
+many of them is needed for a moment only, and would be kept from the KV cache.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace_worker.core.plan import RowInit
 from headrace_worker.sampler.batch import SampleBatch
+
+CHUNK_ELEMENTS = 1 << 22  # rows x tokens at a time, unless one row has more: about 200 MiB, mostly for int64 indices
 
 
 @dataclass(slots=True)
@@ -55,37 +59,55 @@ class PenaltyState:
         users = batch.users(self._rows)
         if not users:
             return False
+        self._count_new(batch, users)
+        users.sort(key=lambda i: batch.positions[i], reverse=True)  # rows of like length together: little padding
+        positions = np.array([batch.positions[i] for i in users])
         states = [self._rows[batch.rows[i]] for i in users]
-        self._count_new(batch, users, states)
-
-        longest = max(batch.positions[i] for i in users)
-        if not longest:
-            return False
-        used = np.array(users)
-        rows, positions = np.asarray(batch.rows, np.int64)[used], np.asarray(batch.positions, np.int64)[used]
+        rows = np.array([batch.rows[i] for i in users])
         factors = np.array([(state.repetition, state.presence, state.frequency) for state in states], np.float32)
         slots = np.array([state.slot for state in states])
-        where, row, length, options, slot = batch.tensors(used[:, None], rows, positions[:, None], factors, slots)
-        repetition, presence, frequency = options[:, :, None].unbind(1)
+        arrays = batch.tensors(np.array(users)[:, None], rows, positions[:, None], factors, slots)
+        at = 0
+        while at < len(users) and (longest := int(positions[at])):
+            end = at + max(1, CHUNK_ELEMENTS // longest)
+            self._penalize(batch, longest, bool(slots[at:end].any()), *(array[at:end] for array in arrays))
+            at = end
+        return True
 
+    def _penalize(
+        self,
+        batch: SampleBatch,
+        longest: int,
+        counting: bool,
+        where: Tensor,
+        row: Tensor,
+        length: Tensor,
+        factors: Tensor,
+        slot: Tensor,
+    ) -> None:
+        """Rows of at most `longest` tokens. where, length: [A, 1]; row, slot: [A]; factors: [A, 3].
+
+        counting: whether any of them needs its outputs counted; a repetition penalty alone does not.
+        """
+        repetition, presence, frequency = factors[:, :, None].unbind(1)
         known = batch.token_rows[:, :longest].index_select(0, row)  # [A, longest]; padding repeats the first token
         known = known.where(torch.arange(longest, device=known.device) < length, known[:, :1])
         flat = batch.logits.view(-1)
         places = (known + where * batch.logits.shape[1]).view(-1)
         values = flat.index_select(0, places).view(known.shape)
         values = torch.where(values > 0, values / repetition, values * repetition)
-        if slots.any():  # a repetition penalty alone counts nothing
+        if counting:
             counts = self._counts[slot[:, None], known.long()]
             values = values - frequency * counts - presence * (counts > 0)
         flat.scatter_(0, places, values.view(-1))
-        return True
 
-    def _count_new(self, batch: SampleBatch, users: list[int], states: list[_Row]) -> None:
+    def _count_new(self, batch: SampleBatch, users: list[int]) -> None:
         """Count the outputs that became known since a row was last sampled: normally one token."""
         slots: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        for i, state in zip(users, states, strict=True):
+        for i in users:
+            state = self._rows[batch.rows[i]]
             if state.slot and (new := range(state.counted, batch.positions[i])):
                 slots += [state.slot] * len(new)
                 rows += [batch.rows[i]] * len(new)

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
 from headrace_proto.trial import TRIAL_TOKENS
+from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.kv.manager import PrefixChain
+from headrace_worker.core.latency import StepCost
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
 from headrace_worker.core.request import Finish, Output, Request
+from headrace_worker.core.request_times import AttemptTimes
 
 _FINISH = {
     Finish.STOP: pb.FINISH_STOP,
@@ -79,6 +82,7 @@ def to_request(
         label=submit.request_label,
         tenant_salt=submit.tenant_salt,
         adapter=submit.adapter,
+        expected_cached=min(submit.expected_cached_tokens, len(prompt)),
         source=submit.source.address,
         cached_only=submit.source.cached_only,
         trial_tokens=(submit.trial_tokens or TRIAL_TOKENS) if submit.alone else 0,
@@ -123,6 +127,8 @@ def fill_delta(delta: pb.Delta, output: Output) -> None:
         delta.cached_tokens = output.cached_tokens
     if output.queue_seconds is not None:
         delta.queue_us = min(max(0, int(output.queue_seconds * 1e6)), _MAX_UINT32)
+    if output.times is not None:
+        _add_times(delta, output.times)
 
 
 def merge_output(delta: pb.Delta, output: Output) -> None:
@@ -132,6 +138,31 @@ def merge_output(delta: pb.Delta, output: Output) -> None:
     delta.preemptions = output.preemptions
     if output.finish is not None:
         _fill_end(delta, output.finish, output.error)
+    if output.times is not None:
+        _add_times(delta, output.times)
+
+
+def _add_times(delta: pb.Delta, times: AttemptTimes) -> None:
+    """The times until the first token and those until the end are in different fields; a delta may have both."""
+    delta.times.MergeFrom(
+        pb.AttemptTimes(
+            fetch_us=_us(times.fetch),
+            compute_us=_us(times.compute),
+            own_tokens=times.own_tokens,
+            beside_tokens=times.beside_tokens,
+            ahead=times.ahead,
+            ahead_tokens=times.ahead_tokens,
+            prompt_preempted_us=_us(times.prompt_preempted),
+            decode_us=_us(times.decode),
+            prompts_us=_us(times.prompts),
+            sequences_us=_us(times.sequences),
+            preempted_us=_us(times.preempted),
+        )
+    )
+
+
+def _us(seconds: float) -> int:
+    return max(0, int(seconds * 1e6))
 
 
 def _fill_end(delta: pb.Delta, finish: Finish, error: str) -> None:
@@ -144,23 +175,43 @@ def to_logprobs(entry: SampledLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
 
 
-def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
-    """The load part of a frame."""
-    cost, counters = load.cost, load.counters
+def tokens_to_compute(submit: pb.Submit) -> int:
+    """By the router's estimate of what the cache has: of a prompt that comes from another replica, none."""
+    if submit.HasField("source"):
+        return 0
+    tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+    return max(0, tokens - submit.expected_cached_tokens)
+
+
+def to_step_model(cost: StepCost) -> pb.StepModel:
+    return pb.StepModel(
+        base_ms=cost.base * 1e3,
+        per_prefill_token_ms=cost.per_prefill_token * 1e3,
+        per_decode_sequence_ms=cost.per_decode_sequence * 1e3,
+        per_kv_token_ms=cost.per_kv_token * 1e3,
+        error_ms=cost.error * 1e3,
+    )
+
+
+def to_source_speeds(speeds: Sequence[tuple[str, float]]) -> list[pb.SourceSpeed]:
+    """speeds: addresses, with seconds per token."""
+    return [pb.SourceSpeed(address=address, per_token_ms=seconds * 1e3) for address, seconds in speeds]
+
+
+def to_load(
+    load: LoadSnapshot, step: int, draining: bool, idle_steps: int = 0, arrivals: Arrivals | None = None
+) -> pb.Load:
+    """The load part of a frame. arrivals: since the step."""
+    counters = load.counters
+    count, tokens = (len(arrivals), arrivals.tokens) if arrivals is not None else (0, 0)
     return pb.Load(
         running=load.running,
-        waiting=load.waiting,
+        waiting=load.waiting + count,
         kv_usage=load.kv_usage,
         free_blocks=load.available_blocks,
-        waiting_tokens=load.missing_tokens,
+        waiting_tokens=load.missing_tokens + tokens,
         predicted_step_ms=load.predicted_step * 1e3,
-        step_model=pb.StepModel(
-            base_ms=cost.base * 1e3,
-            per_prefill_token_ms=cost.per_prefill_token * 1e3,
-            per_decode_sequence_ms=cost.per_decode_sequence * 1e3,
-            per_kv_token_ms=cost.per_kv_token * 1e3,
-            error_ms=cost.error * 1e3,
-        ),
+        step_model=to_step_model(load.cost),
         draining=draining,
         reserved=load.reserved,
         counters=pb.Counters(
@@ -176,8 +227,7 @@ def to_load(load: LoadSnapshot, step: int, draining: bool) -> pb.Load:
             fetched_bytes=load.fetches.num_bytes,
             fetch_seconds=load.fetches.seconds,
             grants=load.grants,
+            idle_steps=idle_steps,
         ),
-        sources=[
-            pb.SourceSpeed(address=address, per_token_ms=seconds * 1e3) for address, seconds in load.source_speeds
-        ],
+        sources=to_source_speeds(load.source_speeds),
     )

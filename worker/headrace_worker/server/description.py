@@ -29,11 +29,11 @@ class Description:
         facts.identity.role = role
         self.facts = facts
 
-    def chunks(self, known_digest: bytes) -> Iterator[pb.DescribeChunk]:
+    def chunks(self, known_digest: bytes, *, facts_only: bool = False) -> Iterator[pb.DescribeChunk]:
         """The answer to Describe: facts, then the tokenizer unless the caller has it."""
         facts = self.facts
         yield pb.DescribeChunk(facts=facts)
-        if known_digest == facts.tokenizer_digest:
+        if facts_only or known_digest == facts.tokenizer_digest:
             return
         for start in range(0, len(self.tokenizer_json), CHUNK_BYTES):
             yield pb.DescribeChunk(tokenizer_json=self.tokenizer_json[start : start + CHUNK_BYTES])

@@ -1,7 +1,6 @@
-"""headrace.v1.Replica: one stream per router, fed once per step."""
+"""headrace.v1.Replica: one stream per router, fed after each step, and between two steps with refusals and arrivals."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -14,12 +13,14 @@ from headrace_proto.callers import caller_name
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit
-from headrace_worker.assembly.loop import EngineLoop, StepReport
+from headrace_worker.assembly.loop import IDLE_TICK, EngineLoop, StepReport
 from headrace_worker.core.kv.manager import PrefixChain
+from headrace_worker.core.load_reports import LoadReports, RouterReports
+from headrace_worker.core.report_pacer import EARLY_SECONDS
 from headrace_worker.core.request import Finish, Output
 from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.server.cache_events import CacheEventHub
-from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request
+from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request, tokens_to_compute
 from headrace_worker.server.description import Description
 from headrace_worker.server.outbox import Outbox
 from headrace_worker.server.pairs import PairRegistry
@@ -29,6 +30,7 @@ from headrace_worker.server.transfer_service import TransferService
 # Of one frame, in a turn of the event loop: other streams go on meanwhile.
 SUBMITS_PER_TURN = 32
 CANCELS_PER_TURN = 1024
+LONGEST_INTERVAL = 10.0  # seconds between two reports, at a router's request
 
 log = structlog.get_logger(__name__)
 
@@ -36,23 +38,11 @@ log = structlog.get_logger(__name__)
 class _RouterStream:
     """One router's stream: its attempts on this replica, and the outputs that wait to be sent."""
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, outbox: Outbox, reports: RouterReports) -> None:
         self.router = router
-        self.outbox = Outbox()
+        self.outbox = outbox
+        self.reports = reports
         self.attempts: set[bytes] = set()
-        self._submits = 0  # that the step loop has taken
-        self._queued: deque[int] = deque()  # the others, by their number among the submits of all streams
-
-    def submitted(self, number: int) -> None:
-        """A submit was received, when `number` of all streams had been passed to the step loop."""
-        self._queued.append(number)
-
-    def accepted(self, number: int) -> int:
-        """The submits of this stream among the first `number` that the step loop has taken."""
-        while self._queued and self._queued[0] <= number:
-            self._queued.popleft()
-            self._submits += 1
-        return self._submits
 
 
 class Servicer(ReplicaServicer):
@@ -77,7 +67,7 @@ class Servicer(ReplicaServicer):
         self.caller_streams = CallerStreams(loop.clock)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
-        self._submitted = 0  # requests passed to the step loop
+        self._reports = LoadReports(IDLE_TICK)
         self._last: StepReport | None = None
         self._last_at = loop.clock()
 
@@ -86,9 +76,10 @@ class Servicer(ReplicaServicer):
         self._last, self._last_at = report, self._loop.clock()
         for stream, outputs in self._by_stream(report.outputs).items():
             stream.outbox.put(outputs)
-        load = to_load(report.load, report.step, report.draining)
+        self._reports.accepted(report.accepted)
+        load = self._load()
         for stream in self._streams:
-            stream.outbox.set_heartbeat(report.step, load, stream.accepted(report.accepted))
+            self._set_heartbeat(stream, report, load)
             if report.last:  # a stream that stayed open would show a process that lives on
                 stream.outbox.finish()
         self._cache.publish(report.cache_changes)
@@ -120,7 +111,7 @@ class Servicer(ReplicaServicer):
     async def Describe(
         self, request: pb.DescribeRequest, context: "grpc.aio.ServicerContext[object, object]"
     ) -> AsyncIterator[pb.DescribeChunk]:
-        for chunk in self._description.chunks(request.known_digest):
+        for chunk in self._description.chunks(request.known_digest, facts_only=request.facts_only):
             yield chunk
 
     async def WatchCache(
@@ -156,7 +147,9 @@ class Servicer(ReplicaServicer):
         if self._loop.ended.is_set() or (self._last is not None and self._last.last):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the step loop of this replica has ended")
             return
-        stream = _RouterStream(caller_name(context))
+        interval = first.hello.report_interval_ms / 1e3
+        reports = self._reports.connect(min(interval, LONGEST_INTERVAL))
+        stream = _RouterStream(caller_name(context), Outbox(reports.pacer, self._loop.clock), reports)
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, first, request_iterator))
         reader.add_done_callback(lambda _: stream.outbox.close())
@@ -185,11 +178,28 @@ class Servicer(ReplicaServicer):
             if count % SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)
             refusal = self._submit(stream, submit)
-            stream.submitted(self._submitted)
+            self._reports.received(stream.reports, None if refusal is not None else tokens_to_compute(submit))
             if refusal is not None:
                 stream.outbox.put([refusal])
-                if (last := self._last) is not None:
-                    stream.outbox.set_heartbeat(last.step, self._load(), stream.accepted(last.accepted))
+                if self._last is not None:
+                    self._set_heartbeat(stream, self._last, self._load())
+        if frame.submits and self._reports.begin_announcement():
+            asyncio.get_running_loop().call_later(EARLY_SECONDS, self._announce)
+
+    def _announce(self) -> None:
+        """Informs each router of what the others have sent since the last step ended."""
+        informed, last = self._reports.announcement(), self._last
+        if last is None:
+            return
+        load = self._load()
+        for stream in self._streams:
+            if stream.reports in informed:
+                self._set_heartbeat(stream, last, load)
+
+    def _set_heartbeat(self, stream: _RouterStream, report: StepReport, load: pb.Load) -> None:
+        """load: with the arrivals, so that it includes all submits of the stream."""
+        state = self._reports.state(stream.reports, report.load, draining=report.draining)
+        stream.outbox.set_heartbeat(report.step, load, state)
 
     def _submit(self, stream: _RouterStream, submit: pb.Submit) -> Output | None:
         """Submits a request to the step loop, or returns its refusal."""
@@ -222,7 +232,6 @@ class Servicer(ReplicaServicer):
         self._owners[submit.attempt_id] = stream
         stream.attempts.add(submit.attempt_id)
         self._loop.submit(request)
-        self._submitted += 1
         return None
 
     def _by_stream(self, outputs: list[Output]) -> dict[_RouterStream, list[Output]]:
@@ -241,6 +250,7 @@ class Servicer(ReplicaServicer):
     def _close(self, stream: _RouterStream) -> None:
         """The router has disconnected: cancels its attempts."""
         self._streams.discard(stream)
+        self._reports.disconnect(stream.reports)
         for attempt_id in stream.attempts:
             self._owners.pop(attempt_id, None)
             self._loop.cancel(attempt_id)
@@ -248,7 +258,9 @@ class Servicer(ReplicaServicer):
 
     def _load(self) -> pb.Load:
         report = self._last
-        return to_load(report.load, report.step, report.draining) if report is not None else pb.Load()
+        if report is None:
+            return pb.Load()
+        return to_load(report.load, report.step, report.draining, report.idle_steps, self._reports.arrivals)
 
     def _health(self) -> pb.ReplicaHealth:
         """Health by the step loop's heartbeat: that this server answers does not show that the loop runs."""

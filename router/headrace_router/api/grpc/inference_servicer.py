@@ -1,7 +1,7 @@
 """The public gRPC API: the same validator, pipeline and errors as HTTP, in protobuf (proto/inference.proto)."""
 
 import functools
-import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -29,7 +29,10 @@ from headrace_router.api.grpc.request_reader import read_request
 from headrace_router.api.grpc.send_watch import SendWatch
 from headrace_router.api.grpc.wire_size import WireError, check_values
 from headrace_router.api.http.body import SMALL_BYTES
+from headrace_router.api.request_id import request_id
 from headrace_router.api.services import Services
+from headrace_router.api.session import session_of
+from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.choice import ChoiceUpdate
@@ -37,6 +40,7 @@ from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
+REQUEST_ID = "x-request-id"
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 log = structlog.get_logger("headrace.router.grpc")
@@ -94,12 +98,16 @@ class InferenceService:
         disconnected = True  # unless the generator ends in one of the ways below
         share: BodyShare | None = None
         watch = SendWatch(self._services.config.limits.write_seconds)
+        label = _label(context.invocation_metadata())
+        context.set_trailing_metadata(((REQUEST_ID, label),))
         try:
             tenant = self._tenant(context)
+            session = session_of(context.invocation_metadata(), self._services.config)
             share = self._services.body_budget.share(tenant.name)
             data = await read_request(requests, self._services.config.limits.body_seconds)
             share.add(len(data))
-            async for event in self._generate(await self._parse(data, tenant), tenant, share):
+            body = await self._parse(data, tenant)
+            async for event in self._generate(body, tenant, share, session, label):
                 watch.sending = True
                 yield event
                 watch.sending = False
@@ -107,11 +115,12 @@ class InferenceService:
             disconnected = False
         except ApiError as error:
             disconnected = False
-            await self._abort(context, error)
+            await self._abort(context, error, label)
         except Exception:
             disconnected = False
             log.exception("gRPC request failed")
-            await self._abort(context, InternalError("The server failed on this request; its log has the details."))
+            failure = InternalError("The server failed on this request; its log has the details.")
+            await self._abort(context, failure, label)
         finally:
             watch.stop()
             if share is not None:
@@ -137,13 +146,21 @@ class InferenceService:
         return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse, tenant.name, len(data))
 
     async def _generate(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare
+        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare, session: str, label: str
+    ) -> AsyncIterator[GenerateEvent]:
+        with self._services.account(label, label, time.monotonic()) as account:
+            async for event in self._answer(body, tenant, share, session, account):
+                yield event
+
+    async def _answer(
+        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare, session: str, account: TimeAccount
     ) -> AsyncIterator[GenerateEvent]:
         services = self._services
         async with services.admission.admit(tenant, count_choices(body)):
-            request = await services.preparer.prepare(body, tenant, secrets.token_hex(16))
+            account.enter(Cause.TOKENIZER, time.monotonic())
+            request = await services.preparer.prepare(body, tenant, account.request_id, session)
             share.release()
-            async with services.run_request(request) as running:
+            async with services.run_request(request, account) as running:
                 waiting: GenerateEvent | None = None
                 while not running.done:
                     for update in await running.take():
@@ -166,10 +183,12 @@ class InferenceService:
             raise AuthenticationError("Send a valid API key in the metadata 'authorization: Bearer KEY'.")
         return tenant
 
-    async def _abort(self, context: Any, error: ApiError) -> None:
+    async def _abort(self, context: Any, error: ApiError, label: str) -> None:
         self._services.metrics.failed(error)
-        trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
-        await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing)
+        trailing = [(REQUEST_ID, label)]
+        if error.retry_after is not None:
+            trailing.append(("retry-after", str(error.retry_after)))
+        await context.abort(grpc.StatusCode[error.grpc_code], error.message, tuple(trailing))
 
 
 def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
@@ -215,6 +234,12 @@ def _event(update: ChoiceUpdate) -> GenerateEvent:
         logprobs=[entry.logprob for entry in update.logprobs],
         finish_reason=update.finish_reason or "",
     )
+
+
+def _label(metadata: Any) -> str:
+    """The id of the request, as the HTTP header x-request-id: the client's, if it is valid."""
+    given = next((value for key, value in metadata or () if key == REQUEST_ID), "")
+    return request_id(given.encode() if isinstance(given, str) else b"")
 
 
 def _authorization(metadata: Any) -> bytes | None:

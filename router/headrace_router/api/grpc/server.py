@@ -18,6 +18,8 @@ from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
 from headrace_router.core.limits import TENANT_SHARE
 
+PENDING_CALLS = 16_384
+
 
 class GrpcServer:
     """Binds in `start`, so that a port in use raises an error instead of a log line of gRPC."""
@@ -76,6 +78,10 @@ def _options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.share_port)),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.max_concurrent_streams", limits.streams_per_connection),
+        # Calls that have arrived and wait for their turn. Beyond it gRPC cancels any: those with a key, too, because of
+        # a burst of calls without one, each of which is refused in its turn.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
         ("grpc.max_receive_message_length", limits.body_bytes),
         ("grpc.max_metadata_size", limits.header_bytes),
         ("grpc.absolute_max_metadata_size", limits.header_bytes),

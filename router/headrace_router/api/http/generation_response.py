@@ -16,7 +16,9 @@ from headrace_router.access.auth import Tenant
 from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, event
 from headrace_router.api.services import Services
+from headrace_router.api.session import session_of
 from headrace_router.api.work_slices import take
+from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.prepare import count_choices
@@ -49,6 +51,7 @@ async def generation_response(
     config, ignored = services.config, IgnoredFields()
     collected = ignored if config.unknown_fields == "ignore" else None
     tenant, label = request.state.tenant, request.state.label
+    session = session_of(request.scope["headers"], config)
     share = services.body_budget.share(tenant.name)
     try:
         body = await services.bodies.read(
@@ -58,7 +61,16 @@ async def generation_response(
         share.release()
         raise
     return GenerationResponse(
-        services, tenant, label, body, share, functools.partial(make_format, body), headers=ignored.headers()
+        services,
+        tenant,
+        label,
+        body,
+        share,
+        functools.partial(make_format, body),
+        session=session,
+        arrived=request.state.arrived,
+        write_part=request.state.write_part,
+        headers=ignored.headers(),
     )
 
 
@@ -77,13 +89,23 @@ class GenerationResponse(Response):
         share: BodyShare,
         make_format: Callable[[RunningRequest, str, int], Format],
         *,
+        session: str = "",
+        arrived: float,
+        write_part: Callable[[bytes], bool],
         headers: Headers = (),
     ) -> None:
-        """share: released when the body is tokenized. headers: added to the response's own; not to an error's."""
+        """share: released when the body is tokenized. session: for placement. arrived: on the clock of time.monotonic.
+
+        write_part: of a stream that has begun, without ASGI's messages; False if a message is needed. headers: added to
+        the response's own; not to an error's.
+        """
         super().__init__()
         self._services = services
         self._tenant = tenant
         self._label = label
+        self._session = session
+        self._arrived = arrived
+        self._write_part = write_part
         self._body = body
         self._share = share
         self._make_format = make_format
@@ -106,12 +128,18 @@ class GenerationResponse(Response):
             work.result()
 
     async def _respond(self, send: Send) -> None:
+        answer_id = secrets.token_hex(12)
+        with self._services.account(self._label, answer_id, self._arrived) as account:
+            await self._answer(send, answer_id, account)
+
+    async def _answer(self, send: Send, answer_id: str, account: TimeAccount) -> None:
         services = self._services
         async with services.admission.admit(self._tenant, count_choices(self._body)):
-            request = await services.preparer.prepare(self._body, self._tenant, self._label)
+            account.enter(Cause.TOKENIZER, time.monotonic())
+            request = await services.preparer.prepare(self._body, self._tenant, self._label, self._session)
             self._share.release()
-            async with services.run_request(request) as running:
-                response_format = self._make_format(running, secrets.token_hex(12), int(time.time()))
+            async with services.run_request(request, account) as running:
+                response_format = self._make_format(running, answer_id, int(time.time()))
                 if self._body.stream:
                     await self._send_stream(running, response_format, send)
                 else:
@@ -135,7 +163,8 @@ class GenerationResponse(Response):
         slices = self._services.slices
 
         async def send_block(block: bytes) -> None:
-            await send(_part(block))
+            if not self._write_part(block):
+                await send(_part(block))
 
         updates = await running.take(silence)
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._extra_headers]})
@@ -144,7 +173,10 @@ class GenerationResponse(Response):
             while not running.done:
                 updates = await running.take(silence)
                 if updates or not running.done:
-                    await slices.send(_chunks(response_format, updates), send_block)
+                    pieces = _chunks(response_format, updates)
+                    block, complete = take(pieces)
+                    if not (complete and self._write_part(block)):  # most tokens need no coroutine
+                        await slices.send(chain((block,), pieces), send_block)
             tail = response_format.usage_chunk(running) if self._body.includes_usage else b""
             await send(_part(tail + DONE, last=True))
         except ApiError as error:

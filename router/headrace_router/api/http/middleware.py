@@ -1,7 +1,6 @@
 """The outermost layer: request ids, API keys, and an OpenAI error object for every exception of the inner layers."""
 
-import re
-import secrets
+import time
 from typing import Any
 
 import structlog
@@ -10,13 +9,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Authenticator, Tenant, is_local_authority
 from headrace_router.api.http.formats import dumps
+from headrace_router.api.request_id import request_id
 from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 # /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
 PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/live", b"/health/ready", b"/docs"})
 METRICS = "/metrics"
-_VALID_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 log = structlog.get_logger("headrace.router.http")
 
@@ -46,8 +45,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        label = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        label = request_id(headers.get(b"x-request-id", b"")).encode()
         started = over_share = False
 
         async def send_with_id(message: Message) -> None:
@@ -60,7 +58,7 @@ class RequestMiddleware:
             await send(message)
 
         state: dict[str, Any] = scope.setdefault("state", {})
-        state["label"] = label.decode()
+        state["label"], state["arrived"] = label.decode(), time.monotonic()
         body_is_unread = state["body_is_unread"]  # from the connection (`protocol.py`)
         try:
             self._check_host(headers.get(b"host"))

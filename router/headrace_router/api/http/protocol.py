@@ -1,12 +1,13 @@
 """uvicorn's connection handler with bounds, and our error object for input that is not HTTP."""
 
 import asyncio
+import functools
 import secrets
 from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace_router.api.http.connection_counter import ConnectionCounter, Place
 from headrace_router.api.http.read_pacer import PacedConnection
@@ -45,6 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parsed_bytes = 0  # of this line and headers, or of these trailers
         self._undelivered_bytes = 0  # since the parser completed headers or a message, or delivered a part of a body
         self._closing = False
+        self._cycles: list[RequestResponseCycle] = []  # requests that are not answered
         self._tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -67,6 +69,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._closing = True
         self._stop_timers()
         self.written.stop()
+        for cycle in self._cycles:  # uvicorn marks the newest one alone
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -123,9 +130,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._parsed_bytes, self._undelivered_bytes = False, 0, 0
         self._stop_timers()
         cycle = self.cycle
+        self._cycles = [*(each for each in self._cycles if not each.response_complete), cycle]
         cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope["state"]["body_is_unread"] = lambda: cycle.more_body
         self.scope["state"]["assign_connection"] = self._assign
+        self.scope["state"]["write_part"] = functools.partial(_write_part, cycle)
 
     def on_body(self, body: bytes) -> None:
         self._undelivered_bytes = 0
@@ -256,6 +265,19 @@ class BoundedProtocol(HttpToolsProtocol):
             % (error.status, PHRASES[error.status], len(body), retry, secrets.token_hex(16).encode(), body)
         )
         self.close_after_response(refused=True)
+
+
+def _write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Writes a part of a chunked body; False if it must be sent as ASGI's message: it has to wait, or is the first.
+
+    A token costs about a tenth less than through the coroutines of each layer.
+    """
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.response_started or cycle.response_complete:
+        return False
+    if not cycle.chunked_encoding or not body:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 class _ResponseTransport:

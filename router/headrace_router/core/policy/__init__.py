@@ -2,17 +2,34 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from headrace_router.core.policy.interface import Candidate, Policy, Work
+from headrace_router.core.policy.candidate import Candidate
+from headrace_router.core.policy.interface import Plan, Policy, Prediction, Work
 from headrace_router.core.policy.least_load import LeastLoad
 from headrace_router.core.policy.predicted import Predicted
 from headrace_router.core.policy.round_robin import RoundRobin
+from headrace_router.core.policy.session import Session
+from headrace_router.core.policy.view import View
 
-__all__ = ["POLICIES", "Candidate", "LeastLoad", "Policy", "PolicyName", "Predicted", "RoundRobin", "Work"]
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "LeastLoad",
+    "Plan",
+    "Policy",
+    "PolicyName",
+    "Predicted",
+    "Prediction",
+    "RoundRobin",
+    "Session",
+    "View",
+    "Work",
+]
 
 POLICIES: dict[str, type[Policy]] = {
     "predicted": Predicted,
     "least-load": LeastLoad,
     "round-robin": RoundRobin,
+    "session": Session,
 }
 """By the name in the configuration."""
 

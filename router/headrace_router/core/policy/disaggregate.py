@@ -1,70 +1,65 @@
 """Whether a prefill replica should compute a prompt instead of the replica that decodes it: compares predicted seconds.
 
-target:  the tokens in its queue, then the prompt; and each stream that runs there is delayed by the prompt's time, up
-         to a horizon, since its steps include the prompt's chunks
-source:  the tokens in its queue, then the prompt or its transfer, whichever is longer; no stream runs there
-
-All from the replicas' own fitted step models, and from the transfers that each pair has measured: layers are sent
-while the next ones are computed. A replica that has computed nothing yet has no prediction: the fastest known rate is
-used for it, or a constant guess for all. For a pair without recent transfers the fastest of the target's other pairs
-counts, or a guess: the first transfer shows its own.
+target:  the prompts in its queue, then this one; the streams that run there are delayed by it
+source:  the prompts in its queue, then this one, and its transfer; then one step of the target
 """
 
-from collections.abc import Sequence
-from typing import Literal
+import numpy as np
 
-from headrace_proto.replica_pb2 import Load
-from headrace_router.core.policy.interface import Candidate
+from headrace_router.core.policy.forecast import Forecast, StepCosts
+from headrace_router.core.policy.interface import Work
+from headrace_router.core.policy.transfer import transfer_seconds
+from headrace_router.core.policy.view import Column, View
+from headrace_router.core.policy.way import Way
 
-HORIZON_SECONDS = 1.0  # of delay to one stream
-TRANSFER_SECONDS = 0.005  # the fetch request, and the transfer of the last layer
-GUESS_SHARE = 0.1  # of the prompt's time that a transfer adds, until the target has fetched from any source
 LEAST_TOKENS = 64
-GUESS_SECONDS = 0.001  # per token, until any replica has computed some
-
-Mode = Literal["auto", "always", "off"]
+ERROR_SHARE = 0.5  # of the time until a prompt was computed elsewhere: it depends on what two replicas do meanwhile
 
 
-def choose_source(
-    tokens: int,
-    target: Candidate,
-    sources: Sequence[Candidate],
-    mode: Mode = "auto",
-    least_tokens: int = LEAST_TOKENS,
-) -> int | None:
+class PrefillForecast:
+    """Of one prompt, computed by each prefill replica."""
+
+    def __init__(self, forecast: Forecast, queue: Column, sources: View, work: Work) -> None:
+        """forecast, queue: of the targets."""
+        computing = Forecast(sources, StepCosts.of(sources, forecast.view), work.tokens, work.answer_tokens)
+        missing = np.maximum(1.0, work.tokens - work.sources_cached)
+        self._forecast = forecast
+        self._sources = sources
+        self._queue = queue
+        self._computed = computing.queue(missing) + computing.compute(missing)
+        self._others = computing.prompt_delay(missing)
+
+    def way(self, target: int) -> Way | None:
+        """By the prefill replica that is the fastest for this target; None if it is the only one itself."""
+        forecast, sources = self._forecast, self._sources
+        candidate = forecast.view.candidates[target]
+        seconds = self._computed + transfer_seconds(candidate, sources, forecast.tokens, self._computed)
+        costs = seconds + self._others
+        source = int(costs.argmin())
+        if sources.candidates[source] is candidate:  # which computes the prompt without a transfer
+            costs[source] = np.inf
+            source = int(costs.argmin())
+        if costs[source] == np.inf:
+            return None
+        # The fetch starts, and ends, between two of the target's steps.
+        arrived = float(seconds[source] + forecast.next_step[target])
+        first_token = max(arrived, float(self._queue[target])) + float(forecast.step[target])
+        delay = float(forecast.least_delay[target] + self._others[source])
+        return Way(target, first_token, delay, source=source)
+
+
+def choose_source(view: View, target: int, sources: View, work: Work) -> int | None:
     """The index of the fastest source, or None when the target should compute the prompt itself.
 
-    tokens: to compute, output of earlier attempts included. `always` only chooses among sources; prompts shorter than
-    `least_tokens` stay at the target in this mode, too.
+    `always` only chooses among sources.
     """
-    if mode == "off" or tokens < least_tokens or not sources:
+    if not work.may_disaggregate:
         return None
-    known = [rate for load in (target.load, *(source.load for source in sources)) if (rate := _rate(load)) > 0]
-    fallback = min(known, default=GUESS_SECONDS)
-    speeds = {speed.address: speed.per_token_ms / 1e3 for speed in target.load.sources}
-    fastest = min(speeds.values(), default=None)
-    seconds = [
-        _source_seconds(tokens, source, _rate(source.load) or fallback, speeds.get(source.address, fastest))
-        for source in sources
-    ]
-    best = seconds.index(min(seconds))
-    if mode == "always":
-        return best
-    return best if seconds[best] < _target_seconds(tokens, target, _rate(target.load) or fallback) else None
-
-
-def _rate(load: Load) -> float:
-    return load.step_model.per_prefill_token_ms / 1e3
-
-
-def _target_seconds(tokens: int, target: Candidate, rate: float) -> float:
-    delay = min(tokens * rate, HORIZON_SECONDS)
-    queue = target.load.waiting_tokens + target.unreported_tokens
-    return (queue + tokens) * rate + (target.load.running + target.unreported) * delay
-
-
-def _source_seconds(tokens: int, source: Candidate, rate: float, transfer: float | None) -> float:
-    """transfer: seconds per token; None = not known."""
-    queue = max(source.load.waiting_tokens, source.remote_prompt_tokens)
-    per_token = rate * (1 + GUESS_SHARE) if transfer is None else max(rate, transfer)
-    return queue * rate + tokens * per_token + TRANSFER_SECONDS
+    forecast = Forecast(view, StepCosts.of(view, sources), work.tokens, work.answer_tokens, work.reused)
+    missing = np.maximum(1.0, work.tokens - work.cached)
+    queue = forecast.queue(missing)
+    way = PrefillForecast(forecast, queue, sources, work).way(target)
+    if way is None or work.disaggregation == "always":
+        return way.source if way is not None else None
+    local = queue + forecast.compute(missing) + forecast.delay(missing)
+    return way.source if (1 + ERROR_SHARE) * way.first_token + way.delay < local[target] else None

@@ -1,11 +1,13 @@
 """The replica with the fewest requests."""
 
-from collections.abc import Sequence
+import numpy as np
 
-from headrace_router.core.policy.interface import Candidate, Policy, Work
+from headrace_router.core.policy.chosen_target import ChosenTarget
+from headrace_router.core.policy.interface import Work, first_after
+from headrace_router.core.policy.view import View
 
 
-class LeastLoad(Policy):
+class LeastLoad(ChosenTarget):
     """Fewest requests running, waiting or sent but not reported; then most free KV memory.
 
     Ties are broken in rotation, so that equal replicas share evenly even when each request ends before the next begins.
@@ -14,14 +16,7 @@ class LeastLoad(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
+    def choose(self, view: View, work: Work) -> int:
         self._turn += 1
-        count = len(candidates)
-
-        def cost(index: int) -> tuple[int, float, int]:
-            candidate = candidates[index]
-            load = candidate.load
-            requests = load.running + load.waiting + candidate.unreported
-            return requests, round(load.kv_usage, 2), (index - self._turn) % count
-
-        return min(range(count), key=cost)
+        cost = view.requests + np.minimum(np.round(view.of("kv_usage"), 2), 0.99)
+        return first_after(cost == cost.min(), self._turn)

@@ -1,93 +1,143 @@
-"""The replica with the lowest predicted cost in seconds, by the replicas' own fitted step models.
+"""The replica with the lowest predicted cost in seconds, chosen together with where its prompt is computed.
 
     time until the first token:  the prompts that wait there, then the part of this one that is not in its cache, in
                                  steps that also compute the tokens of the streams that run there; and its turn for a
-                                 row, if all are taken
+                                 row and for memory, if all are taken
     time of the answer:          its tokens, in steps with one sequence more
     delay of others:             the streams that run there wait for the prompt, and then for one sequence more
 
-Seconds of this request and of the others count the same, each up to a horizon: no weights are set. What was sent and is
-not in a replica's report yet counts as queued. A hot prefix spreads by itself: where it is cached the queue grows until
-another replica is faster without it.
+A prefill replica is a candidate, too (mode `shared`): an answer there delays the prompts that come to it, which is not
+predicted, so it must be faster by KEPT_SHARE, however it gets the prompt. A way over two replicas must be faster by
+ERROR_SHARE of its time until the first token.
+
+Three ways to get the prompt's KV blocks are compared for the best candidates: computing what its cache lacks; fetching
+a prefix from another replica's cache and computing the rest; letting a prefill replica compute it. All seconds count
+the same. What was sent and is not in a replica's report yet counts as queued. A hot prefix spreads by itself: where it
+is cached the queue grows until another replica is faster without it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import numpy as np
 
-from headrace_proto.replica_pb2 import StepModel
-from headrace_router.core.policy.interface import Candidate, Policy, Work
+from headrace_router.core.policy.disaggregate import ERROR_SHARE, PrefillForecast
+from headrace_router.core.policy.forecast import Forecast, StepCosts
+from headrace_router.core.policy.interface import Plan, Policy, Prediction, Tokens, Work, first_after
+from headrace_router.core.policy.transfer import fetch_seconds
+from headrace_router.core.policy.view import Column, View
+from headrace_router.core.policy.way import Way
 
-ANSWER_TOKENS = 128  # assumed of an answer, and left of each running one
-HORIZON_SECONDS = 10.0  # of one request's delay
-GUESS_SECONDS = 0.001  # per token of a prompt, until any replica has computed some
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """For one request on one replica, in seconds."""
-
-    first_token: float
-    answer: float  # after the first token
-    delay: float  # of all others together
-
-    @property
-    def cost(self) -> float:
-        return self.first_token + self.answer + self.delay
+COMPARED = 4  # candidates for which fetching and disaggregation are compared with computing
+STEPS = 2.0  # of each side, until a fetch has ended
+EXPLORED_SHARE = 25  # of so many requests one may go to a replica that was not used lately
+UNUSED_SECONDS = 5.0  # before another one was
+LONG_UNUSED_SECONDS = 30.0  # from then on although others have the prompt
+EXPLORED_HIT = 0.5  # of its prompt, that such a request may have in a cache
+KEPT_SHARE = 0.05  # by which a prefill replica must answer faster
+LEAST_FETCHED = 256  # tokens: of fewer the messages take longer than computing
 
 
 class Predicted(Policy):
-    """Replicas count as equal if their costs differ by less than the predictions err.
+    """Of many requests one goes to a replica that was not used lately (`_unused`).
+
+    Replicas count as equal if their costs differ by less than the predictions err.
 
     Of these the one with most of the prompt in its cache is chosen; with as much of it, they take turns: otherwise the
     one whose last steps happened to be the fastest would get all requests of an idle cluster.
     """
 
     uses_cache = True
+    shares_roles = True
 
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
+    def plan(self, view: View, sources: View, work: Work) -> Plan:
         self._turn += 1
-        count = len(candidates)
-        per_token = prefill_seconds(candidates)
-        answer = min(work.request.sampling.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS)
+        forecast = Forecast(view, StepCosts.of(view, sources), work.tokens, work.answer_tokens, work.reused)
+        missing = np.maximum(1.0, work.tokens - work.cached)
+        queue, answer = forecast.queue(missing), forecast.answer_seconds()
+        first_token = queue + forecast.compute(missing)
+        delay = forecast.delay(missing)
+        costs = first_token + answer + delay
+        # Prefill replicas stay free for prompts, unless the others are busy.
+        share = 1.0 + KEPT_SHARE * view.of("prefill")
+        preferred = share * (first_token + answer) + delay
+        target = _best(preferred, forecast.costs.error, work.cached, self._turn)
+        best = Way(target, float(first_token[target]), float(delay[target]))
+        lowest = float(preferred[target])
 
-        costs = [
-            predict(candidate, max(1, work.tokens - cached), work.tokens, answer, per_token).cost
-            for candidate, cached in zip(candidates, work.cached, strict=True)
-        ]
-        errors = [candidate.load.step_model.error_ms / 1e3 for candidate in candidates]
-        best = min(range(count), key=costs.__getitem__)
-        equal = [index for index in range(count) if costs[index] - errors[index] <= costs[best] + errors[best]]
-        return min(equal, key=lambda index: (-work.cached[index], (index - self._turn) % count))
+        for way in self._other_ways(forecast, sources, work, queue, answer, share):
+            cost = (way.first_token + float(answer[way.target])) * float(share[way.target]) + way.delay
+            error = ERROR_SHARE * way.first_token if way.source is not None else float(forecast.costs.error[way.target])
+            if cost + error < lowest or (
+                work.disaggregation == "always" and way.source is not None and best.source is None
+            ):
+                best, lowest = way, cost
+        other = self._explored(view, best, work)
+        if other is not None:
+            best = Way(other, float(first_token[other]), float(delay[other]))
+        prediction = Prediction(best.first_token, float(answer[best.target]), best.delay)
+        return Plan(best.target, best.source, best.holder, prediction, costs)
+
+    def _explored(self, view: View, best: Way, work: Work) -> int | None:
+        """A replica that was not used lately, for one of some requests."""
+        if self._turn % EXPLORED_SHARE or work.output_tokens or best.source is not None or best.holder is not None:
+            return None
+        new = work.cached[best.target] <= EXPLORED_HIT * work.tokens
+        return _unused(view, UNUSED_SECONDS if new else LONG_UNUSED_SECONDS)
+
+    def _other_ways(
+        self, forecast: Forecast, sources: View, work: Work, queue: Column, answer: Column, share: Column
+    ) -> list[Way]:
+        """Of the candidates that would be the best ones if they had the prompt already."""
+        if not work.may_disaggregate and work.held.max() < LEAST_FETCHED:
+            return []
+        without = share * (queue + forecast.step + answer) + forecast.least_delay
+        count = min(COMPARED, len(without))
+        near = np.argpartition(without, count - 1)[:count].tolist()
+        ways = self._fetches(forecast, work, queue, near)
+        if work.may_disaggregate:
+            prefill = PrefillForecast(forecast, queue, sources, work)
+            ways += [way for target in near if (way := prefill.way(target)) is not None]
+        return ways
+
+    def _fetches(self, forecast: Forecast, work: Work, queue: Column, near: list[int]) -> list[Way]:
+        """From the cache of the candidate that has most of the prompt."""
+        holder = int(work.held.argmax())
+        held = int(work.held[holder])
+        ways = []
+        if held < LEAST_FETCHED:
+            return []
+        few = forecast.at(near)
+        missing = np.full(len(near), max(1.0, work.tokens - held))
+        computed = few.compute(missing).tolist()
+        delays = few.delay(missing, np.maximum(0.0, held - work.cached[near])).tolist()
+        step_ms = forecast.view.of("last_step_ms")
+        for target, compute, delay in zip(near, computed, delays, strict=True):
+            fetched = held - int(work.cached[target])
+            if target == holder or fetched < LEAST_FETCHED or forecast.short_of_memory[target]:
+                continue
+            candidates, rate = forecast.view.candidates, float(forecast.costs.per_prefill_token[target])
+            # Each replica handles messages between two steps.
+            fetch = STEPS * float(step_ms[target] + step_ms[holder]) / 1e3
+            fetch += fetch_seconds(candidates[target], candidates[holder], fetched, rate)
+            first_token = max(fetch, float(queue[target])) + compute
+            ways.append(Way(target, first_token, delay, holder=holder))
+        return ways
 
 
-def prefill_seconds(candidates: Sequence[Candidate]) -> float:
-    """Per token of a prompt, for replicas that have computed none: the fastest known rate."""
-    known = [rate for one in candidates if (rate := one.load.step_model.per_prefill_token_ms) > 0]
-    return min(known) / 1e3 if known else GUESS_SECONDS
+def _unused(view: View, seconds: float) -> int | None:
+    """The idle replica that was used the longest time ago, if it seems too slow to be used at all.
+
+    Its step model may be old, or of a moment in which the machine did something else: it learns only from steps.
+    """
+    used = view.of("used_at")
+    unused = (view.requests == 0) & (used < used.max() - seconds)
+    return int(np.where(unused, used, np.inf).argmin()) if unused.any() else None
 
 
-def predict(candidate: Candidate, missing: int, tokens: int, answer: int, per_token: float) -> Prediction:
-    """missing: tokens to compute of `tokens`. answer: tokens that follow. per_token: seconds, if it knows none."""
-    load = candidate.load
-    model: StepModel = load.step_model
-    rate = model.per_prefill_token_ms / 1e3 or per_token
-    ahead = load.waiting + candidate.unreported
-    sequences = load.running + ahead
-    decoding = (
-        model.base_ms + model.per_decode_sequence_ms * sequences + model.per_kv_token_ms * candidate.kv_tokens
-    ) / 1e3
-    one_more = (model.per_decode_sequence_ms + model.per_kv_token_ms * (tokens + answer / 2)) / 1e3
-
-    queue = load.waiting_tokens + candidate.unreported_tokens
-    steps = 1 + (queue + missing) // candidate.step_tokens if candidate.step_tokens else 1
-    own = missing * rate
-    first_token = queue * rate + own + steps * decoding
-    if candidate.rows and sequences >= candidate.rows:
-        # Each of those before it, and then this one, waits for an answer to end; `rows` of them end per answer.
-        first_token += (sequences - candidate.rows + 1) / candidate.rows * ANSWER_TOKENS * decoding
-    delay_by_answer = min(answer, ANSWER_TOKENS) * one_more
-    delay = sequences * min(own + delay_by_answer, HORIZON_SECONDS)
-    return Prediction(first_token, answer * (decoding + one_more), delay)
+def _best(costs: Column, errors: Column, cached: Tokens, turn: int) -> int:
+    lowest = int(costs.argmin())
+    equal = costs - errors <= costs[lowest] + errors[lowest]
+    equal[lowest] = True
+    most = cached[equal].max()
+    return first_after(equal & (cached == most), turn)

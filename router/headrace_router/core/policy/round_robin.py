@@ -1,14 +1,16 @@
 """Each replica in turn, whatever its load: the baseline that other policies are compared with."""
 
-from collections.abc import Sequence
+from headrace_router.core.policy.chosen_target import ChosenTarget
+from headrace_router.core.policy.interface import Work
+from headrace_router.core.policy.view import View
 
-from headrace_router.core.policy.interface import Candidate, Policy, Work
 
+class RoundRobin(ChosenTarget):
+    """Takes turns."""
 
-class RoundRobin(Policy):
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Candidate], work: Work) -> int:
+    def choose(self, view: View, work: Work) -> int:
         self._turn += 1
-        return self._turn % len(candidates)
+        return self._turn % len(view)

@@ -20,6 +20,7 @@ BUCKET_PLACES = 8
 BUCKETS = 512  # of a segment
 SEGMENT_PLACES = BUCKETS * BUCKET_PLACES
 NOWHERE = -1
+SPARE_BITS = 4  # of the directory, beyond those that uniformly distributed digests need
 
 _LOW = np.uint64(BUCKETS - 1)
 _NEXT = np.uint64(BUCKETS.bit_length() - 1)
@@ -42,6 +43,7 @@ class DigestTable:
         self._keys: Digests = np.zeros((segments * BUCKETS, BUCKET_PLACES), np.uint64)
         self._values: Values = np.zeros((segments * BUCKETS, BUCKET_PLACES), np.int32)
         self._max_segments = segments
+        self._max_bits = segments.bit_length() + SPARE_BITS
         self._bits = 1  # leading bits of a digest that choose its entry of the directory
         self._directory: NDArray[np.int64] = np.array([0, 1], np.int64)  # segments
         self._depths = [1, 1]  # leading bits that all digests of a segment share
@@ -114,6 +116,8 @@ class DigestTable:
         if self.segments == self._max_segments:
             raise TableFullError
         depth = self._depths[segment]
+        if depth == self._max_bits:  # its digests are not uniformly distributed: a peer made them
+            raise TableFullError
         if depth == self._bits:
             self._directory = np.repeat(self._directory, 2)
             self._bits += 1

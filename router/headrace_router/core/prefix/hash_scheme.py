@@ -10,6 +10,7 @@ from headrace_router.core.prefix.prefix_index import digests_of
 from headrace_router.core.prefix.prompt_blocks import GroupBlocks, PromptBlocks
 
 NO_ADAPTER = ""
+MAX_BLOCKS = 1 << 18  # of one prompt, in all cache groups: each is hashed and looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,11 @@ class HashScheme:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> Self | None:
-        """None for a replica of a release that does not tell its key."""
+        """None for a replica of a release that does not send its key, or whose prompts have too many blocks."""
         identity, layout = facts.identity, facts.identity.kv_layout
         if not facts.cache_key or not layout.block_size:
+            return None
+        if len(layout.groups) * -(-facts.max_model_len // layout.block_size) > MAX_BLOCKS:
             return None
         groups = sorted(layout.groups, key=lambda group: group.index)
         return cls(

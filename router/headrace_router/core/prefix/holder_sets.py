@@ -4,11 +4,14 @@ that is on several replicas are all on the same ones.
 A code of 0 or more is the set of that bit alone; a negative code is one of the stored sets, as a bit mask.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_router.core.prefix.digest_table import Values
 
+FEW_BITS = 8  # of a set: one by one they are found sooner than all in an array
 NO_HOLDER = np.iinfo(np.int32).max
 
 
@@ -33,14 +36,21 @@ class HolderSets:
 
         From then on the blocks count for the returned codes.
         """
+        one = 1 << bit
+        return self._replaced(codes, (lambda mask: mask | one) if holds else (lambda mask: mask & ~one))
+
+    def without(self, codes: Values, bits: int) -> Values:
+        """The codes of the same sets without these bits, in the same way."""
+        return self._replaced(codes, lambda mask: mask & ~bits)
+
+    def _replaced(self, codes: Values, change: Callable[[int], int]) -> Values:
         if not len(codes):
             return codes
         found, inverse, counts = np.unique(codes, return_inverse=True, return_counts=True)
-        one = 1 << bit
         new = np.empty_like(found)
         for index, (code, count) in enumerate(zip(found.tolist(), counts.tolist(), strict=True)):
             mask = self.mask(code)
-            changed = mask | one if holds else mask & ~one
+            changed = change(mask)
             new[index] = code if changed == mask else self._moved(code, changed, count)
         return new[inverse]
 
@@ -77,5 +87,11 @@ class HolderSets:
 
 def members(mask: int) -> NDArray[np.int64]:
     """The numbers of the bits that are set."""
+    if mask.bit_count() <= FEW_BITS:
+        found = []
+        while mask:
+            found.append(mask.bit_length() - 1)
+            mask ^= 1 << found[-1]
+        return np.array(found[::-1], np.int64)
     bits = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))

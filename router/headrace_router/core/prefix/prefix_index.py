@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_router.core.prefix.digest_table import NOWHERE, Digests, DigestTable
+from headrace_router.core.prefix.digest_table import NOWHERE, Digests, DigestTable, Places, Values
 from headrace_router.core.prefix.holder_sets import NO_HOLDER, HolderSets, members
+from headrace_router.core.prefix.reuse_share import ReuseShare
 
+FIRST_LOOKUP = 64  # blocks of a prompt; four times as many follow, as long as none is missing
 HASH_BYTES = 16  # of a block, as replicas report it
 Lengths = NDArray[np.int64]
 
@@ -29,8 +31,12 @@ class PrefixIndex:
     def __init__(self, max_blocks: int) -> None:
         self._table = DigestTable(max_blocks)
         self._sets = HolderSets()
+        self.reuse = ReuseShare()
+        # The last prompt, and the result of `_runs`, until the table changes.
+        self._looked_up: tuple[Digests, int, Sequence[tuple[int, int]]] | None = None
         self._free_slots: list[int] = []
         self._slots = 0
+        self._firsts = 0  # the first bit of every slot
         self._open = 0  # both bits of open slots
         self._closing = 0  # both bits of closed slots whose blocks are not all removed yet
         self._swept = 0  # segments since the sweep began
@@ -52,6 +58,7 @@ class PrefixIndex:
             slot = self._free_slots.pop()
         else:
             slot, self._slots = self._slots, self._slots + 1
+            self._firsts |= 1 << 2 * slot
         self._open |= 3 << 2 * slot
         return slot
 
@@ -61,37 +68,46 @@ class PrefixIndex:
         self._open &= ~bits
         self._closing |= bits
 
-    def store(self, slot: int, digests: Digests, *, expected: bool = False) -> None:
-        """The replica holds these distinct blocks, or is expected to. Those that are known already change nothing.
+    def closing(self, slot: int) -> bool:
+        """Whether a closed slot still has blocks to sweep."""
+        return bool(self._closing >> 2 * slot & 3)
+
+    def store(self, slot: int, digests: Digests, *, expected: bool = False) -> int:
+        """The replica holds these distinct blocks, or is expected to. Returns how many it did not have.
 
         Raises TableFullError, when some of them are not stored.
         """
         bit = 2 * slot + expected
+        self._looked_up = None
         places = self._table.find(digests)
         known = places != NOWHERE
         held = places[known]
-        self._table.replace(held, self._sets.changed(self._table.values(held), bit, holds=True))
+        before = self._table.values(held)
+        codes = self._sets.changed(before, bit, holds=True)
+        self._table.replace(held, codes)
         new = digests[~known]
         self._table.insert(new, np.full(len(new), bit, np.int32))
+        return int((codes != before).sum()) + len(new)
 
-    def remove(self, slot: int, digests: Digests, *, expected: bool = False) -> None:
-        """The replica does not hold these blocks any more, or is not expected to. Others change nothing."""
+    def remove(self, slot: int, digests: Digests, *, expected: bool = False) -> int:
+        """The replica does not hold these blocks any more, or is not expected to. Returns how many it had."""
         places = self._table.find(digests)
-        self._without(places[places != NOWHERE], 2 * slot + expected)
+        places = places[places != NOWHERE]
+        before = self._table.values(places)
+        codes = self._sets.changed(before, 2 * slot + expected, holds=False)
+        self._store(places, before, codes)
+        return int((codes != before).sum())
 
-    def match(self, digests: Digests) -> Lengths:
-        """By slot: how many leading blocks of a prompt each replica has, [slots]."""
+    def match(self, digests: Digests, *, held: bool = False) -> Lengths:
+        """By slot: how many leading blocks of a prompt each replica has, [slots]. held: without those it will have."""
         lengths = np.zeros(self._slots, np.int64)
         if not len(digests) or not self._open:
             return lengths
-        places = self._table.find(digests)
-        missing = places == NOWHERE
-        count = int(missing.argmax()) if missing.any() else len(digests)
-        codes = self._table.values(places[:count])
-        starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] + 1))
-        having = self._first_bits(self._open)
-        for start, code in zip(starts.tolist(), codes[starts].tolist(), strict=True):
-            mask = self._first_bits(self._sets.mask(code))
+        count, runs = self._runs(digests)
+        bits = self._held_bits if held else self._first_bits
+        having = bits(self._open)
+        for start, code in runs:
+            mask = bits(self._sets.mask(code))
             ended = having & ~mask
             if ended:
                 if start:
@@ -102,16 +118,17 @@ class PrefixIndex:
         lengths[members(having) // 2] = count
         return lengths
 
-    def holders(self, digests: Digests) -> NDArray[np.bool_]:
-        """Whether each replica has each of these blocks, [blocks, slots]."""
+    def holders(self, digests: Digests, slots: Lengths, *, held: bool = False) -> NDArray[np.bool_]:
+        """Whether each of these slots' replicas has each of these blocks, [blocks, slots]."""
+        bits = self._held_bits if held else self._first_bits
         places = self._table.find(digests)
         known = places != NOWHERE
         found, inverse = np.unique(self._table.values(places[known]), return_inverse=True)
         sets = np.zeros((len(found), self._slots), np.bool_)
         for row, code in zip(sets, found.tolist(), strict=True):
-            row[members(self._first_bits(self._sets.mask(code) & self._open)) // 2] = True
-        result = np.zeros((len(digests), self._slots), np.bool_)
-        result[known] = sets[inverse]
+            row[members(bits(self._sets.mask(code) & self._open)) // 2] = True
+        result = np.zeros((len(digests), len(slots)), np.bool_)
+        result[known] = sets[:, slots][inverse]
         return result
 
     def sweep(self, segments: int) -> None:
@@ -122,12 +139,8 @@ class PrefixIndex:
                 return
         stop = min(self._swept + segments, self._table.segments)
         for segment in range(self._swept, stop):
-            for bit in members(self._sweeping).tolist():
-                places, codes = self._table.filled(segment)
-                found, inverse = np.unique(codes, return_inverse=True)
-                has = np.array([bool(self._sets.mask(code) >> bit & 1) for code in found.tolist()], np.bool_)
-                if has.any():
-                    self._without(places[has[inverse]], bit)
+            places, codes = self._table.filled(segment)
+            self._store(places, codes, self._sets.without(codes, self._sweeping))
         self._swept = stop
         if self._swept == self._table.segments:
             self._free_slots += (members(self._first_bits(self._sweeping)) // 2).tolist()
@@ -136,13 +149,43 @@ class PrefixIndex:
 
     def _first_bits(self, mask: int) -> int:
         """The first bit of every slot with either bit."""
-        every_first = ((1 << 2 * self._slots) - 1) // 3
-        return (mask | mask >> 1) & every_first
+        return (mask | mask >> 1) & self._firsts
 
-    def _without(self, places: NDArray[np.int64], bit: int) -> None:
-        codes = self._sets.changed(self._table.values(places), bit, holds=False)
+    def _held_bits(self, mask: int) -> int:
+        """The bit of every slot whose replica holds it already."""
+        return mask & self._firsts
+
+    def _runs(self, digests: Digests) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Of a prompt's leading blocks that the table has: how many; where each run with one code starts, and the code.
+
+        A prompt is looked up several times for one decision.
+        """
+        known = self._looked_up
+        if known is None or known[0] is not digests:
+            codes = self._leading_codes(digests)
+            starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] + 1))
+            runs = list(zip(starts.tolist(), codes[starts].tolist(), strict=True))
+            known = self._looked_up = digests, len(codes), runs
+        return known[1:]
+
+    def _leading_codes(self, digests: Digests) -> Values:
+        """Until a block is missing: of a new prompt that is soon."""
+        parts, start, count = [], 0, FIRST_LOOKUP
+        while start < len(digests):
+            places = self._table.find(digests[start : start + count])
+            missing = places == NOWHERE
+            found = int(missing.argmax()) if missing.any() else len(places)
+            parts.append(self._table.values(places[:found]))
+            if found < len(places):
+                break
+            start, count = start + count, 4 * count
+        return np.concatenate(parts)
+
+    def _store(self, places: Places, before: Values, codes: Values) -> None:
+        self._looked_up = None
         empty = codes == NO_HOLDER
-        self._table.replace(places[~empty], codes[~empty])
+        changed = ~empty & (codes != before)
+        self._table.replace(places[changed], codes[changed])
         self._table.remove(places[empty])
 
 

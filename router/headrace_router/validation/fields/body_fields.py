@@ -5,7 +5,6 @@ from headrace_router.validation.fields.restricted_field import RestrictedField, 
 
 _BOOLEAN, _INTEGER, _NUMBER = JsonKind.BOOLEAN, JsonKind.INTEGER, JsonKind.NUMBER
 _STRING, _LIST, _OBJECT = JsonKind.STRING, JsonKind.LIST, JsonKind.OBJECT
-_LABEL = "A label; it changes nothing in the answer."
 _METHOD_OFF = "A parameter of a method that is off."
 _ROUTER_PLACES = "The router places requests itself."
 
@@ -101,7 +100,6 @@ BOTH: tuple[RestrictedField, ...] = (
     refused("adapter_id", _STRING),
     accepted_at("images_config", _OBJECT, {}),
     accepted_at("session_params", _OBJECT, {}),
-    accepted("session_id", _STRING, _LABEL),
     refused("request_id", _STRING, "Send the header 'X-Request-Id'."),
     refused("rid", _STRING | _LIST, "Send the header 'X-Request-Id'."),
     # Scheduling, placement and caches.

@@ -20,6 +20,7 @@ DEFAULTS: dict[str, str] = {
     "return_token_ids": "false",
     "safety_identifier": "none",
     "seed": "random",
+    "session_id": "none",
     "stop": "none",
     "stop_token_ids": "none",
     "stream": "false",

@@ -8,7 +8,8 @@ from headrace_worker.core.layout import CacheLayout
 
 DEFAULT_MAX_NUM_SEQS = 256
 _CPU_SHARE = 0.3  # of what is free: other replicas' weights, the object store and the page cache need the rest
-_CUDA_SHARE = 0.9
+_HEADROOM_BYTES, _HEADROOM_SHARE = 512 << 20, 0.02
+HEADROOM_REASON = "for fragmentation and what is not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,15 @@ def size_kv(
     max_model_len: int,
     kv_cache_memory: int | None = None,
     reserved: int = 0,
+    headroom: int = 0,
     free: int,
 ) -> KvSize:
     """Choose the number of KV blocks from the memory, `free` bytes, that is free once the weights are loaded.
 
-    Without `kv_cache_memory` (bytes) the cache gets a share of what is free less `reserved` bytes, and at most what
-    `max_num_seqs` requests of `max_model_len` tokens can fill. Raises MemoryTooSmallError when one request of
-    `max_model_len` does not fit.
+    Without `kv_cache_memory` (bytes) the cache gets what is free less `reserved` and `headroom` bytes on a GPU, and a
+    share of what is free less `reserved` on a CPU; at most what `max_num_seqs` requests of `max_model_len` tokens can
+    fill. `kv_cache_memory` may use the headroom too. Raises MemoryTooSmallError when one request of `max_model_len`
+    does not fit.
     """
     available = max(0, free - reserved)
     per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
@@ -57,8 +60,12 @@ def size_kv(
             )
         budget, reason = kv_cache_memory, "from --kv-cache-memory"
     else:
-        share = _CUDA_SHARE if device_type == "cuda" else _CPU_SHARE
-        budget, reason = int(available * share), f"{share:.0%} of the {size_text(available)} that are free"
+        if device_type == "cuda":
+            budget = max(0, available - headroom)
+            reason = f"of {size_text(available)} that are free, less {size_text(headroom)} {HEADROOM_REASON}"
+        else:
+            budget = int(available * _CPU_SHARE)
+            reason = f"{_CPU_SHARE:.0%} of the {size_text(available)} that are free"
         if most < budget:
             budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
     if budget < smallest:
@@ -75,6 +82,13 @@ def size_kv(
         num_bytes=blocks * layout.block_bytes,
         note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
     )
+
+
+def gpu_headroom(total: int) -> int:
+    """Bytes of a GPU's `total` that a cache of no given size leaves: the allocator's fragments, other streams' memory,
+    and buffers that libraries allocate once more requests run than were measured.
+    """
+    return max(_HEADROOM_BYTES, int(total * _HEADROOM_SHARE))
 
 
 def request_limit(wanted: int | None, positions: int) -> int:

@@ -10,4 +10,4 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def add(app: FastAPI, services: Services) -> None:
     @app.get("/metrics", tags=["server"], summary="Prometheus metrics")
     async def metrics() -> Response:
-        return Response(services.metrics.text(), media_type=METRICS_TYPE)
+        return Response(await services.metrics.text(), media_type=METRICS_TYPE)

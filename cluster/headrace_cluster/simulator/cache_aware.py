@@ -1,0 +1,55 @@
+"""SGLang's router rule `cache_aware`: the longest remembered prefix, unless the load is unbalanced.
+
+Source: documentation of SGLang's model gateway (docs/getting-started/load-balancing.md of lightseekorg/smg), with its
+defaults cache-threshold 0.3, balance-abs-threshold 64 and balance-rel-threshold 1.5. The router has no events of the
+caches: it remembers the prompts that it sent, in a tree per worker. If the most loaded worker has more than 64 requests
+more, and more than 1.5 times as many, as the least loaded one: the least loaded worker. Else the worker with the
+longest common prefix if this is more than 30 % of the prompt, else the one with the smallest tree.
+
+Here a tree is the set of the hashes of the blocks that were sent, of which the newest TREE_BLOCKS are kept.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from headrace_router.core.policy.chosen_target import ChosenTarget
+from headrace_router.core.policy.interface import Work
+from headrace_router.core.policy.view import View
+
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS = 64
+BALANCE_REL = 1.5
+TREE_BLOCKS = 1 << 20
+
+
+class CacheAware(ChosenTarget):
+    """Guesses what is cached from what it sent."""
+
+    uses_cache = True  # the hashes of prompts; not what replicas report
+
+    def __init__(self) -> None:
+        self._trees: dict[str, OrderedDict[int, None]] = {}
+
+    def choose(self, view: View, work: Work) -> int:
+        loads = view.requests
+        least, most = int(loads.argmin()), float(loads.max())
+        digests = [digest for blocks in work.request.blocks.values() for digest in blocks.digests.tolist()]
+        trees = [self._trees.setdefault(each.replica_id, OrderedDict()) for each in view.candidates]
+        if most - loads[least] > BALANCE_ABS and most > BALANCE_REL * loads[least]:
+            chosen = least
+        else:
+            matched = [_matched(tree, digests) for tree in trees]
+            chosen = matched.index(max(matched))
+            if not digests or matched[chosen] / len(digests) <= CACHE_THRESHOLD:
+                chosen = min(range(len(trees)), key=lambda index: len(trees[index]))
+        tree = trees[chosen]
+        for digest in digests:
+            tree[digest] = None
+            tree.move_to_end(digest)
+        while len(tree) > TREE_BLOCKS:
+            tree.popitem(last=False)
+        return chosen
+
+
+def _matched(tree: OrderedDict[int, None], digests: Sequence[int]) -> int:
+    return next((index for index, digest in enumerate(digests) if digest not in tree), len(digests))

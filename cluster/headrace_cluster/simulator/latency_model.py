@@ -1,0 +1,128 @@
+"""How long a simulated replica takes for a step and for a transfer. By arithmetic, or fitted from a machine."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from headrace_cluster.simulator.errors import SimulationError
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Seconds of one step: the terms of production's predictor, and one that it does not know.
+
+    The predictor is linear; attention of a long prompt is not, so that its predictions err as they do on a machine.
+    """
+
+    name: str
+    source: str  # where the numbers are from, as a sentence
+    base: float  # seconds of a step
+    per_prefill_token: float
+    per_decode_sequence: float
+    per_kv_token: float  # read by a step
+    per_prefill_pair: float  # of a prompt's token and a token that it attends to
+    kv_bytes: int  # of a token
+    transfer_bandwidth: float  # bytes per second between two replicas
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+
+    def seconds(self, work: Sequence[tuple[int, int]]) -> float:
+        """Of a step that computes positions [start, start + count) of its rows, as (start, count)."""
+        prefill = decode = kv = pairs = 0
+        for start, count in work:
+            kv += start + count
+            if count > 1:
+                prefill += count
+                pairs += count * (2 * start + count) // 2
+            else:
+                decode += 1
+        return self.of(prefill, decode, kv, pairs)
+
+    def of(self, prefill: int, decode: int, kv: int, pairs: int) -> float:
+        """Of a step with so many tokens of prompts, sequences that decode, KV tokens that are read, and pairs."""
+        return (
+            self.base
+            + self.per_prefill_token * prefill
+            + self.per_decode_sequence * decode
+            + self.per_kv_token * kv
+            + self.per_prefill_pair * pairs
+        )
+
+    def transfer_seconds(self, tokens: int) -> float:
+        """Of a transfer, once it begins."""
+        return tokens * self.kv_bytes / self.transfer_bandwidth
+
+
+# Llama-3-like shapes in bfloat16. H200: 4.8 TB/s of memory, 989 dense bf16 TFLOP/s (NVIDIA's data sheet); half of the
+# arithmetic peak and 80 % of the memory peak are assumed, 1 ms of host and kernel launches per step, and 25 GB/s
+# (200 Gbit/s) between replicas.
+_MEMORY, _FLOPS = 0.8 * 4.8e12, 0.5 * 989e12
+
+
+def _h200(name: str, parameters: float, layers: int, hidden: int, kv_heads: int, gpus: int) -> LatencyModel:
+    kv_bytes = 2 * layers * kv_heads * 128 * 2
+    return LatencyModel(
+        name,
+        f"by arithmetic: {parameters / 1e9:.0f} billion parameters in bfloat16 on {gpus} H200, 80 % of the "
+        "memory's and 50 % of the arithmetic's peak",
+        base=0.001 + 2 * parameters / _MEMORY / gpus,
+        per_prefill_token=2 * parameters / _FLOPS / gpus,
+        per_decode_sequence=2 * parameters / _FLOPS / gpus,
+        per_kv_token=kv_bytes / _MEMORY / gpus,
+        per_prefill_pair=4 * layers * hidden / _FLOPS / gpus,
+        kv_bytes=kv_bytes,
+        transfer_bandwidth=25e9 * gpus,
+    )
+
+
+LATENCY_MODELS = {
+    model.name: model
+    for model in (
+        _h200("h200-8b", 8e9, 32, 4096, 8, 1),
+        _h200("h200-70b", 70e9, 80, 8192, 8, 4),
+    )
+}
+
+
+def latency_model(name: str) -> LatencyModel:
+    """A known model by name, or one from a JSON file with the fields of LatencyModel. Raises SimulationError."""
+    if name in LATENCY_MODELS:
+        return LATENCY_MODELS[name]
+    path = Path(name)
+    if path.suffix != ".json":
+        raise SimulationError(
+            f"There is no latency model '{name}'; use {', '.join(LATENCY_MODELS)}, or name a .json file."
+        )
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SimulationError(f"The latency model {path} cannot be read: {error}.") from None
+    return _checked(path, given)
+
+
+def _checked(path: Path, given: Any) -> LatencyModel:
+    """Raises SimulationError."""
+    known = {field.name: field for field in fields(LatencyModel)}
+    if (
+        not isinstance(given, dict)
+        or set(given) - set(known)
+        or any(field.default is MISSING and name not in given for name, field in known.items())
+    ):
+        raise SimulationError(
+            f"The latency model {path} is not an object with exactly these fields: {', '.join(known)}."
+        )
+    for name, value in given.items():
+        if name in ("name", "source"):
+            if not isinstance(value, str):
+                raise SimulationError(f"{name} of the latency model {path} is not a text.")
+            continue
+        least = 0 if name.startswith("per_") else 1 if name.startswith("max_") else 1e-9
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < least or (name.startswith("max_") and value != int(value)):
+            raise SimulationError(
+                f"{name} of the latency model {path} is {value!r}; it is a number of at least {least:g}."
+            )
+    return LatencyModel(**given)
