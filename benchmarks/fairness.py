@@ -1,4 +1,4 @@
-"""TTFT of one tenant, alone and while another one floods the server within its limits (docs/reliability.md I23).
+"""TTFT of one tenant, alone and while another one floods the server within its limits.
 
     python benchmarks/fairness.py [--flood 32] [--requests 10] [--rounds 3] [--max-num-seqs 8] [--same-key] [--save]
 

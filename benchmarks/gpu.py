@@ -1,45 +1,33 @@
 """The engine and its kernels on one GPU: no Ray, no network, random weights of real configs.
 
     python benchmarks/gpu.py --list
-    python benchmarks/gpu.py [--sections contact | decode,serving ...] [--models qwen3-0.6b,llama-8b] [--out FOLDER]
-    python benchmarks/gpu.py --small [--sections ...]       the same code with a tiny model, on any machine
+    timeout 400 python benchmarks/gpu.py decode [--models qwen3-0.6b,llama-8b] [--out FOLDER]
+    python benchmarks/gpu.py decode --small                 the same code with a tiny model, on any machine
 
-Each section runs with each of its models in a process of its own, within its time limit: one that crashes or hangs is
-recorded, with its full log, and the next one runs. --out gets a log per section, traces, and results.json, which is
-written anew after each. Status 1 when a check is wrong or a section is not complete. What a machine without a network
-needs besides torch, triton and transformers: benchmarks/gpu_wheels.sh.
+One section per command; each figure is printed, and appended to FOLDER/results.jsonl, as soon as it is measured.
+Status 1 when a check is wrong. What a machine without a network needs besides torch, triton and transformers:
+benchmarks/gpu_wheels.sh.
 """
 
 import argparse
 import json
 import os
+import platform
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-import machine
-from gpu_bench import isolation, report
-from gpu_bench.child import ChildOrder
-from gpu_bench.models import MODELS
-from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section
-from gpu_bench.sections import CALLS, SECTIONS
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("benchmarks", "proto", "kernels", "worker", "router", "cluster", "tests")
-START_SECONDS = 5.0  # less is too little for any section
-MOST_SECONDS = 480.0  # of a section
+IMPORTED = [str(ROOT / name) for name in ("benchmarks", "proto", "kernels", "worker", "router", "cluster", "tests")]
+sys.path[:0] = IMPORTED  # a machine with a GPU has the checkout, and no installation of it
 
-
-def chosen(text: str) -> list[Section]:
-    """Sections by their names and those of calls. Exits with a sentence for any other name."""
-    names = [one for name in text.split(",") for one in CALLS.get(name, (name,))]
-    for name in names:
-        if name not in SECTIONS:
-            sys.exit(f"There is no section '{name}': choose from {', '.join([*CALLS, *SECTIONS])}.")
-    return [SECTIONS[name] for name in names]
+import machine  # noqa: E402
+from gpu_bench import roofline  # noqa: E402
+from gpu_bench.models import MODELS  # noqa: E402
+from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section, SectionRun  # noqa: E402
+from gpu_bench.sections import SECTIONS  # noqa: E402
 
 
 def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
@@ -51,100 +39,63 @@ def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
     return [model for model in section.models if wanted is None or model in wanted.split(",")]
 
 
-def limit_of(section: Section, remaining: Sequence[Section], left: float) -> float:
-    """Seconds that the first of the remaining sections may take: time that earlier ones did not use is shared."""
-    share = left / sum(other.seconds for other in remaining)
-    return min(section.seconds * max(1.0, share), MOST_SECONDS)
+def device_facts(device: str) -> dict[str, Any]:
+    """What the figures are measured on."""
+    import torch
+
+    if device == "cpu":
+        return {"device": "cpu", "threads": torch.get_num_threads(), "processor": platform.processor()}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }
 
 
-class SectionRunner:
-    """Runs sections one after the other, until the time of the whole command is over."""
-
-    def __init__(
-        self, device: str, small: bool, out: Path, ends_at: float, child: Sequence[str] = ("-m", "gpu_bench.child")
-    ) -> None:
-        """`ends_at`: of `time.monotonic`. `child`: what Python runs, with a `ChildOrder` in JSON."""
-        self._child = child
-        self._device = device
-        self._small = small
-        self._out = out
-        self._ends_at = ends_at
-        path = os.pathsep.join([*(str(ROOT / name) for name in IMPORTED), os.environ.get("PYTHONPATH", "")])
-        self._environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUNBUFFERED": "1"}
-
-    def run(self, section: Section, model: str, seconds: float) -> report.SectionResult:
-        """At most `seconds`, and less if the command ends before."""
-        result = report.SectionResult(section.name, model)
-        seconds = min(seconds, self._ends_at - time.monotonic())
-        if seconds < START_SECONDS:
-            result.problem = f"{report.NOT_RUN}: no time is left"
-            return result
-        with tempfile.TemporaryDirectory() as folder:
-            answers = Path(folder) / "answers.jsonl"
-            order = ChildOrder(
-                section.name, model, self._device, self._small, time.monotonic() + seconds, str(answers),
-                str(self._out.resolve()),
-            )  # fmt: skip
-            command = [sys.executable, *self._child, json.dumps(asdict(order))]
-            ended = isolation.run(command, self._environment, self._out / f"{section.name}.log", seconds)
-            result.read(answers)
-        result.seconds = ended.seconds
-        result.problem = ended.problem or result.problem
-        return result
-
-
-def show_list() -> None:
-    for name, sections in CALLS.items():
-        print(f"{name:<12} {', '.join(sections)}")
-    for section in SECTIONS.values():
-        print(f"{section.name:<12} {section.seconds:3.0f} s  {', '.join(section.models):<22} {section.summary}")
-
-
-def choose_device(wanted: str, small: bool) -> str:
-    """Imports torch only in another process: this one must not take memory of the GPU."""
-    if wanted != "auto":
-        return wanted
-    done = isolation.run(
-        [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"],
-        os.environ, Path(os.devnull), 120,
-    )  # fmt: skip
-    if done.problem and not small:
-        sys.exit("There is no GPU here; --small runs the same code with a tiny model on a CPU.")
-    return "cpu" if done.problem else "cuda"
+def measure(section: Section, model: str, device: str, small: bool, out: Path) -> bool:
+    """Runs a section with one model. Returns whether all of its checks are right."""
+    ceilings = roofline.measure(device)
+    at = {name: round(value / 1e9, 1) for name, value in asdict(ceilings).items()}  # GB/s, GFLOP/s
+    print(f"{section.name} {model}: a copy {at['bytes_s']:.0f} GB/s, a product {at['flop_s'] / 1e3:.1f} TFLOP/s")
+    about = {"section": section.name, "model": model, "ceilings": at, "device": device_facts(device)}
+    right = True
+    with (out / "results.jsonl").open("a", buffering=1) as file, tempfile.TemporaryDirectory() as folder:
+        file.write(json.dumps(about | {"machine": machine.describe()}) + "\n")
+        for figure in section.run(SectionRun(model, device, small, Path(folder), out, ceilings)):
+            print(" ", figure.row(), flush=True)
+            file.write(json.dumps({"section": section.name, "model": model} | figure.to_json()) + "\n")
+            right = right and not figure.is_wrong
+    return right
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="the sections and groups of them, and nothing else")
-    parser.add_argument("--sections", default=",".join(CALLS), help="names or groups of sections, with commas: --list")
-    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without: those of each section")
+    parser.add_argument("section", nargs="?", choices=SECTIONS, metavar="SECTION", help="one of --list")
+    parser.add_argument("--list", action="store_true", help="the sections, and nothing else")
+    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without: those of the section")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a tiny model and few short requests")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of logs, traces and results.json")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="of the whole command")
-    parser.add_argument("--save", action="store_true", help="append to results/gpu.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of traces and results.jsonl")
     arguments = parser.parse_args()
-    if arguments.list:
-        show_list()
+    if arguments.list or arguments.section is None:
+        for section in SECTIONS.values():
+            print(f"{section.name:<12} {section.seconds:3.0f} s  {', '.join(section.models):<22} {section.summary}")
         return
-    sections, ends_at = chosen(arguments.sections), time.monotonic() + arguments.seconds
-    device = choose_device(arguments.device, arguments.small)
+    import torch
+
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not arguments.small:
+        sys.exit("There is no GPU here; --small runs the same code with a tiny model on a CPU.")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*IMPORTED, os.environ.get("PYTHONPATH", "")])  # of child processes
     arguments.out.mkdir(parents=True, exist_ok=True)
-    runner = SectionRunner(device, arguments.small, arguments.out, ends_at)
-    results: list[report.SectionResult] = []
-    for place, section in enumerate(sections):
-        (arguments.out / f"{section.name}.log").unlink(missing_ok=True)
-        left = limit_of(section, sections[place:], ends_at - time.monotonic())
-        for model in models_of(section, arguments.models, arguments.small):
-            result = runner.run(section, model, left)
-            left -= result.seconds
-            results.append(result)
-            print(*result.rows(), sep="\n", flush=True)
-            found = report.to_json(machine.describe(), results)
-            (arguments.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.save:
-        print(machine.save("gpu", {name: value for name, value in found.items() if name != "machine"}))
-    if not all(result.is_right for result in results):
+    section = SECTIONS[arguments.section]
+    models = models_of(section, arguments.models, arguments.small)
+    if not all([measure(section, model, device, arguments.small, arguments.out) for model in models]):
         sys.exit(1)
 
 

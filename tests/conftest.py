@@ -52,8 +52,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "e2e/test_nodes.py",
         "e2e/test_rollout.py",
         "e2e/test_routers.py",
-        "e2e/test_two_releases.py",
-        "integration/test_two_releases.py",
     ),
     "serve": (
         "e2e/test_load.py",
@@ -109,7 +107,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "kernels/test_sanitizers.py",
         "kernels/test_splits.py",
         "test_benchmarks.py",
-        "test_extending.py",
         "test_gpu_benchmark.py",
         "test_gpu_packages.py",
     ),

@@ -122,7 +122,7 @@ def test_the_loop_detector() -> None:
 
 
 def test_the_limits_benchmark_runs_and_memory_is_bounded() -> None:
-    """docs/reliability.md R18: at most 16 MiB, and 4 times the accepted bytes."""
+    """At most 16 MiB, and 4 times the accepted bytes."""
     bounds = {"trailers": 16, "grpc empty messages": 32, "text of commas": 32, "small objects": 20}
     command = [sys.executable, str(FOLDER / "limits.py"), "--rounds", "1", "--cases", ",".join(bounds)]
     environ = {**os.environ, "PYTHONPATH": str(FOLDER.parent / "tests")}

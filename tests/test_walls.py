@@ -1,4 +1,4 @@
-"""Import rules of the packages (docs/design.md), and calls that no package may make (docs/reliability.md R1, R16)."""
+"""Import rules of the packages (docs/design.md), and calls that no package may make."""
 
 import ast
 import re

@@ -6,6 +6,6 @@ CONTRACT_VERSION = 1
 def is_compatible(version: int) -> bool:
     """Whether a peer with this version of the contract is served: the same one, the one before or the one after.
 
-    While a cluster is updated, its processes are of two releases. 0: the peer sent none.
+    Fields are only ever added, so that such peers serve together while a cluster is updated. 0: the peer sent none.
     """
     return version > 0 and abs(version - CONTRACT_VERSION) <= 1

@@ -10,8 +10,7 @@ Definition. All integers are little-endian; ``field(b)`` is the byte length of b
   of block i - 1, or the root for block 0. Only full blocks have a hash.
 
 Two blocks with equal hashes therefore hold the KV entries of the same tokens after the same prefix, of the same
-model, revision, adapter, dtypes, layout and tenant. A replica still compares token ids on a hit
-(docs/reliability.md R11).
+model, revision, adapter, dtypes, layout and tenant. A replica still compares token ids on a hit.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""Bounds the streams that one caller has open on an internal server (docs/reliability.md R18)."""
+"""Bounds the streams that one caller has open on an internal server."""
 
 import time
 from collections import Counter

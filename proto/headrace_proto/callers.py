@@ -1,4 +1,4 @@
-"""Which component may call which method of an internal service (docs/reliability.md R20)."""
+"""Which component may call which method of an internal service."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""The identity of one process in its cluster: mutual TLS on every internal connection (docs/reliability.md R20)."""
+"""The identity of one process in its cluster: mutual TLS on every internal connection."""
 
 import time
 from collections.abc import Callable, Sequence

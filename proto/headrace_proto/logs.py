@@ -1,4 +1,4 @@
-"""One log configuration for every process: lines on stderr, and a file per process. No prompts, no keys (R15)."""
+"""One log configuration for every process: lines on stderr, and a file per process. No prompts, no keys."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""An attempt that runs alone, since its request was present when replicas were lost (docs/reliability.md I25)."""
+"""An attempt that runs alone, since its request was present when replicas were lost."""
 
 TRIAL_TOKENS = 16  # new ones, after which others may run beside it
 WHOLE_ANSWER = 0xFFFF_FFFF  # instead of TRIAL_TOKENS: others may run beside it when it has ended

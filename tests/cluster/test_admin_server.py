@@ -1,4 +1,4 @@
-"""The admin API's server: what a client without the key can send, and for how long (docs/reliability.md R18)."""
+"""The admin API's server: what a client without the key can send, and for how long."""
 
 import asyncio
 import contextlib

@@ -461,7 +461,7 @@ def test_a_rank_reports_why_it_drains(held: bool | None) -> None:
     assert reconciler.actions(101.1) == [Stop(FIRST, drain=True, held=held is not False)]
     reconciler.stopped(FIRST, 102.0)
     launched = [action.name for action in reconciler.actions(102.0)]
-    assert launched == ([ReplicaName("smollm2-0", 4)] if held is False else []), "the release before reports no reason"
+    assert launched == ([ReplicaName("smollm2-0", 4)] if held is False else [])
 
 
 def test_a_drained_build_is_not_left_for_its_next_one() -> None:
@@ -631,7 +631,7 @@ def test_a_role_that_arrived_late_is_older_than_the_snapshot() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_adoption_leaves_a_replica_that_decodes(known: bool) -> None:
-    """Ranks of the release before do not number the calls: the role of one may have arrived late."""
+    """The role of one may have arrived late."""
     reconciler = _reconciler()
     replicas = {"smollm2-0": _snapshot(generation=3), "smollm2-1": _snapshot(generation=2, role="prefill")}
     snapshot = ControllerSnapshot(created=5, replicas=replicas) if known else None

@@ -1,4 +1,4 @@
-"""The authority of a cluster: what it certifies, and which certificates are valid (docs/reliability.md R20)."""
+"""The authority of a cluster: what it certifies, and which certificates are valid."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A replica whose output was not finite where another's was is replaced: its device may be defective (R23)."""
+"""A replica whose output was not finite where another's was is replaced: its device may be defective."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Errors of the controller, or of Ray, end no replica: they are repeated and shown (docs/reliability.md R19)."""
+"""Errors of the controller, or of Ray, end no replica: they are repeated and shown."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -80,7 +80,7 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     assert (up.role, up.draining, up.ended) == ("both", False, False)
     assert (before.authorities, up.authorities) == ((), identities.authority().fingerprints)
     assert _replica(actor).cache_key == identities.authority().cache_key
-    actor.set_role("decode")
+    actor.set_role("decode", 1)
     assert up.held is None
     actor.drain(False)
     assert (_report(actor).role, _report(actor).draining, _report(actor).held) == ("decode", True, False)
@@ -95,8 +95,6 @@ def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[...,
     for role, number, expected in (("decode", 2, "decode"), ("prefill", 1, "decode"), ("both", 2, "both")):
         actor.set_role(role, number)
         assert (_report(actor).role, _replica(actor).role, _report(actor).role_number) == (expected, expected, 2)
-    actor.set_role("prefill")  # from a controller of the release before
-    assert (_report(actor).role, _report(actor).role_number) == ("prefill", 2)
 
 
 def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankActor]) -> None:

@@ -166,40 +166,26 @@ def test_a_profile_has_the_outcome_of_every_rank() -> None:
 
 
 class _Rank0:
-    """A handle, of a rank of the release before, that accepts a role, does not reply, or is dead."""
+    """A handle that accepts a role, does not reply, or is dead."""
 
     def __init__(self, error: Exception | None = None, *, unresponsive: bool = False) -> None:
-        self.roles: list[str] = []
+        self.roles: list[tuple[str, int]] = []
         self._error, self._unresponsive = error, unresponsive
         self.set_role = _Method(self._set_role)
 
-    async def _set_role(self, role: str) -> None:
+    async def _set_role(self, role: str, number: int) -> None:
         if self._unresponsive:
             await asyncio.Event().wait()
         if self._error is not None:
             raise self._error
-        self.roles.append(role)
-
-
-class _NumberedRank0(_Rank0):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[int] = []
-        self.set_role = _Method(self._set_numbered_role)
-
-    async def _set_numbered_role(self, role: str, number: int) -> None:
-        self.numbers.append(number)
-        await self._set_role(role)
+        self.roles.append((role, number))
 
 
 def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_cluster.ray.rank_group.ROLE_SECONDS", 0.05)
-    ranks: list[Any] = [_NumberedRank0(), _Rank0()]
+    ranks: list[Any] = [_Rank0(), _Rank0()]
     asyncio.run(_group(*ranks).set_role(Role.PREFILL, 4))
-    assert [rank.roles for rank in ranks] == [["prefill"], []] and ranks[0].numbers == [4]
-    before: Any = _Rank0()
-    asyncio.run(_group(before).set_role(Role.PREFILL, 4))
-    assert before.roles == ["prefill"], "a rank of the release before gets no number"
+    assert [rank.roles for rank in ranks] == [[("prefill", 4)], []]
     for rank, words in (
         (_Rank0(unresponsive=True), "does not answer"),
         (_Rank0(ray.exceptions.RayActorError()), "just ended"),

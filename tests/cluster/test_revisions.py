@@ -99,13 +99,6 @@ def test_a_hub_that_does_not_answer_changes_no_commit(record: _Record, revision:
     assert _attach(_spec("v2"), None) == ("v2", []), "another revision"
 
 
-def test_the_record_of_the_release_before_has_no_revisions(record: _Record) -> None:
-    record.saved = msgspec.msgpack.encode({"id": "before", "control_port": 7, "admin_port": 8})
-    assert _attach(_spec(None), SECOND) == (SECOND, [])
-    keeper = record.keeper()
-    assert keeper is not None and (keeper.control_port, keeper.admin_port) == (7, 8)
-
-
 def test_models_of_this_machine_have_no_commit() -> None:
     spec = parse_spec({"models": [{"source": "smollm2"}]})
     assert resolved_revisions(spec, spec) == {} == kept_revisions(spec, {}, {})

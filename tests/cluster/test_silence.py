@@ -1,4 +1,4 @@
-"""Silence of many at once is the observer's own: what the controller stops when it hears nothing (R19)."""
+"""Silence of many at once is the observer's own: what the controller stops when it hears nothing."""
 
 from collections.abc import Iterable
 

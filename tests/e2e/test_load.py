@@ -39,7 +39,7 @@ def _bodies(seed: int, tokens: int = OUTPUT) -> list[dict[str, Any]]:
 
 
 def _freed(metrics: Callable[[], Metrics], since: float) -> None:
-    """Everything is free within two seconds or two steps of `since`, whichever is longer (docs/reliability.md I9)."""
+    """Everything is free within two seconds or two steps of `since`, whichever is longer."""
     while busy := metrics().busy:
         allowed = max(2.0, 2 * metrics()["headrace_predicted_step_seconds"])
         assert time.monotonic() - since < allowed + 1.0, f"still busy (a second for the scrape included): {busy}"

@@ -1,4 +1,4 @@
-"""I19 at full length: the control plane is stopped for minutes under load. Slow: 13 minutes."""
+"""The control plane is stopped for minutes under load; takes 13 minutes."""
 
 import os
 import signal

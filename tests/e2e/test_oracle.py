@@ -1,4 +1,4 @@
-"""Through the whole path, tokens equal those of plain transformers in any batch (docs/reliability.md I6, I16)."""
+"""Through the whole path, tokens equal those of plain transformers in any batch."""
 
 from collections.abc import Iterator
 from random import Random

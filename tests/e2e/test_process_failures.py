@@ -143,7 +143,7 @@ def test_a_killed_router_is_restarted(pair: tuple[Serve, Serve], eventually: Cal
 
 
 def test_a_killed_gcs_is_started_again(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
-    """Requests in flight do not notice it, and what is lost meanwhile is built again afterwards (I19)."""
+    """Requests in flight do not notice it, and what is lost meanwhile is built again afterwards."""
     second = pair[1]
     expected = _answer(second)
     (replica,) = second.status()["replicas"]

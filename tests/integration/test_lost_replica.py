@@ -1,4 +1,4 @@
-"""I24: one of four replicas is lost at 90 % load. Each has its own fixed speed, as replicas on GPUs of their own do."""
+"""One of four replicas is lost at 90 % load. Each has its own fixed speed, as replicas on GPUs of their own do."""
 
 import time
 from typing import Any

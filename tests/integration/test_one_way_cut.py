@@ -1,4 +1,4 @@
-"""I22: nothing passes between one router and one replica, in one direction; another router is connected to both."""
+"""Nothing passes between one router and one replica, in one direction; another router is connected to both."""
 
 from collections.abc import Iterator
 from pathlib import Path

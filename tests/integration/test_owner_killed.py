@@ -1,4 +1,4 @@
-"""The decoding replica is killed (SIGKILL) at any token: its streams continue elsewhere with equal tokens (I1, I2)."""
+"""The decoding replica is killed (SIGKILL) at any token: its streams continue elsewhere with equal tokens."""
 
 from random import Random
 from typing import Any

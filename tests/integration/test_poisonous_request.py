@@ -1,4 +1,4 @@
-"""I25: a request that kills the replica that runs it, among others."""
+"""A request that kills the replica that runs it, among others."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""I21: one replica of four becomes five times slower, and fast again."""
+"""One replica of four becomes five times slower, and fast again."""
 
 import time
 from collections import Counter

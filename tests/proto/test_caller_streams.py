@@ -1,4 +1,4 @@
-"""The streams that one caller has open on an internal server are few (docs/reliability.md R18)."""
+"""The streams that one caller has open on an internal server are few."""
 
 import asyncio
 import contextlib

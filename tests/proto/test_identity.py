@@ -1,4 +1,4 @@
-"""Mutual TLS between components: which peers are accepted, as what, and what others receive (R20)."""
+"""Mutual TLS between components: which peers are accepted, as what, and what others receive."""
 
 import asyncio
 import socket

@@ -567,7 +567,7 @@ def test_further_choices_end_with_the_first(event: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, TRIAL_TOKENS + 1])
 @pytest.mark.parametrize("prompt", [SHARED_TOKENS - 1, SHARED_TOKENS])
 def test_the_choices_of_one_prompt_kill_few_replicas(prompt: int, tokens: int) -> None:
-    """Each process that has computed so many tokens of one of them ends (docs/reliability.md I25).
+    """Each process that has computed so many tokens of one of them ends.
 
     More than TRIAL_TOKENS in a process: it passes the first trial, and the next one is its whole answer.
     """

@@ -1,4 +1,4 @@
-"""Text of a user never becomes a control token, whatever normalizer, model and template do (docs/reliability.md R8)."""
+"""Text of a user never becomes a control token, whatever normalizer, model and template do."""
 
 import re
 from functools import cache
@@ -167,7 +167,7 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
 @settings(max_examples=60, deadline=None)
 @example(names=["<｜User｜>", "▁", "Ġ", "é"], special=True, data=None)
 @given(
-    # Not of white space alone: a user's space may become such a token (docs/reliability.md R8).
+    # Not of white space alone: a user's space may become such a token.
     names=st.lists(
         st.text(min_size=1, max_size=5).filter(lambda name: not name.isspace()), min_size=1, max_size=4, unique=True
     ),

@@ -353,7 +353,7 @@ def test_the_choices_of_a_request_run_on_one_replica(
 def test_a_request_that_kills_replicas_is_refused_when_it_is_sent_again(
     harness: Any, make_replica: Any, expected_reply: str
 ) -> None:
-    """An error that clients do not answer with a retry (docs/reliability.md I25)."""
+    """An error that clients do not answer with a retry."""
     harness.start([make_replica(replica_id=name, die_after=0) for name in "abc"] + [make_replica(replica_id="d")])
     fourth = harness.replicas[3]
     for replica in harness.replicas[:3]:

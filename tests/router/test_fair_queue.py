@@ -1,4 +1,4 @@
-"""A tenant with much work delays its own, in the queue and at the tokenizer threads (I23)."""
+"""A tenant with much work delays its own, in the queue and at the tokenizer threads."""
 
 import asyncio
 import functools

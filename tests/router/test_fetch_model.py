@@ -37,18 +37,16 @@ class FakeCall:
 class FakeStub:
     """A replica; counts the tokenizers that it sends."""
 
-    def __init__(self, spec: bytes, template: str, sent: Counter[str], earlier: bool = False) -> None:
-        """earlier: of the release before."""
+    def __init__(self, spec: bytes, template: str, sent: Counter[str]) -> None:
         self.facts = ModelFacts(chat_template=template, tokenizer_digest=blake3(spec).digest(), kv_blocks=7)
         self.fault: Fault | None = None
         self._spec = spec
         self._sent = sent
-        self._earlier = earlier
 
     def Describe(self, request: DescribeRequest) -> FakeCall:
         chunks = [DescribeChunk(facts=self.facts)]
         known = request.known_digest == self.facts.tokenizer_digest
-        if not known and (self._earlier or not request.facts_only):
+        if not known and not request.facts_only:
             self._sent[self.facts.chat_template] += 1
             half = len(self._spec) // 2
             chunks += [DescribeChunk(tokenizer_json=part) for part in (self._spec[:half], self._spec[half:])]
@@ -111,10 +109,3 @@ def test_another_link_fetches_if_the_first_one_fails(spec: bytes, kind: str, mon
     expected = {"error": ConnectionError, "silence": TimeoutError, "content": ModelFactsError}[kind]
     assert isinstance(found[0], expected)
     assert all(not isinstance(entry, BaseException) for entry in found[1:]) and sent == {"a": 2}
-
-
-def test_a_replica_of_the_release_before_is_described(spec: bytes) -> None:
-    sent: Counter[str] = Counter()
-    stubs = [FakeStub(spec, "a", sent, earlier=True) for _ in range(3)]
-    found = asyncio.run(_fetch_all(stubs))
-    assert all(card is found[0][1] for _, card in found)

@@ -136,7 +136,7 @@ def test_links_are_checked_without_the_time_of_a_pause() -> None:
 
 
 def test_a_stalled_replica_keeps_its_attempts_if_none_of_its_revision_can_take_them() -> None:
-    """The drained build of a changed spec made a step of 2.3 s: all of its streams failed (docs/reliability.md I20)."""
+    """The drained build of a changed spec made a step of 2.3 s: all of its streams failed."""
     cluster = Cluster("x", "y:2", named="y")
     listing = cluster.links[0].state.listing
     assert listing is not None

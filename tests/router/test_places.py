@@ -1,4 +1,4 @@
-"""Places of running choices: one tenant keeps no other one out, and a large request gets its turn (I18, I23)."""
+"""Places of running choices: one tenant keeps no other one out, and a large request gets its turn."""
 
 import asyncio
 from contextlib import AsyncExitStack

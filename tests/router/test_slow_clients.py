@@ -1,4 +1,4 @@
-"""Connections that send or read slowly, or too much, are bounded in time, bytes and number (R18)."""
+"""Connections that send or read slowly, or too much, are bounded in time, bytes and number."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Requests that were present when replicas were lost: trials, refusals and their end (docs/reliability.md I25)."""
+"""Requests that were present when replicas were lost: trials, refusals and their end."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""A prompt with more characters than any tokens of the context stand for is refused before it is tokenized (R6)."""
+"""A prompt with more characters than any tokens of the context stand for is refused before it is tokenized."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Work that a request causes before it is admitted, and on the event loop, is bounded (docs/reliability.md R18)."""
+"""Work that a request causes before it is admitted, and on the event loop, is bounded."""
 
 import asyncio
 import json

@@ -1,9 +1,9 @@
-"""Seeded fault schedules over the production controller, on a simulated Ray, with several routers (docs/reliability.md
-R19, I1, I2, I8–I10, I12, I13, I19, I20, I22). HEADRACE_SIMULATION_SEEDS=N runs seeds up to N instead; a failure
-contains the command that replays it.
+"""Seeded fault schedules over the production controller, on a simulated Ray, with several routers.
 
-Not seen here: the frames of an API (I3); transfers of KV (I11), since prompts are short and no replica only computes
-prompts; the load of many requests or tenants (I21, I23, I24); a request that ends its replica (I25).
+HEADRACE_SIMULATION_SEEDS=N runs seeds up to N instead; a failure contains the command that replays it.
+
+Not seen here: the frames of an API; transfers of KV, since prompts are short and no replica only computes prompts; the
+load of many requests or tenants; a request that ends its replica.
 """
 
 import logging

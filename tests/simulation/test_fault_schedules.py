@@ -1,6 +1,6 @@
-"""Thousands of seeded fault schedules over the production engine, exchange, fleet and choice runs (docs/reliability.md
-I1, I2, I9, I10, I11). HEADRACE_SIMULATION_SEEDS=N runs seeds up to N instead; a failure contains the command that
-replays it.
+"""Seeded fault schedules over the production engine, exchange, fleet and choice runs.
+
+HEADRACE_SIMULATION_SEEDS=N runs seeds up to N instead; a failure contains the command that replays it.
 """
 
 import asyncio

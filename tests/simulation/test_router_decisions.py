@@ -42,7 +42,7 @@ def simulate(seed: int, count: int, plan: Callable[[SteadyLoad], None], scale: i
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_stream_that_all_replicas_refuse_ends(count: int) -> None:
-    """Bounded in time (patience is 5 s) and in attempts (docs/reliability.md R24)."""
+    """Bounded in time (patience is 5 s) and in attempts."""
 
     def refuse(request: Request) -> Output:
         return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error="full")
@@ -65,7 +65,7 @@ def test_a_stream_that_all_replicas_refuse_ends(count: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -> None:
-    """Two deaths among others, one alone; then it fails, and so does the same prompt (docs/reliability.md I25)."""
+    """Two deaths among others, one alone; then it fails, and so does the same prompt."""
 
     def plan(load: SteadyLoad) -> None:
         load.send(rate=10.0, seconds=20.0)
@@ -85,7 +85,7 @@ def test_a_request_that_kills_replicas_is_isolated_and_then_refused(seed: int) -
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_requests_of_one_prompt_that_kill_replicas_kill_three_in_all(seed: int) -> None:
-    """Clients that send it again at once, on connections of their own (docs/reliability.md I25)."""
+    """Clients that send it again at once, on connections of their own."""
 
     def plan(load: SteadyLoad) -> None:
         load.send(rate=10.0, seconds=20.0)
@@ -185,7 +185,7 @@ def test_a_stream_that_was_present_at_two_losses_runs_alone_although_the_others_
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_moves_after_a_loss_are_paced_and_goodput_recovers(seed: int) -> None:
-    """One of four replicas is lost at 90 % load (docs/reliability.md I24)."""
+    """One of four replicas is lost at 90 % load."""
     lost_at, end = 10.0, 40.0
     rate = 0.9 * 4 * CAPACITY / ANSWER_TOKENS
     most = [0]
@@ -246,7 +246,7 @@ def times_elsewhere(load: SteadyLoad, start: float, end: float) -> list[float]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("load_share", [0.4, 0.7])
 def test_a_slow_replica_is_taken_out_and_comes_back(seed: int, load_share: float) -> None:
-    """Its steps take five times as long (docs/reliability.md I21)."""
+    """Its steps take five times as long."""
     slow = slow_from_10_to_30(seed, load_share, 5.0)
     assert shares(slow, 0.0, 10.0) > 0.2
     assert shares(slow, 20.0, 30.0) <= 0.05
@@ -255,7 +255,7 @@ def test_a_slow_replica_is_taken_out_and_comes_back(seed: int, load_share: float
 
 @pytest.mark.parametrize("seeds", [1])
 def test_the_requests_on_other_replicas_take_as_long_as_before(seeds: int) -> None:
-    """Where three carry the load (docs/reliability.md I21). Of all seeds together: 1 % of one are few requests."""
+    """Where three carry the load. Of all seeds together: 1 % of one are few requests."""
 
     def p99(slowdown: float) -> float:
         loads = [slow_from_10_to_30(seed, 0.4, slowdown) for seed in range(seeds)]

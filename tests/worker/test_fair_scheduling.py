@@ -1,4 +1,4 @@
-"""A tenant's flood of admitted requests does not delay another tenant's first token (docs/reliability.md I23)."""
+"""A tenant's flood of admitted requests does not delay another tenant's first token."""
 
 from collections.abc import Callable
 from random import Random

@@ -26,7 +26,7 @@ def _reports(interval: float, step: float, seconds: float = 10.0) -> int:
 
 def test_reports_are_as_rare_as_the_router_requests() -> None:
     assert _reports(0.5, step=0.01) in (20, 21)
-    assert _reports(0.0, step=0.01) >= 1000, "a router of the release before requests nothing: one after each step"
+    assert _reports(0.0, step=0.01) >= 1000, "one after each step"
     assert _reports(0.02, step=0.25) == 40, "an idle replica has no more steps to report"
     assert _reports(0.5, step=0.25) == 20
 

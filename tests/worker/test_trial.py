@@ -1,4 +1,4 @@
-"""A request that was present when replicas were lost runs alone on its replica, for all routers (I25)."""
+"""A request that was present when replicas were lost runs alone on its replica, for all routers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,11 +18,3 @@ SECTIONS: dict[str, Section] = {
     module.SECTION.name: module.SECTION
     for module in (nccl, correctness, kernels, libraries, decode, trace, serving, ttft, transfer, modes)
 }
-
-CALLS: dict[str, tuple[str, ...]] = {
-    "contact": ("nccl", "correctness", "kernels", "libraries"),
-    "speed": ("decode", "trace"),
-    "load": ("serving", "ttft", "modes"),
-    "replicas": ("transfer",),
-}
-"""Sections for one command each on a machine that is lent for ten minutes at a time."""

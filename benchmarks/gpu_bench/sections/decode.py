@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 BATCHES = (1, 32, 256)
 SMALL_BATCHES = (1, 8)

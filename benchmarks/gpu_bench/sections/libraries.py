@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from gpu_bench.figure import Figure
 from gpu_bench.roofline import Cost
-from gpu_bench.section import NO_MODEL, Section, SectionRun
+from gpu_bench.section import NO_MODEL, Figure, Section, SectionRun
 
 
 def run(run: SectionRun) -> Iterator[Figure]:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 MODES: dict[str, dict[str, Any]] = {
     "graphs, one step ahead": {},

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 SHAPES = ((1, 4096), (256, 4096), (4096, 4096))  # [rows, hidden] of a step
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from random import Random
 from statistics import quantiles
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 MIXED, EQUAL = "qwen3-0.6b", "llama-8b"
 LIMITS = (4096, 40960)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 STEPS = 20
 BATCHES = (1, 32)

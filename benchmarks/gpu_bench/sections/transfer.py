@@ -12,9 +12,8 @@ from random import Random
 from statistics import median
 from typing import Any, Literal
 
-from gpu_bench.figure import Figure
 from gpu_bench.models import MODELS, write_config
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 PIECES = 200
 ROUNDS, SMALL_ROUNDS = 5, 2

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from statistics import median
 
-from gpu_bench.figure import Figure
-from gpu_bench.section import Section, SectionRun
+from gpu_bench.section import Figure, Section, SectionRun
 
 ROUNDS = 3
 

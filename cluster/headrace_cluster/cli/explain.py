@@ -43,7 +43,7 @@ def _summary(document: dict[str, Any]) -> str:
     state = "failed" if document["failed"] else "complete"
     if document["running"]:
         state = "so far"
-    elif document.get("disconnected"):  # a router of the release before does not send it
+    elif document["disconnected"]:
         state = "ended by its client"
     first = document["first_token"]
     return (

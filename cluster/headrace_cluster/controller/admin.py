@@ -1,4 +1,4 @@
-"""The admin HTTP API: status, stop, operations on replicas. Own port and key, on loopback (docs/reliability.md R4)."""
+"""The admin HTTP API: status, stop, operations on replicas. Own port and key, on loopback."""
 
 import hmac
 import socket

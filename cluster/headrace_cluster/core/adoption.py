@@ -231,10 +231,7 @@ def restore_late(reconciler: Reconciler, build: AdoptedBuild, now: float) -> Non
 
 
 def _keep_decoders(reconciler: Reconciler, replicas: Mapping[str, ReplicaSnapshot], adopted: Collection[str]) -> None:
-    """Of roles that leave a model without a replica that decodes, those of the record, else of the spec, are used.
-
-    A rank of the release before does not number the calls for its role: one that failed may have arrived late.
-    """
+    """Of roles that leave a model without a replica that decodes, those of the record, else of the spec, are used."""
     recorded = {replica_id: Role(known.role) for replica_id, known in replicas.items()}
     desired = {replica.replica_id: replica.role for replica in reconciler.desired}
     for model in {record.model.name for record in reconciler.records.values()}:

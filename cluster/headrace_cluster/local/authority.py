@@ -1,4 +1,4 @@
-"""The authority of one cluster, which certifies its processes (docs/reliability.md R20).
+"""The authority of one cluster, which certifies its processes.
 
 The cluster's secret is all that an operator keeps: the authority's key is derived from it, so that every controller of
 the cluster is the same authority, and no file has a key. Two secrets may be valid at a time: the first one signs, both

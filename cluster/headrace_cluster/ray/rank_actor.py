@@ -132,20 +132,19 @@ class RankActor:
         """
         return self._cause if self._ended.wait(seconds) else None
 
-    def set_role(self, role: str, number: int | None = None) -> None:
+    def set_role(self, role: str, number: int) -> None:
         """Sets how routers use the replica from now on. For rank 0.
 
-        number: of the decision; a call with an earlier number than the last one changes nothing. The release before
-        sends none.
+        number: of the decision; a call with an earlier number than the last one changes nothing.
         """
         with self._role_lock:
-            if number is not None and number < self._role_number:
+            if number < self._role_number:
                 return
             self._replica.set_role(role)
-            self._role, self._role_number = role, self._role_number if number is None else number
+            self._role, self._role_number = role, number
 
-    def drain(self, held: bool | None = None) -> None:
-        """Stops accepting requests. held: whether an operator drains it; the release before does not say."""
+    def drain(self, held: bool) -> None:
+        """Stops accepting requests. held: whether an operator drains it."""
         self._draining, self._held = True, held
         if self._replica is not None:
             self._replica.drain()

@@ -164,11 +164,7 @@ class RankGroup:
         call = self._actors[0].set_role.remote
         try:
             async with asyncio.timeout(ROLE_SECONDS):
-                try:
-                    reply = call(str(role), number)
-                except TypeError:  # a rank of the release before
-                    reply = call(str(role))
-                await reply
+                await call(str(role), number)
         except TimeoutError as error:
             raise RoleError(f"{self._label(0)} does not answer: its role stays as it was") from error
         except ray.exceptions.RayError as error:

@@ -1,4 +1,4 @@
-"""Whether the Ray to join needs a token: its GCS is called without one (docs/reliability.md R17)."""
+"""Whether the Ray to join needs a token: its GCS is called without one."""
 
 import grpc
 

@@ -1,4 +1,4 @@
-"""Keys: who may call the API, which tenant a call belongs to, who may read metrics (docs/reliability.md R3, R11)."""
+"""Keys: who may call the API, which tenant a call belongs to, who may read metrics."""
 
 import hashlib
 import hmac
@@ -175,7 +175,7 @@ class Authenticator:
 
 
 def check_exposure(host: str, auth: AuthConfig) -> None:
-    """Raises ExposureError if `host` is reachable from other machines and needs no key (R3)."""
+    """Raises ExposureError if `host` is reachable from other machines and needs no key."""
     if auth.has_keys or auth.allow_no_auth or is_loopback(host):
         return
     raise ExposureError(

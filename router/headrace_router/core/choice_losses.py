@@ -1,4 +1,4 @@
-"""The replicas that were lost while one choice ran there, and its trials after them (I25): pure."""
+"""The replicas that were lost while one choice ran there, and its trials after them: pure."""
 
 from functools import cached_property
 from typing import Generic

@@ -10,7 +10,7 @@ from headrace_router.core.prefix.prompt_blocks import PromptBlocks
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """The same for every attempt. `label` is the client's request id: for logs, never a key (R12)."""
+    """The same for every attempt. `label` is the client's request id: for logs, never a key."""
 
     label: str
     model: str

@@ -4,7 +4,7 @@ from typing import Any, TypedDict, Unpack
 
 from headrace_proto.errors import HeadraceError
 
-MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes (docs/reliability.md R15)
+MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes
 
 
 class ErrorRow(TypedDict, total=False):
@@ -131,7 +131,7 @@ class PoisonousRequestError(
     grpc_code="FAILED_PRECONDITION",
     retry_after=None,
 ):
-    """Replicas were lost while this request ran; sending it again is refused for a while (docs/reliability.md I25)."""
+    """Replicas were lost while this request ran; sending it again is refused for a while."""
 
 
 class DeadlineError(ApiError, status=504, code="deadline_exceeded", grpc_code="DEADLINE_EXCEEDED"):

@@ -22,7 +22,7 @@ PEERS = 32  # that a replica's speed is compared with: the median of more would 
 LEAST_COMPARISONS = 64  # of speeds in a call of `maintain`; more of them continue in the next calls
 COMPARISON_CALLS = 8  # in which all replicas are compared: less than the second that a measurement takes
 CHECKED_SECONDS = 1.0  # without a step: links and replicas that step more often are not looked at
-ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens (docs/reliability.md I24)
+ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens
 
 Serving: TypeAlias = Mapping[tuple[str, str], Sequence[ReplicaState[C]]]  # by model and revision
 

@@ -1,4 +1,4 @@
-"""Limits of one connection, of one request, and of all requests together (docs/reliability.md R6, R18)."""
+"""Limits of one connection, of one request, and of all requests together."""
 
 from pydantic import BaseModel, ConfigDict, Field
 

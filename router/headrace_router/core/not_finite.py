@@ -1,7 +1,7 @@
 """Replicas whose model output was not finite where a later attempt's was: their devices may be defective. Pure.
 
 An output that is not finite may be the fault of the model or of the prompt: then no attempt succeeds, and no replica is
-counted. The controller compares the reports of all routers (docs/reliability.md R23).
+counted. The controller compares the reports of all routers.
 """
 
 from collections.abc import Callable, Iterator

@@ -249,7 +249,7 @@ class ReplicaState(KnownReplica[C]):
         blocks: PromptBlocks | None = None,
         prompt: Sequence[int] = (),
     ) -> Attempt:
-        """Starts an attempt under a new id (docs/reliability.md R12). The submit is sent with the next frame.
+        """Starts an attempt under a new id. The submit is sent with the next frame.
 
         cached: tokens of its prompt that are expected in the replica's cache. blocks: of the prompt, if they are known.
         prompt: its token ids, if they are not in `submit`: copied when it is sent.
@@ -281,7 +281,7 @@ class ReplicaState(KnownReplica[C]):
         remote = submit.HasField("source")
         length = len(submit.prompt_token_ids) + len(prompt) + len(submit.output_token_ids)
         tokens = 0 if remote else length - cached
-        self._unreported.add(attempt.id, tokens, self.heartbeat.step)
+        self._unreported.add(attempt.id, tokens)
         if submit.output_token_ids:
             self.arriving.add(attempt.id)
         if self.blocks is not None and blocks is not None:
@@ -334,9 +334,6 @@ class ReplicaState(KnownReplica[C]):
             return False
         self.speed.add(frame.step, self.load, self._clock())
         self.remote_prompts.stepped(frame.step)
-        if not frame.HasField("submits"):
-            # A replica of the release before: two steps after it was queued, its load is assumed to include a submit.
-            self._unreported.discard_until(frame.step - 2)
         return True
 
     def disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""A replica that one choice uses alone: reserved while it waits, isolated while it runs (docs/reliability.md I25)."""
+"""A replica that one choice uses alone: reserved while it waits, isolated while it runs."""
 
 from collections.abc import Callable
 

@@ -2,9 +2,9 @@
 
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
 after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
-                         token it ends after `patience` seconds or MAX_REFUSALS refusals (docs/reliability.md R24)
+                         token it ends after `patience` seconds or MAX_REFUSALS refusals
 not finite:              another replica, or the same one if there is no other; the second time → an error
-suspect:                 `alone` is set by the caller (core/suspect.py, docs/reliability.md I25)
+suspect:                 `alone` is set by the caller (core/suspect.py)
 """
 
 from collections.abc import Callable

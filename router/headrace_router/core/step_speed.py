@@ -1,4 +1,4 @@
-"""How fast a replica's steps are, from its frames: compared with its own prediction, its peers and its past (I21)."""
+"""How fast a replica's steps are, from its frames: compared with its own prediction, its peers and its past."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Requests that are tried alone, then refused for a while, since replicas were lost with them (I25): pure, bounded."""
+"""Requests that are tried alone, then refused for a while, since replicas were lost with them: pure, bounded."""
 
 from array import array
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Bounds the choices that run and the requests that wait, both fairly per tenant; refuses the others (I5, I7, I23)."""
+"""Bounds the choices that run and the requests that wait, both fairly per tenant; refuses the others."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""From a checked body to a `GenerationRequest`: limits, defaults, tokenizing. One validator for every API (R5)."""
+"""From a checked body to a `GenerationRequest`: limits, defaults, tokenizing. One validator for every API."""
 
 import functools
 import secrets

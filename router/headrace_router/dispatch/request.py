@@ -1,4 +1,4 @@
-"""A validated request, the same for HTTP and gRPC (docs/reliability.md R5)."""
+"""A validated request, the same for HTTP and gRPC."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from headrace_router.text.model_card import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """The input of a generation. `label` is the client's request id: for logs, never a key (R12)."""
+    """The input of a generation. `label` is the client's request id: for logs, never a key."""
 
     card: ModelCard
     label: str

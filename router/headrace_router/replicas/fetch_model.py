@@ -41,8 +41,6 @@ async def _describe(stub: Any, request: DescribeRequest) -> tuple[ModelFacts, by
                     tokenizer_json += chunk.tokenizer_json
                     continue
                 facts = chunk.facts
-                if request.facts_only:  # a replica of the release before would send the tokenizer now
-                    break
     finally:
         call.cancel()
     if facts is None:

@@ -93,7 +93,7 @@ async def _report(
     fleet: Fleet[ModelCard],
     accounts: AccountTable,
 ) -> None:
-    """Reports to the controller from which replicas this router receives, until cancelled, or if it has no such call.
+    """Reports to the controller from which replicas this router receives, until cancelled.
 
     Its replies show when this router needs another certificate.
     """
@@ -106,10 +106,9 @@ async def _report(
             reply = await stub.Report(report, timeout=REPORT_SECONDS)
             requested = list(reply.explain)[:MAX_ACCOUNTS]
             await certificate.renew_if_due(stub, reply.authorities)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return
-        except Exception:  # a reply of another release: without reports this router would soon not count any more
+        except grpc.aio.AioRpcError:
+            pass  # the controller is unreachable, which the member list's task logs
+        except Exception:  # without reports this router would soon not count any more
             log.exception("a report to the controller, or the renewal of the certificate, failed")
         await asyncio.sleep(REQUESTED_SECONDS if requested else REPORT_SECONDS)
 

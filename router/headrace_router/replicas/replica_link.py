@@ -92,7 +92,7 @@ class ReplicaLink:
         self.state: ReplicaState[ModelCard] = ReplicaState(
             member,
             clock=time.monotonic,
-            new_id=lambda: secrets.token_bytes(16),  # attempt ids are random (docs/reliability.md R12)
+            new_id=lambda: secrets.token_bytes(16),  # attempt ids are random
             on_send=self._wake.set,
             blocks=ReplicaBlocks(links.index) if links.index is not None else None,
         )
@@ -190,8 +190,6 @@ class ReplicaLink:
             except (grpc.aio.AioRpcError, MissedEventsError) as error:
                 reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "events are missing"
                 log.info("cache events end", replica=self.state.replica_id, reason=reason)
-                if reason == grpc.StatusCode.UNIMPLEMENTED.name:
-                    return
             except Exception:
                 log.exception("cache events failed", replica=self.state.replica_id)
             finally:

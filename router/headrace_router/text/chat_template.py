@@ -1,4 +1,4 @@
-"""The model's own chat template, rendered as by transformers, in the immutable sandbox (docs/reliability.md R7)."""
+"""The model's own chat template, rendered as by transformers, in the immutable sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How much text a model's context holds, checked before the work that it bounds (docs/reliability.md R6)."""
+"""How much text a model's context holds, checked before the work that it bounds."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The tokens of a model that text of a user must not become (docs/reliability.md R8)."""
+"""The tokens of a model that text of a user must not become."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""How long a text becomes in the tokenizer's normalizer, checked before it is tokenized (docs/reliability.md R6)."""
+"""How long a text becomes in the tokenizer's normalizer, checked before it is tokenized."""
 
 import json
 from collections.abc import Sequence

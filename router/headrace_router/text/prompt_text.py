@@ -1,4 +1,4 @@
-"""The text of a prompt, and which of its characters are the user's (docs/reliability.md R8)."""
+"""The text of a prompt, and which of its characters are the user's."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime

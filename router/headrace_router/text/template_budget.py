@@ -1,4 +1,4 @@
-"""How much a chat template may make of its messages, counted before it is made (docs/reliability.md R7)."""
+"""How much a chat template may make of its messages, counted before it is made."""
 
 import gc
 import sys

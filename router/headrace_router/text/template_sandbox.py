@@ -1,4 +1,4 @@
-"""The immutable sandbox of chat templates, in which the size of what they make is bounded (docs/reliability.md R7).
+"""The immutable sandbox of chat templates, in which the size of what they make is bounded.
 
 Each operation that enlarges text or lists is checked before it is done; calls and output are counted. Loops and all
 that the sandbox does not intercept: `template_tree.py`; filters: `template_filters.py`.

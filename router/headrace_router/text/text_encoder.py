@@ -1,4 +1,4 @@
-"""Text to token ids as transformers does, except that users cannot write control tokens (docs/reliability.md R8)."""
+"""Text to token ids as transformers does, except that users cannot write control tokens."""
 
 import secrets
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Threads for parsing, rendering and tokenizing: bounded in number, queue and time, shared fairly (R7, I23)."""
+"""Threads for parsing, rendering and tokenizing: bounded in number, queue and time, shared fairly."""
 
 import asyncio
 from collections.abc import Callable

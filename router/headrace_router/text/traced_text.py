@@ -1,4 +1,4 @@
-"""Strings of a user that can be recognized in what a template makes of them (docs/reliability.md R8)."""
+"""Strings of a user that can be recognized in what a template makes of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex

@@ -1,6 +1,6 @@
 """The JSON bodies of the API, as pydantic models: types and ranges here, limits and meaning in `prepare`.
 
-The same models check the gRPC API's requests (docs/reliability.md R5) and define /openapi.json and the
+The same models check the gRPC API's requests and define /openapi.json and the
 honoured fields of docs/api.md. A field that is null counts as absent; `fields` handles fields that are not listed here.
 """
 

@@ -27,7 +27,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """As promised (docs/reliability.md I1, I3): one finish reason, usage equal to the tokens, [DONE], no error."""
+        """As promised: one finish reason, usage equal to the tokens, [DONE], no error."""
         if not self.done or self.error or self.finish_reason is None or self.usage is None:
             return False
         return bool(self.usage["completion_tokens"] == len(self.token_ids))

@@ -1,4 +1,4 @@
-"""What must hold of controller, Ray and routers at every event (docs/reliability.md R19, I9, I12, I13, I19, I20)."""
+"""What must hold of controller, Ray and routers at every event."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from support.simulation.managed_router import ManagedRouter
     from support.simulation.sim_controller import SimController
 
-DEAD_SECONDS = 2.8  # after its end, or after the last sign of life, until a replica gets no requests (I12, I13)
+DEAD_SECONDS = 2.8  # after its end, or after the last sign of life, until a replica gets no requests
 REPORTED_SECONDS = 4.0  # of reports, until the controller must know what they say
 LISTED_SECONDS = 3.0  # after its readiness or a fault, until a build must be listed and ready
-FREED_SECONDS = 2.0  # after its client, or its router, has gone, until an attempt is freed (I9)
+FREED_SECONDS = 2.0  # after its client, or its router, has gone, until an attempt is freed
 
 
 class ControlChecks:
@@ -85,7 +85,7 @@ class ControlChecks:
             self._world.fail(f"{rank.name} ended in a schedule without faults of replicas: {cause}")
 
     def stopping(self, controller: "SimController", name: ReplicaName) -> None:
-        """A controller ends a build (R19): in order, or because it is down, or because no router receives from it."""
+        """A controller ends a build: in order, or because it is down, or because no router receives from it."""
         ranks = self._cluster.ranks_of(name)
         up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
         if self._cluster.stopping or not up or len(up) < up[0].config.tp:
@@ -96,7 +96,7 @@ class ControlChecks:
         now = self._world.now
         if self.harmless or self._disturbed.get(address_of(name), 0.0) < now - DEAD_SECONDS:
             self._world.fail(f"the controller stops {name}, which is up, and whose silence no fault explains")
-        if any(self._receives(router, name) for router in self._cluster.live_routers) and controller.receives_reports:
+        if any(self._receives(router, name) for router in self._cluster.live_routers):
             self._world.fail(f"the controller stops {name}, from which a router receives")
         self.stops.setdefault(name, (now, controller))
         recent = [at for at, by in self.stops.values() if by is controller and now - at < 55.0]
@@ -104,7 +104,7 @@ class ControlChecks:
             self._world.fail("the controller stops more replicas in a minute than it may")
 
     def draining(self, controller: "SimController", name: ReplicaName) -> None:
-        """A controller drains a build to replace it: one at a time, while the others serve (I20)."""
+        """A controller drains a build to replace it: one at a time, while the others serve."""
         replica = self._cluster.build(name.replica_id, name.generation)
         if not self.harmless or self._cluster.stopping or replica is None or replica.draining:
             return
@@ -137,7 +137,7 @@ class ControlChecks:
         return self._world.now - since > REPORTED_SECONDS
 
     def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
-        """A controller has chosen what continues: of each replica, the last two builds that are up (I19).
+        """A controller has chosen what continues: of each replica, the last two builds that are up.
 
         The newest one may not have every router yet, and the one before may have requests. A build whose ranks do not
         reply is not ended for that.
@@ -171,7 +171,7 @@ class ControlChecks:
     # -- routers -----------------------------------------------------------------------------------------------
 
     def listed(self, router: "ManagedRouter", members: control.MemberList) -> None:
-        """A router receives a list: no build that serves is missing (I19)."""
+        """A router receives a list: no build that serves is missing."""
         listed = {member.address for member in members.members}
         now = self._world.now
         if max(self._cluster.network.open_at("controller", router.name), router.frozen_until) > now - LISTED_SECONDS:
@@ -194,7 +194,7 @@ class ControlChecks:
         return [] if controller is None else list(controller.supervisor.reconciler.builds())
 
     def placed(self, router: "ManagedRouter", address: str) -> None:
-        """A router places a request: not on a replica that has been dead or frozen for long (I12, I13)."""
+        """A router places a request: not on a replica that has been dead or frozen for long."""
         now = self._world.now
         replica = self._cluster.replica_at(address)
         if router.frozen_until > now - LISTED_SECONDS:
@@ -208,7 +208,7 @@ class ControlChecks:
             self._world.fail(f"{router.name} places a request on {address}, which is frozen")
 
     def freed(self) -> None:
-        """No replica keeps an attempt that no router has (I9): its client or its router has gone, or it has ended."""
+        """No replica keeps an attempt that no router has: its client or its router has gone, or it has ended."""
         if not self.reaches_replicas:
             return
         routers = self._cluster.live_routers
@@ -222,7 +222,7 @@ class ControlChecks:
             self._world.fail("a replica keeps a request whose client has gone")
 
     def ready(self, router: "ManagedRouter") -> None:
-        """In schedules without faults of replicas: all of them but one serve at every time (I20)."""
+        """In schedules without faults of replicas: all of them but one serve at every time."""
         if not self.harmless or self._cluster.stopping:
             return
         replicas, count = router.fleet.replicas, self._cluster.size

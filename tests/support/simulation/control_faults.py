@@ -1,4 +1,4 @@
-"""Faults of the control plane: none touches a replica, so that no request may fail (docs/reliability.md I19)."""
+"""Faults of the control plane: none touches a replica, so that no request may fail."""
 
 from collections.abc import Callable
 

@@ -77,9 +77,8 @@ class ControlLink:
             self.connected_since = inf
             return
         self.connected_since = min(self.connected_since, self._world.now)
-        if controller.receives_reports:
-            report = self._router.fleet.report(self._router.name)
-            self._world.at(self._world.delay(), lambda: controller.report(report), controller)
+        report = self._router.fleet.report(self._router.name)
+        self._world.at(self._world.delay(), lambda: controller.report(report), controller)
 
     def _lost(self, controller: "SimController") -> None:
         if self._controller is controller:

@@ -28,8 +28,8 @@ FIRST_FAULT, LAST_FAULT = 6.0, 18.0
 FIRST_REQUEST, LAST_REQUEST = 5.0, 20.0
 RECOVERY_SECONDS = 300.0
 STOP_SECONDS = 90.0
-REPLACED_SECONDS = 30.0  # after its loss, until a replica is replaced (I12)
-DEADLINE_SECONDS = 1.0  # after its deadline, until a request has ended (I8)
+REPLACED_SECONDS = 30.0  # after its loss, until a replica is replaced
+DEADLINE_SECONDS = 1.0  # after its deadline, until a request has ended
 SERVED = {"FINISH_LENGTH", "FINISH_DEADLINE", "disconnected", "deadline", "connection lost"}
 MAX_EVENTS = 300_000
 OPERATED = 5  # the family of faults of a schedule with operators
@@ -119,7 +119,7 @@ class ControlSchedule:
         return self.random.choices(kinds + self.random.choice(([], self.control_faults.kinds)), k=count)
 
     def _check_requests(self, only: Callable[[], None] | None) -> None:
-        """No request fails for a fault that touches no replica, or one of several (I8, I12, I19, I20, I22)."""
+        """No request fails for a fault that touches no replica, or one of several."""
         checks, newest = self.cluster.checks, f"r{self._revisions}"
         if not checks.harmless and not (self.count > 1 and only == self.replica_faults.kill_rank):
             return

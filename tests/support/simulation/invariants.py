@@ -1,4 +1,4 @@
-"""The invariants of a replica: after every command and step, and when it is idle (docs/reliability.md I9, I10)."""
+"""The invariants of a replica: after every command and step, and when it is idle."""
 
 from typing import TYPE_CHECKING
 

@@ -59,7 +59,7 @@ class ManagedCluster(Cluster):
 
     def add_controller(self, spec: ClusterSpec) -> SimController:
         random = self.world.random
-        controller = SimController(self, spec, random.uniform(0.95, 1.05), receives_reports=random.random() < 0.7)
+        controller = SimController(self, spec, random.uniform(0.95, 1.05))
         self.controllers.append(controller)
         return controller
 
@@ -106,7 +106,6 @@ class ManagedCluster(Cluster):
         replica = SimReplica(self, shape, self._model, name.generation)
         replica.address = rank.address
         replica.identity.role = rank.role.number
-        replica.reports_submits = self.world.chance(0.8)
         self._replicas[replica.address] = replica
         started = ReplicaStarted(
             model="m",

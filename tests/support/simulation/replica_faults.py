@@ -136,7 +136,7 @@ class ReplicaFaults:
         """The controller and one router receive nothing from a replica for longer than it may be silent; others do."""
         cluster, build = self._cluster, self._control.choose_build()
         routers, controller = cluster.live_routers, cluster.controller
-        if build is None or controller is None or not controller.receives_reports or len(routers) < 2:
+        if build is None or controller is None or len(routers) < 2:
             return
         until = self._world.now + self._control.seconds((25.0,), f"{build} is cut from its observers")
         cluster.checks.affected.add(routers[0].name)

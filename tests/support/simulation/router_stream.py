@@ -93,8 +93,6 @@ class RouterStream:
         deltas, self._pending = list(self._pending.values()), {}
         load, accepted = self.replica.load(), self.accepted
         frame = pb.ReplicaFrame(step=self.replica.steps, load=load, deltas=deltas, submits=accepted)
-        if not self.replica.reports_submits:
-            frame.ClearField("submits")
         if self.message_faults and deltas and self._world.chance(0.5):
             self.message_faults -= 1
             if self._world.chance(0.5):

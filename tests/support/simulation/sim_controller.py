@@ -44,14 +44,13 @@ class _Caller:
 class SimController:
     """Owns its events. `open` it once; `kill` loses everything but what the record and the ranks hold."""
 
-    def __init__(self, cluster: "ManagedCluster", spec: ClusterSpec, rate: float, *, receives_reports: bool) -> None:
-        """rate: seconds of its clock per second. receives_reports: false for one of the release before."""
+    def __init__(self, cluster: "ManagedCluster", spec: ClusterSpec, rate: float) -> None:
+        """rate: seconds of its clock per second."""
         self.alive = True
         self.frozen_until = 0.0
         self.name = "controller"
         self.spec = spec
         self.cluster = cluster
-        self.receives_reports = receives_reports
         self.listening = False
         self.loop = VirtualLoop(cluster.world, self, rate)  # type: ignore[abstract]
         self._opening: asyncio.Task[None] | None = None

@@ -56,7 +56,6 @@ class SimReplica:
         self.alive = True
         self.frozen_until = 0.0
         self.frozen_at = 0.0  # beginning of the last time that it was frozen
-        self.reports_submits = True  # false for the release before
         self.refuses_until = 0.0  # as if its queue were full
         self.stopped = False
         self._spent = 0.0  # seconds of the current turn

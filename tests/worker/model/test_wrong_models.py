@@ -1,4 +1,4 @@
-"""Models that would run, but compute something else than their family does, are refused by name (R23)."""
+"""Models that would run, but compute something else than their family does, are refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path

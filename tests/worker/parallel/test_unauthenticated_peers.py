@@ -1,4 +1,4 @@
-"""Bytes of unauthenticated peers at the sockets on which ranks connect and exchange KV blocks (R21)."""
+"""Bytes of unauthenticated peers at the sockets on which ranks connect and exchange KV blocks."""
 
 import contextlib
 import os

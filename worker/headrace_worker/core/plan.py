@@ -34,7 +34,7 @@ class RowSampling(Struct, frozen=True):
 
 
 class RowInit(Struct, frozen=True):
-    """A row is assigned to a request: all state of the row is reset to this (docs/reliability.md R10)."""
+    """A row is assigned to a request: all state of the row is reset to this."""
 
     row: int
     row_use: int  # number of this use of the row

@@ -147,7 +147,7 @@ class Scheduler:
         return self.end(request, Finish.NOT_FINITE, sentence)
 
     def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
-        """A step raised. A single request in it is the cause; several are each retried alone (docs/reliability.md R9).
+        """A step raised. A single request in it is the cause; several are each retried alone.
 
         Steps launched after it used its KV and tokens: their results for its requests are discarded.
         """

@@ -1,4 +1,4 @@
-"""Keeps an attempt alone that may end this process, whichever router sent the others (I25). Pure.
+"""Keeps an attempt alone that may end this process, whichever router sent the others. Pure.
 
     open ── a router reserves ─▶ reserved ── a request that must run alone ─▶ running ── over ─▶ closed ─▶ open
 

@@ -47,7 +47,7 @@ log = structlog.get_logger("headrace.router.grpc")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Every method but health needs a key when keys are set, reflection and unknown methods included (R3).
+    """Every method but health needs a key when keys are set, reflection and unknown methods included.
 
     The calls of each key are counted, and so are those without a key.
     """

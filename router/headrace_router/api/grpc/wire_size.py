@@ -1,4 +1,4 @@
-"""Counts the structure of a protobuf message in its bytes, before it is parsed (docs/reliability.md R18).
+"""Counts the structure of a protobuf message in its bytes, before it is parsed.
 
 Source: https://protobuf.dev/programming-guides/encoding
 """

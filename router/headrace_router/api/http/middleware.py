@@ -21,7 +21,7 @@ log = structlog.get_logger("headrace.router.http")
 
 
 class RequestMiddleware:
-    """Wraps the application. The raw path decides whether a key is needed, before it is decoded or routed (R3)."""
+    """Wraps the application. The raw path decides whether a key is needed, before it is decoded or routed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Strict JSON as in RFC 8259: input that parsers interpret differently is refused (docs/reliability.md R6)."""
+"""Strict JSON as in RFC 8259: input that parsers interpret differently is refused."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The TLS handshake of a connection, bounded and counted like the connection itself (docs/reliability.md R18)."""
+"""The TLS handshake of a connection, bounded and counted like the connection itself."""
 
 import asyncio
 import ssl

@@ -28,7 +28,7 @@ class HashScheme:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> Self | None:
-        """None for a replica of a release that does not send its key, or whose prompts have too many blocks."""
+        """None for a replica without a prefix cache, or whose prompts have too many blocks."""
         identity, layout = facts.identity, facts.identity.kv_layout
         if not facts.cache_key or not layout.block_size:
             return None

@@ -10,7 +10,7 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 class IgnoredFields:
-    """Collects names for the header: bounded in number and length, and reduced to plain characters (R15)."""
+    """Collects names for the header: bounded in number and length, and reduced to plain characters."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}

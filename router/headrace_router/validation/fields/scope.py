@@ -23,7 +23,7 @@ class Scope(Enum):
 
     @property
     def max_fields(self) -> int:
-        """The most fields of one object: bounds the work on unknown fields (R18)."""
+        """The most fields of one object: bounds the work on unknown fields."""
         return 100 if self in (Scope.CHAT, Scope.COMPLETIONS) else 32
 
 

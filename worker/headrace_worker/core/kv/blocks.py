@@ -9,7 +9,7 @@ NULL_BLOCK = 0
 
 
 class Content(NamedTuple):
-    """The content of a hashed block. The tokens are kept to compare on a hit (docs/reliability.md R11)."""
+    """The content of a hashed block. The tokens are kept to compare on a hit."""
 
     group: int
     digest: bytes
@@ -30,7 +30,7 @@ class BlockPool:
     * free: has no content;
     * used: referenced by at least one request, shared when its content is hashed;
     * cached: not referenced, content hashed, evicted least recently used first;
-    * quarantined: not referenced, but a posted receive may still write it (docs/reliability.md R13).
+    * quarantined: not referenced, but a posted receive may still write it.
     """
 
     def __init__(self, num_blocks: int) -> None:
