@@ -64,7 +64,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "e2e/test_roles.py",
         "e2e/test_stop.py",
         "e2e/test_tls.py",
-        "e2e/test_unauthenticated.py",
         "integration/",
     ),
     "router": (
@@ -99,7 +98,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "worker/parallel/test_rendezvous.py",
         "worker/parallel/test_shared_entries.py",
         "worker/parallel/test_transfers.py",
-        "worker/parallel/test_unauthenticated_peers.py",
     ),
     "tools": (
         "kernels/test_build.py",

@@ -176,16 +176,14 @@ class GenerationDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("hello", "submits", "cancels", "reserve")
+    __slots__ = ("hello", "submits", "cancels")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
-    RESERVE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedCompositeFieldContainer[Cancel]
-    reserve: bool
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., reserve: _Optional[bool] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "contract_version", "report_interval_ms")
@@ -198,7 +196,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ..., report_interval_ms: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "alone", "trial_tokens", "expected_cached_tokens")
+    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "expected_cached_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LABEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -211,8 +209,6 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    ALONE_FIELD_NUMBER: _ClassVar[int]
-    TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_label: str
@@ -226,10 +222,8 @@ class Submit(_message.Message):
     deadline_ms: int
     priority: int
     source: Source
-    alone: bool
-    trial_tokens: int
     expected_cached_tokens: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., alone: _Optional[bool] = ..., trial_tokens: _Optional[int] = ..., expected_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., expected_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_id", "address", "cached_only")
@@ -365,7 +359,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters", "reserved", "sources")
+    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters", "sources")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -375,7 +369,6 @@ class Load(_message.Message):
     STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
-    RESERVED_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
@@ -386,9 +379,8 @@ class Load(_message.Message):
     step_model: StepModel
     draining: bool
     counters: Counters
-    reserved: bool
     sources: _containers.RepeatedCompositeFieldContainer[SourceSpeed]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., reserved: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ...) -> None: ...
 
 class SourceSpeed(_message.Message):
     __slots__ = ("address", "per_token_ms")

@@ -60,9 +60,9 @@ class RouterSettings(BaseModel):
         json_schema_extra=flag("--session-header"),
     )
     migration_limit: int = Field(
-        default=3,
+        default=1,
         ge=0,
-        description="times that a stream may move after its replica is lost",
+        description="lost replicas after which a request continues on another one",
         json_schema_extra=flag("--migration-limit"),
     )
     disaggregation: Mode = Field(

@@ -15,13 +15,11 @@ from headrace_proto.replica_pb2 import (
     FINISH_REFUSED,
     Delta,
     FinishReason,
-    ReplicaFrame,
     ReplicaIdentity,
     Sampling,
     Submit,
     TokenLogprobs,
 )
-from headrace_proto.trial import TRIAL_TOKENS
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
@@ -31,8 +29,8 @@ from headrace_router.core.errors import (
     DeadlineError,
     NoReplicaError,
     OverloadedError,
-    PoisonousRequestError,
     ReplicaLostError,
+    ReplicasLostError,
 )
 from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import NotFiniteTable
@@ -41,7 +39,6 @@ from headrace_router.core.policy import Prediction
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
 from headrace_router.core.shared_prompt import SHARED_TOKENS
-from headrace_router.core.suspect_table import SuspectTable, fingerprint
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]
@@ -142,13 +139,11 @@ class Scenario:
         self.clock = Clock()
         self.replicas = {name: FakeReplica(name) for name in names}
         self.prefill: FakeReplica | None = None
-        self.alone: list[bool] = []  # whether each placement had to be alone
         self.events: list[str] = []
         self.decisions: list[Decision | None] = []
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
-        self.suspects = SuspectTable(self.clock.now)
         self.not_finite = NotFiniteTable(self.clock.now)
         request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=99), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState(
@@ -169,11 +164,9 @@ class Scenario:
         excluded: Sequence[ReplicaState[None]],
         *,
         preferred: object = None,
-        alone: bool = False,
         urgent: bool = False,
         sources: bool = True,
     ) -> Placed[None] | None:
-        self.alone.append(alone)
         if self.refuses and not urgent:
             self.refuses -= 1
             raise MustWaitError
@@ -381,89 +374,24 @@ def test_a_later_attempt_has_what_is_left_of_the_deadline() -> None:
     assert scenario["b"].submits[0].deadline_ms == 1500
 
 
-def test_a_choice_that_was_present_at_two_losses_runs_alone_and_is_then_refused() -> None:
-    scenario = Scenario("a", "b", "c")
+def test_a_choice_that_was_present_at_too_many_losses_is_not_run_again() -> None:
+    scenario = Scenario("a", "b", "c", migration_limit=1)
     for name in "ab":
         scenario[name].connected = False
         scenario[name].end_attempts()
         scenario.clock.run()
-    assert scenario.alone == [False, False, True] and scenario["c"].isolated
-    scenario["c"].connected = False
-    scenario["c"].end_attempts()
-    scenario.clock.run()
-    assert isinstance(scenario.results[0], PoisonousRequestError) and scenario.nothing_left()
-    again = ChoiceRequest("later", "m", "r", b"salt", PROMPT, Sampling(max_tokens=9))
-    with pytest.raises(PoisonousRequestError, match="refused for 600 s more"):
-        scenario.suspects.check(fingerprint(again))
-    another = ChoiceRequest("later", "m", "r", b"another tenant", PROMPT, Sampling())
-    scenario.suspects.check(fingerprint(another))
-    scenario.clock.run(601.0)
-    scenario.suspects.check(fingerprint(again))
-
-
-@pytest.mark.parametrize("again", [{"steps": 2, "boot_id": b"another process"}, {"steps": 0}, {"steps": 1}])
-def test_replicas_that_return_were_not_killed_by_the_choice(again: dict[str, Any]) -> None:
-    """Paused, overloaded or cut off: the same process makes steps again."""
-    scenario = Scenario("a", "b", migration_limit=9)
-    scenario["a"].answer(0, 1)
-
-    def lose(name: str, steps: int, boot_id: bytes = b"") -> None:
-        replica = scenario[name]
-        replica.disconnect()
-        scenario.clock.run()
-        replica.receive(ReplicaFrame(hello=ReplicaIdentity(replica_id=name, boot_id=boot_id)))
-        for step in range(steps):
-            replica.receive(ReplicaFrame(step=100 + step))
-
-    for name in "ababab":
-        lose(name, steps=2)
-    assert scenario.alone == [False] * 7
-    for name in "ab":
-        lose(name, **again)
-    assert scenario.alone == [False] * 8 + [True] and not scenario.results
-
-
-def test_a_choice_that_passed_alone_gets_company() -> None:
-    scenario = Scenario("a", "b", "c")
-    for name in "ab":
-        scenario[name].connected = False
-        scenario[name].end_attempts()
-        scenario.clock.run()
-    attempt = scenario["c"].begun[-1]
-    attempt.receive(Delta(first_index=0, token_ids=[5] * (TRIAL_TOKENS - 1)))
-    assert scenario["c"].isolated
-    attempt.receive(Delta(first_index=TRIAL_TOKENS - 1, token_ids=[5]))
-    assert not scenario["c"].isolated
-
-
-def test_a_replica_knows_that_an_attempt_runs_alone() -> None:
-    """Other routers place their requests there, too."""
-    scenario = Scenario("a", "b", "c")
-    for name in "ab":
-        assert not scenario[name].submits[-1].alone
-        scenario[name].connected = False
-        scenario[name].end_attempts()
-        scenario.clock.run()
-    (refused,) = scenario["c"].submits
-    assert refused.alone
-    scenario["c"].begun[-1].receive(Delta(finish=FINISH_REFUSED, error="others run on this replica"))
-    scenario.clock.run()
-    assert len(scenario["c"].submits) == 1 and not scenario.results, "it waits"
-    scenario.clock.run(1.0)
-    assert scenario["c"].submits[-1].alone
-    scenario["c"].answer(0, 4, FINISH_LENGTH)
-    scenario.clock.run()
-    assert scenario.results == [None]
+    assert isinstance(scenario.results[0], ReplicasLostError) and scenario.nothing_left()
+    assert not scenario["c"].submits
 
 
 def test_a_drain_is_no_loss() -> None:
-    scenario = Scenario("a", "b", "c")
+    scenario = Scenario("a", "b", "c", migration_limit=0)
     for name in "ab":
         scenario[name].load.draining = True
         scenario[name].connected = False
         scenario[name].end_attempts()
         scenario.clock.run()
-    assert scenario.alone == [False] * 3
+    assert scenario["c"].submits and not scenario.results
 
 
 def test_a_moved_stream_continues_on_the_replica_that_it_was_moved_to() -> None:
@@ -562,41 +490,3 @@ def test_further_choices_end_with_the_first(event: str) -> None:
         siblings.clock.run()
     assert all(run.ended for run in siblings.runs) and siblings.first.nothing_left()
     assert len(siblings.first["a"].submits) == 1
-
-
-@pytest.mark.parametrize("tokens", [0, 1, TRIAL_TOKENS + 1])
-@pytest.mark.parametrize("prompt", [SHARED_TOKENS - 1, SHARED_TOKENS])
-def test_the_choices_of_one_prompt_kill_few_replicas(prompt: int, tokens: int) -> None:
-    """Each process that has computed so many tokens of one of them ends.
-
-    More than TRIAL_TOKENS in a process: it passes the first trial, and the next one is its whole answer.
-    """
-    siblings = Siblings(prompt, *"abcdefgh", count=4)
-    scenario, killed = siblings.first, 0
-
-    def place(
-        request: Any, output: Any, excluded: Any, *, preferred: Any = None, alone: bool, **_: Any
-    ) -> Placed[None]:
-        """The replica with the fewest attempts."""
-        free = [entry for entry in scenario.replicas.values() if entry.connected and entry not in excluded]
-        if preferred in free and not alone:
-            assert isinstance(preferred, FakeReplica)
-            return Placed(preferred)
-        best = min(free, key=lambda entry: len(entry.attempts))
-        if best.isolated or (alone and best.attempts):
-            raise MustWaitError
-        return Placed(best)
-
-    scenario.place = place  # type: ignore[method-assign, assignment]
-    while len(scenario.results) < 4:
-        siblings.clock.run(0.1)
-        for replica in [entry for entry in scenario.replicas.values() if entry.attempts]:
-            for attempt in list(replica.attempts.values()):
-                attempt.receive(Delta(first_index=attempt._next_index, token_ids=[5] * tokens))
-            siblings.clock.run()  # further choices join the first one
-            killed += 1
-            replica.disconnect()
-    assert killed == (3 if tokens <= TRIAL_TOKENS else 4)
-    ends = {type(result) for result in scenario.results}
-    assert ends == {PoisonousRequestError} or (killed == 4 and ends == {PoisonousRequestError, ReplicaLostError})
-    assert scenario.nothing_left()

@@ -350,24 +350,18 @@ def test_the_choices_of_a_request_run_on_one_replica(
     assert sorted(len(replica.submits) for replica in replicas) == [0, 0, 4]
 
 
-def test_a_request_that_kills_replicas_is_refused_when_it_is_sent_again(
+def test_a_request_at_which_two_replicas_are_lost_is_not_run_again(
     harness: Any, make_replica: Any, expected_reply: str
 ) -> None:
     """An error that clients do not answer with a retry."""
-    harness.start([make_replica(replica_id=name, die_after=0) for name in "abc"] + [make_replica(replica_id="d")])
-    fourth = harness.replicas[3]
-    for replica in harness.replicas[:3]:
-        replica.load.kv_usage = 0.0  # they are chosen first
-    fourth.load.kv_usage, fourth.load.running = 0.9, 3
+    harness.start([make_replica(replica_id=name, die_after=0) for name in "ab"] + [make_replica(replica_id="c")])
+    third = harness.replicas[2]
+    third.load.kv_usage, third.load.running = 0.9, 3  # the others are chosen first
     time.sleep(0.1)
-    for _ in range(2):
-        answer = _post(harness)
-        assert answer.status_code == 422 and answer.json()["error"]["code"] == "request_quarantined"
-        assert "retry-after" not in answer.headers
-    assert not fourth.submits
-    fourth.load.running = 0
-    other = _post(harness, messages=[{"role": "user", "content": "another prompt"}])
-    assert other.json()["choices"][0]["message"]["content"] == expected_reply
+    answer = _post(harness)
+    assert answer.status_code == 422 and answer.json()["error"]["code"] == "replicas_lost"
+    assert "retry-after" not in answer.headers and not third.submits
+    assert _post(harness).json()["choices"][0]["message"]["content"] == expected_reply
 
 
 def test_requests_beyond_the_queue_are_refused_at_once(harness: Any, make_replica: Any) -> None:

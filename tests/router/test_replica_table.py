@@ -81,22 +81,12 @@ def end_one(state: State) -> None:
         attempt.end(Outcome.LOST)
 
 
-def isolate(state: State) -> None:
-    for attempt_id in list(state.attempts)[:1]:
-        state.reservation.begin(attempt_id)
-
-
-def end_isolation(state: State) -> None:
-    state.reservation.end(state.reservation.attempt_id)
-
-
 def report(state: State) -> None:
     load = Load(
         running=3,
         waiting_tokens=50,
         kv_usage=0.5,
         free_blocks=2,
-        reserved=state.heartbeat.step % 2 == 0,
         predicted_step_ms=7,
         step_model=StepModel(base_ms=1, per_prefill_token_ms=2, error_ms=3),
         counters=Counters(prefix_cache_queries=100 * state.heartbeat.step, prefix_cache_hits=50 * state.heartbeat.step),
@@ -135,15 +125,12 @@ def to_prefill(state: State) -> None:
 EVENTS: list[Callable[[State], Any]] = [
     submit,
     end_one,
-    isolate,
-    end_isolation,
     report,
     cache,
     drain,
     compute_for_others,
     compute_no_more,
     to_prefill,
-    State.reserve,
     State.disconnect,
     State.end_attempts,
 ]

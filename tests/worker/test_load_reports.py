@@ -8,7 +8,7 @@ from headrace_worker.core.load_reports import LoadReports
 from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.transfer.fetch import FetchCounters
 
-LOAD = LoadSnapshot(1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, False, [])
+LOAD = LoadSnapshot(1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, [])
 
 
 def test_a_router_is_informed_of_what_others_have_sent() -> None:

@@ -99,8 +99,6 @@ class TraceReplica:
         self.interrupt()
         for cancel in frame.cancels:
             self._command(lambda attempt_id=cancel.attempt_id: self.engine.cancel(attempt_id))  # type: ignore[misc]
-        if frame.reserve:
-            self._command(self.engine.reserve)
         self._reports.received(link, frame.submits)
         for submit in frame.submits:
             self._owners[submit.attempt_id] = link
@@ -169,9 +167,9 @@ class TraceReplica:
     def _begin_stretch(self) -> bool:
         """Whether the next steps only decode."""
         count = decode_steps(self.engine)
-        if not count or (load := self.engine.load()).reserved:
+        if not count:
             return False
-        stretch = self._stretch = Stretch(self.engine, self.runner, load, self._time.now, count)
+        stretch = self._stretch = Stretch(self.engine, self.runner, self.engine.load(), self._time.now, count)
         attempts: dict[RouterLink, list[StretchAttempt]] = {link: [] for link in self._reports.links}
         for attempt in stretch.attempts:
             owner = self._owners.get(attempt.attempt_id)

@@ -8,8 +8,7 @@
 A run never acts inside the call that ends an attempt: `Timers.soon` schedules the rest, so that no placement happens
 while a frame is read.
 
-The choices of one prompt are placed together: the first one leads, the others wait for it (`shared_prompt.py`). The
-replicas that are lost while it runs count for all choices with its fingerprint (`suspect.py`).
+The choices of one prompt are placed together: the first one leads, the others wait for it (`shared_prompt.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +17,14 @@ from typing import Generic
 from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_interfaces import ChoiceOutput, RunListener, Timers
-from headrace_router.core.choice_losses import ChoiceLosses
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import Build
+from headrace_router.core.not_finite import Build, fingerprint
 from headrace_router.core.placement import MustWaitError, Placed, Placement
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.core.shared_prompt import SharedPrompt
-from headrace_router.core.suspect_table import fingerprint
 
 
 class ChoiceRun(Generic[C]):
@@ -62,7 +59,6 @@ class ChoiceRun(Generic[C]):
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
         self._target: object = None  # the replica that a moved stream was assigned to
         self._leads = leader is None
-        self._losses: ChoiceLosses[C] = ChoiceLosses(placement.suspects, request)
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
         self._not_finite: tuple[Build, Build | None] | None = None  # where the output was not, and what sent blocks
@@ -93,22 +89,19 @@ class ChoiceRun(Generic[C]):
             self._release_prompt()
 
     def _place(self) -> None:
-        self._losses.check()
         retry, begun, now = self._retry, self._output_tokens > 0, self._timers.now()
-        retry.alone, urgent = self._losses.alone, retry.urgent(now)
         preferred, self._target = self._target, None
         if preferred is None and not self._leads and self.prompt.replica not in retry.excluded:
             preferred = self.prompt.replica
         try:
-            if ((begun or retry.alone) and retry.round_over) or self._losses.must_wait(urgent=urgent):
+            if begun and retry.round_over:
                 raise MustWaitError
             placed = self._placement.place(
                 self._request,
                 self._output_tokens,
                 retry.excluded,
                 preferred=preferred,
-                alone=retry.alone,
-                urgent=urgent,
+                urgent=retry.urgent(now),
                 sources=self._trusts_sources,
             )
             if placed is None:
@@ -138,8 +131,6 @@ class ChoiceRun(Generic[C]):
             sampling=request.sampling,
             priority=request.priority,
             deadline_ms=self._remaining_ms(),
-            alone=self._retry.alone,
-            trial_tokens=self._losses.trial_tokens if self._retry.alone else 0,
             expected_cached_tokens=placed.expected_tokens,
         )
         if source is not None:
@@ -152,14 +143,13 @@ class ChoiceRun(Generic[C]):
         self.attempt = attempt = replica.submit(
             submit, self._take_tokens, self._attempt_ended, placed.expected_tokens, blocks, request.prompt_token_ids
         )
-        self._losses.start(replica, attempt.id, self._output_tokens, alone=self._retry.alone, now=self._timers.now())
         if source is not None:
             source.expect(attempt.id, len(request.prompt_token_ids) + self._output_tokens, replica)
 
     @property
     def _trusts_sources(self) -> bool:
         """Whether another replica may compute its prompt: not if one may have caused a loss or a wrong output."""
-        return not (self._losses.any or self._in_doubt)
+        return not (self._retry.losses or self._in_doubt)
 
     def _holder(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The replica that has the stream's blocks, or those of the prompt's first choice."""
@@ -180,7 +170,6 @@ class ChoiceRun(Generic[C]):
         self._listener.add_tokens(attempt, token_ids, logprobs, finish, error)
         if self._output.done and not finish:
             attempt.end(Outcome.FINISHED)  # a stop string: the replica would continue
-        self._losses.receive(self._output_tokens, self._timers.now())
 
     def _start_producing(self, attempt: Attempt) -> None:
         """The attempt's first tokens: its prompt is computed."""
@@ -213,7 +202,6 @@ class ChoiceRun(Generic[C]):
         self.attempt = None
         self._release_kept()
         self._remove_remote_prompt(attempt)
-        self._losses.end_attempt(self._output_tokens, complete=self._output.done)
         self._placement.sweep()
         if attempt.error is not None:
             raise attempt.error
@@ -231,12 +219,7 @@ class ChoiceRun(Generic[C]):
             if outcome is Outcome.NOT_FINITE:
                 self._not_finite = replica.build, self._source.replica.build if self._source is not None else None
                 self._in_doubt = True
-            if outcome is Outcome.LOST and self._replica_failed:
-                self._losses.add(replica, self._output_tokens)
-            if not begun:
-                self._losses.check()
-            self._retry.ended(replica, outcome, begun)  # a stream's own limit comes before that of its fingerprint
-            self._losses.check()
+            self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
         self._listener.left(replica.replica_id, outcome, begun)
         self._place()
 
@@ -255,7 +238,6 @@ class ChoiceRun(Generic[C]):
     def _end(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if not self._ended:
             if failure is None:
-                self._losses.complete()
                 self._placement.finished(self._request, self._output_tokens)
             self._close()
             self._listener.ended(attempt, failure)
@@ -277,7 +259,6 @@ class ChoiceRun(Generic[C]):
             attempt.release()  # if it was moved just before the client disconnected
             self._remove_remote_prompt(attempt)
         self._release_kept()
-        self._losses.end_attempt()
         self._placement.sweep()
 
     def _remove_remote_prompt(self, attempt: Attempt) -> None:

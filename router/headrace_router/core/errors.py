@@ -123,15 +123,15 @@ class RevisionReplacedError(ReplicaLostError, code="revision_replaced"):
     """The revision of the model that began the answer was replaced by another one, which cannot continue it."""
 
 
-class PoisonousRequestError(
+class ReplicasLostError(
     ReplicaLostError,
     status=422,
     kind="invalid_request_error",
-    code="request_quarantined",
+    code="replicas_lost",
     grpc_code="FAILED_PRECONDITION",
     retry_after=None,
 ):
-    """Replicas were lost while this request ran; sending it again is refused for a while."""
+    """Several replicas were lost while this request ran: it may be the cause, and clients must not repeat it."""
 
 
 class DeadlineError(ApiError, status=504, code="deadline_exceeded", grpc_code="DEADLINE_EXCEEDED"):

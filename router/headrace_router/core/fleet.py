@@ -130,9 +130,6 @@ class Fleet(Generic[C]):
             served = (replica.model, replica.revision) in serving
             if replica.attempts and replica.connected and replica.stalled and served:
                 replica.end_attempts()
-        for replica in self.table.reserved(now):
-            if not replica.isolated:
-                self._move_away(replica, serving.get((replica.model, replica.revision), ()))
         self.index.sweep(SWEPT_SEGMENTS)
         self.sweep()
 
@@ -234,7 +231,7 @@ class Fleet(Generic[C]):
                     attempt.move(target)
 
     def _takes_streams(self, replica: ReplicaState[C]) -> bool:
-        return not (replica.speed.slow or replica.isolated or replica.reserved or len(replica.arriving) >= ARRIVALS)
+        return not replica.speed.slow and len(replica.arriving) < ARRIVALS
 
     def _compare_speeds(self, serving: Serving[C]) -> None:
         """Compares the steps of some replicas with those of their peers."""
@@ -254,17 +251,6 @@ class Fleet(Generic[C]):
             self._turn += 1
             serving = [serving[(self._turn + part * count // (PEERS + 1)) % count] for part in range(PEERS + 1)]
         return [(replica, StepCost.of(replica.load.step_model)) for replica in serving if not replica.speed.slow]
-
-    def _move_away(self, reserved: ReplicaState[C], serving: Sequence[ReplicaState[C]]) -> None:
-        """Moves streams to the peers, as many as these continue at a time: a choice waits to run there alone."""
-        for replica in serving:
-            if replica is reserved or not self._takes_streams(replica):
-                continue
-            for _ in range(ARRIVALS - len(replica.arriving)):
-                attempt = reserved.newest_started()
-                if attempt is None:
-                    return
-                attempt.move(replica)
 
     def _ready_by_revision(self) -> Serving[C]:
         """All replicas that take new requests, by model and revision."""

@@ -19,13 +19,12 @@ from headrace_router.core.policy.interface import Plan, Policy, Tokens, Work
 from headrace_router.core.prefix.hash_scheme import HashScheme
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.replica_table import Rows
-from headrace_router.core.suspect_table import SuspectTable
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 
 class FleetPlacement(Generic[C]):
-    """Implements `Placement`: health, isolation and trials limit the replicas, and the policy chooses among these."""
+    """Implements `Placement`: health limits the replicas, and the policy chooses among these."""
 
     def __init__(
         self,
@@ -37,7 +36,6 @@ class FleetPlacement(Generic[C]):
         least_disaggregated: int = LEAST_TOKENS,
     ) -> None:
         """least_disaggregated: tokens of the shortest prompt that a prefill replica may compute."""
-        self.suspects = SuspectTable(clock)
         self._fleet = fleet
         self._policy = policy
         self._clock = clock
@@ -73,7 +71,6 @@ class FleetPlacement(Generic[C]):
         excluded: Collection[ReplicaState[C]],
         *,
         preferred: object = None,
-        alone: bool = False,
         urgent: bool = False,
         sources: bool = True,
     ) -> Placed[C] | None:
@@ -95,14 +92,11 @@ class FleetPlacement(Generic[C]):
             rows = rows[[replica not in excluded for replica in table.at(rows)]]
         if not len(rows):
             return None
-        free = rows[table.column("isolated", rows) == 0]
-        if alone:
-            return self._place_alone(table.at(free), request, output_tokens)
+        open_ = rows
         if output_tokens and not urgent:
-            free = free[table.column("arrivals", free) < ARRIVALS]
-        if not len(free):
+            open_ = rows[table.column("arrivals", rows) < ARRIVALS]
+        if not len(open_):
             raise MustWaitError
-        open_ = _or(free[table.column("reserved_until", free) <= self._clock()], free)
         open_ = _or(self._finite(open_), open_)
         slow = table.column("slow", open_) > 0
         if slow.any() and not slow.all():
@@ -171,19 +165,6 @@ class FleetPlacement(Generic[C]):
             if lengths.any():
                 cached += self._fleet.table.of_slots(lengths, scheme, rows)
         return cached
-
-    def _place_alone(self, free: Sequence[ReplicaState[C]], request: ChoiceRequest, output_tokens: int) -> Placed[C]:
-        """One that was reserved and runs nothing: until there is one, all routers' requests avoid the reserved one.
-
-        An idle one is reserved, too: two routers that lose a replica would use the same one at once, and a choice that
-        ends it would seem to be that of each.
-        """
-        for replica in free:
-            if replica.reserved_here and not replica.requests and not replica.attempts:
-                return Placed(replica)
-        if free:
-            min(free, key=lambda replica: (not replica.reserved_here, replica.reserved, replica.requests)).reserve()
-        raise MustWaitError
 
 
 def _considered(candidates: Sequence[ReplicaState[C]], plan: Plan, cached: Tokens) -> tuple[Considered, ...]:

@@ -10,7 +10,6 @@ from headrace_router.core.kv_source import KvSource
 from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.policy.interface import Prediction
 from headrace_router.core.replica_state import C, ReplicaState
-from headrace_router.core.suspect_table import SuspectTable
 
 
 class MustWaitError(Exception):
@@ -45,10 +44,6 @@ class Placement(Protocol[C]):
     """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
 
     @property
-    def suspects(self) -> SuspectTable:
-        """The requests that are not run."""
-
-    @property
     def not_finite(self) -> NotFiniteTable:
         """Replicas whose output was not finite."""
 
@@ -59,7 +54,6 @@ class Placement(Protocol[C]):
         excluded: Sequence[ReplicaState[C]],
         *,
         preferred: object = None,
-        alone: bool = False,
         urgent: bool = False,
         sources: bool = True,
     ) -> Placed[C] | None:
@@ -67,9 +61,8 @@ class Placement(Protocol[C]):
 
         Raises MustWaitError; RevisionReplacedError for a stream that no replica can continue any more.
 
-        preferred: the replica to choose if it is ready and has room. alone: only one that runs nothing. urgent: a
-        stream does not wait while replicas continue others. sources: whether another replica may compute or send the
-        prompt's KV blocks.
+        preferred: the replica to choose if it is ready and has room. urgent: a stream does not wait while
+        replicas continue others. sources: whether another replica may compute or send the prompt's KV blocks.
         """
 
     def finished(self, request: ChoiceRequest, output_tokens: int) -> None:

@@ -1,7 +1,6 @@
 """One replica's state in this router: pure; frames, time and attempt ids are passed in."""
 
 from collections.abc import Callable, Sequence
-from math import inf
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
@@ -21,7 +20,6 @@ from headrace_router.core.known_replica import KnownReplica
 from headrace_router.core.prefix.prompt_blocks import PromptBlocks
 from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
 from headrace_router.core.remote_prompts import RemotePrompts
-from headrace_router.core.reservation import Reservation
 from headrace_router.core.step_speed import StepCost, StepSpeed
 from headrace_router.core.submit_queue import SubmitQueue
 from headrace_router.core.unreported import Unreported
@@ -67,7 +65,6 @@ class ReplicaState(KnownReplica[C]):
         self._clock = clock
         self._new_id = new_id
         self.heartbeat = Heartbeat(clock)
-        self.reservation = Reservation(clock, self.set_changed)
         self._unreported = Unreported()
         self.used_at = 0.0  # when a load last showed a running request
 
@@ -101,11 +98,6 @@ class ReplicaState(KnownReplica[C]):
     def arrivals(self) -> int:
         """Attempts that continue a stream and have no new tokens yet."""
         return len(self.arriving)
-
-    @property
-    def reserved_until(self) -> float:
-        """When it is free for all again; of another router's reservation the end is not known: infinite."""
-        return inf if self.load.reserved else self.reservation.until
 
     @property
     def progress(self) -> tuple[bytes, int]:
@@ -152,27 +144,6 @@ class ReplicaState(KnownReplica[C]):
         if self.facts is None or self.blocks is None:
             return False
         return self.blocks.held >= CACHE_FULL * self._kv_blocks
-
-    @property
-    def isolated(self) -> bool:
-        """Whether an attempt runs there alone."""
-        return self.reservation.attempt_id in self.attempts
-
-    @property
-    def reserved(self) -> bool:
-        """Whether a choice of any router runs there alone, or waits to."""
-        return self.reserved_here or self.load.reserved
-
-    @property
-    def reserved_here(self) -> bool:
-        """Whether a choice of this router waits to run there alone."""
-        return self.reservation.active
-
-    def reserve(self) -> None:
-        """For a short time, for a choice that must run alone."""
-        self.reservation.renew()
-        if self.connected:
-            self.submit_queue.reserve()
 
     @property
     def heard(self) -> bool:

@@ -25,9 +25,7 @@ _OF_REPLICA = {
     "moved_at": "heartbeat.at",
     "stall_limit": "stall_seconds",
     "slow": "speed.slow",
-    "isolated": "isolated",
     "arrivals": "arrivals",
-    "reserved_until": "reserved_until",
 }
 
 
@@ -171,10 +169,6 @@ class ReplicaTable(Generic[C]):
         """Places of the replicas that have made no step for so long."""
         places: list[int] = np.flatnonzero(now - self._data[_AT["moved_at"]] >= seconds).tolist()
         return places
-
-    def reserved(self, now: float) -> "Sequence[ReplicaState[C]]":
-        """Those where a choice of any router waits to run alone."""
-        return self.at(np.flatnonzero(self._data[_AT["reserved_until"]] > now))
 
     def column(self, name: str, rows: Rows) -> NDArray[np.float64]:
         """One column, for these rows."""

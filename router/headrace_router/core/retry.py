@@ -1,10 +1,10 @@
 """Where a choice may run next when its replica refuses or is lost: pure, time and randomness are passed in.
 
 before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
-after it:                the stream moves, `migration_limit` times; refused or none ready → it waits. Without a new
-                         token it ends after `patience` seconds or MAX_REFUSALS refusals
+after it:                the stream moves; refused or none ready → it waits. Without a new token it ends after
+                         `patience` seconds or MAX_REFUSALS refusals
+lost:                    another replica, `migration_limit` times; the next loss → an error
 not finite:              another replica, or the same one if there is no other; the second time → an error
-suspect:                 `alone` is set by the caller (core/suspect.py)
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from headrace_router.core.errors import (
     NoReplicaError,
     OverloadedError,
     ReplicaLostError,
+    ReplicasLostError,
 )
-from headrace_router.core.suspect import SUSPECT_LOSSES
 
 Replica = TypeVar("Replica")
 
@@ -28,6 +28,7 @@ RETRY_SECONDS = 0.1  # mean time between two searches for a ready replica; the f
 LONGEST_PAUSE = 2.0  # seconds; each pause after refusals is twice the one before
 MAX_NOT_FINITE = 2  # attempts of a choice
 MAX_REFUSALS = 100  # of a stream, without a new token
+MAX_MOVES = 16  # of a stream whose replicas ended in order
 
 
 @dataclass(slots=True)
@@ -40,8 +41,7 @@ class RetryState(Generic[Replica]):
     patience: float  # seconds
     jitter: Callable[[], float] = lambda: 0.5  # uniform in [0, 1): spreads the retries of many choices
     excluded: list[Replica] = field(default_factory=list)
-    migrations: int = 0
-    alone: bool = False  # its next attempt must run where nothing else runs
+    losses: int = 0  # of replicas that failed while the choice ran there
     _tries: int = 0
     _refusals: int = 0
     _refused_in_round: int = 0  # since the last pause
@@ -49,6 +49,7 @@ class RetryState(Generic[Replica]):
     _pauses: int = 0
     _waiting_since: float | None = None
     _not_finite: int = 0  # attempts
+    _moves: int = 0  # of a stream whose replica was lost, in order or not
 
     @property
     def round_over(self) -> bool:
@@ -63,23 +64,26 @@ class RetryState(Generic[Replica]):
         """The running attempt has produced tokens."""
         self._end_wait()
 
-    def ended(self, replica: Replica, outcome: Outcome, begun: bool) -> None:
-        """An attempt was refused or lost. Raises the ApiError that ends the choice. begun: tokens were sent."""
+    def ended(self, replica: Replica, outcome: Outcome, begun: bool, *, failed: bool) -> None:
+        """An attempt was refused or lost. Raises the ApiError that ends the choice.
+
+        begun: tokens were sent. failed: the replica itself failed; it was not on its way out.
+        """
         self._refusals += outcome is Outcome.REFUSED
         if outcome is Outcome.NOT_FINITE:
             self._add_not_finite(replica)
             return
-        if begun and outcome is Outcome.LOST:
-            self.migrations += 1
-            if self.migrations > self.migration_limit:
-                lost = f"{counted(self.migrations, 'replica')} {'was' if self.migrations == 1 else 'were'} lost"
-                raise ReplicaLostError(f"{lost} while this request ran; send the request again.")
-            self.excluded = [replica]
-            self._end_wait()
-            return
-        if self.alone and outcome is Outcome.REFUSED:  # another router was first: it waits until a replica is idle
-            self._refused_in_round = self.max_attempts
-            return
+        if outcome is Outcome.LOST:
+            self._add_loss(failed)
+            if begun:
+                self._moves += 1
+                if self._moves > MAX_MOVES:
+                    raise ReplicaLostError(
+                        f"The replica of this request ended {MAX_MOVES} times; send the request again."
+                    )
+                self.excluded = [replica]
+                self._end_wait()
+                return
         self.excluded.append(replica)
         self._tries += 1
         if begun:
@@ -92,6 +96,16 @@ class RetryState(Generic[Replica]):
                 )
         elif self._tries >= self.max_attempts:
             raise self._none_left()
+
+    def _add_loss(self, failed: bool) -> None:
+        self.losses += failed
+        if self.losses > max(self.migration_limit, 1):
+            raise ReplicasLostError(
+                f"{counted(self.losses, 'replica')} were lost while this request ran, so it is not run again; change "
+                "it, or report it to the operator of this server."
+            )
+        if self.losses > self.migration_limit:
+            raise ReplicaLostError("The replica was lost while this request ran; send the request again.")
 
     def _add_not_finite(self, replica: Replica) -> None:
         self._not_finite += 1
@@ -137,12 +151,7 @@ class RetryState(Generic[Replica]):
 
     def _waited_too_long(self) -> ApiError:
         seconds = f"{self.patience:.0f} s"
-        if self.alone:
-            return ReplicaLostError(
-                f"{SUSPECT_LOSSES} replicas were lost while requests with this prompt ran, and none was free to run it "
-                f"alone within {seconds}; send the request again."
-            )
-        if not self.migrations:
+        if not self._moves:
             return self._none_left()
         if self._refused_in_vain:
             return OverloadedError(

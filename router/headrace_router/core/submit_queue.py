@@ -18,7 +18,6 @@ class SubmitQueue:
         """`on_put` is called after a message was added."""
         self._submits: list[tuple[Submit, Sequence[int]]] = []  # with the tokens of the prompt that are not in it
         self._cancels: list[bytes] = []
-        self._reserve = False
         self._sent: deque[bytes] = deque()  # attempts of this stream that the replica has not reported
         self._reported = 0  # submits of this stream
         self._on_put = on_put
@@ -37,29 +36,22 @@ class SubmitQueue:
         self._cancels.append(attempt_id)
         self._on_put()
 
-    def reserve(self) -> None:
-        """A submit will have to run alone there."""
-        self._reserve = True
-        self._on_put()
-
     def clear(self) -> None:
         """Drops everything: the stream has ended."""
         self._submits.clear()
         self._cancels.clear()
-        self._reserve = False
         self._sent.clear()
         self._reported = 0
 
     def take(self) -> RouterFrame | None:
         """The queued messages as one frame, up to about 1 MiB of prompts; None when there are none."""
-        if not (self._submits or self._cancels or self._reserve):
+        if not (self._submits or self._cancels):
             return None
         submits = self._take_submits()
         cancels, self._cancels = self._cancels, []
-        reserve, self._reserve = self._reserve, False
         self._sent.extend(submit.attempt_id for submit in submits)
         sent = [Cancel(attempt_id=attempt_id) for attempt_id in cancels]
-        return RouterFrame(submits=submits, cancels=sent, reserve=reserve)
+        return RouterFrame(submits=submits, cancels=sent)
 
     def _take_submits(self) -> list[Submit]:
         """All, or the oldest and then the shortest ones: none waits for all of another request's choices."""

@@ -127,8 +127,6 @@ class RouterStream:
         for cancel in frame.cancels:
             if cancel.attempt_id in self.attempts:
                 self.replica.cancel(cancel.attempt_id)
-        if frame.reserve:
-            self.replica.reserve()
         for submit in frame.submits:
             self.replica.submitted(self, submit)
 

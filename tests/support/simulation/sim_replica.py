@@ -151,9 +151,6 @@ class SimReplica:
 
         self._enqueue(accept)
 
-    def reserve(self) -> None:
-        self._enqueue(self.engine.reserve)
-
     def cancel(self, attempt_id: bytes) -> None:
         self._enqueue(lambda: self.engine.cancel(attempt_id))
 

@@ -14,7 +14,6 @@ from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import Placed
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
-from headrace_router.core.suspect_table import SuspectTable
 from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.sim_model import expected_answer
 from support.simulation.sim_timers import SimTimers
@@ -158,10 +157,6 @@ class SimPlacement:
     pinned: str  # the replica that the request is placed on, if that is ready
 
     @property
-    def suspects(self) -> SuspectTable:
-        return self.router.placement.suspects
-
-    @property
     def not_finite(self) -> NotFiniteTable:
         return self.router.placement.not_finite
 
@@ -172,16 +167,15 @@ class SimPlacement:
         excluded: Sequence[State],
         *,
         preferred: object = None,
-        alone: bool = False,
         urgent: bool = False,
         sources: bool = True,
     ) -> Placed[str] | None:
-        if self.pinned and not alone:
+        if self.pinned:
             for state in self.router.fleet.replicas:
                 if state.replica_id == self.pinned and state.ready and state not in excluded:
                     return Placed(state)
         chosen = self.router.placement.place(
-            request, output_tokens, excluded, preferred=preferred, alone=alone, urgent=urgent, sources=sources
+            request, output_tokens, excluded, preferred=preferred, urgent=urgent, sources=sources
         )
         if chosen is None:
             return None

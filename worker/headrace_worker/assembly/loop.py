@@ -87,10 +87,6 @@ class EngineLoop:
         """Ends an attempt; unknown ids are ignored, as the attempt may just have ended."""
         self.commands.put(lambda engine: engine.cancel(attempt_id))
 
-    def reserve(self) -> None:
-        """A router has a request that must run alone here."""
-        self.commands.put(Engine.reserve)
-
     def drain(self) -> None:
         """Refuses new requests from now on; current ones continue."""
         self._draining = True

@@ -19,7 +19,6 @@ from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
 from headrace_worker.core.transfer.orders import Order
-from headrace_worker.core.trial import Trial
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +40,6 @@ class LoadSnapshot:
     counters: SchedulerCounters
     fetches: FetchCounters
     grants: int
-    reserved: bool  # a request runs alone here, or waits to
     source_speeds: list[tuple[str, float]]  # address, seconds per token
 
 
@@ -70,7 +68,6 @@ class Engine:
         self._depth = depth
         self._launched: deque[_Launched] = deque()
         self._requests: dict[bytes, Request] = {}
-        self._trial = Trial(clock)
         self._failed_steps = 0
         self._last_collect = clock()
         self.predicted_step = 0.0  # seconds, of the newest step
@@ -81,8 +78,8 @@ class Engine:
         return bool(self._launched) or self.scheduler.has_work or self.exchange.pending
 
     def submit(self, request: Request) -> Output | None:
-        """Accepts a request; returns its refusal when the queue is full, the id is in use, or one must run alone."""
-        reason = self._trial.refusal(request, self._requests)
+        """Accepts a request; returns its refusal when the queue is full or the id is in use."""
+        reason = ""
         if not self.scheduler.has_place(request.tenant_salt, self.exchange.fetcher.waiting_of):
             reason = "the replica's queue is full"
         elif request.attempt_id in self._requests:
@@ -90,15 +87,10 @@ class Engine:
         if reason:
             return Output(request.attempt_id, 0, [], finish=Finish.REFUSED, error=reason)
         self._requests[request.attempt_id] = request
-        self._trial.accepted(request)
         request.times.accepted(len(self._requests) - 1, self.scheduler.totals)
         if not self.exchange.begin(request, self.latency.cost.per_prefill_token):
             self.scheduler.add(request)
         return None
-
-    def reserve(self) -> None:
-        """A router has a request that must run alone here."""
-        self._trial.reserve(self._requests)
 
     def cancel(self, attempt_id: bytes) -> Output | None:
         """Ends an attempt in any phase; None when the engine does not have it (any more)."""
@@ -171,7 +163,6 @@ class Engine:
             counters=scheduler.counters,
             fetches=self.exchange.fetcher.counters,
             grants=self.exchange.granter.granted,
-            reserved=self._trial.reserved(self._requests),
             source_speeds=self.exchange.source_speeds(),
         )
 

@@ -72,4 +72,4 @@ class LoadReports:
     def state(self, router: RouterReports, load: LoadSnapshot, *, draining: bool) -> ReportState:
         """What its pacer decides by. load: of the newest step."""
         next_step = load.predicted_step if load.running or load.waiting else self._idle_tick
-        return ReportState(next_step, router.submits, router.others, draining, load.reserved)
+        return ReportState(next_step, router.submits, router.others, draining)

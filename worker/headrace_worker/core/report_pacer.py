@@ -15,7 +15,6 @@ class ReportState:
     submits: int = 0  # of the router: the load includes all that were received
     others: int = 0  # of other routers, when this one was last informed of them between two steps
     draining: bool = False
-    reserved: bool = False
 
 
 class ReportPacer:
@@ -34,11 +33,7 @@ class ReportPacer:
     def due(self, state: ReportState, now: float) -> bool:
         """Whether a frame without tokens is sent after the step that has ended now."""
         last = self._last
-        if last is None or (state.draining, state.reserved, state.others) != (
-            last.draining,
-            last.reserved,
-            last.others,
-        ):
+        if last is None or (state.draining, state.others) != (last.draining, last.others):
             return True
         if stall_limit(state.next_step) > stall_limit(last.next_step):
             return True  # the last frame does not explain such a long step

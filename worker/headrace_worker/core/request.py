@@ -67,7 +67,6 @@ class Request:
     prefill_only: bool = False  # for another replica: no token is sampled
     expected_cached: int = 0  # tokens that its router expects in the cache: an estimate, for the load only
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
-    trial_tokens: int = 0  # new ones until anything else may run beside it; 0 = others may from the start
     cached_only: bool = False  # the source sends cached blocks, and computes nothing
     fetched: Fetched = Fetched()  # set when a fetch has ended
     guide: TokenGuide | None = None  # passed in its initial state, and advanced here by the outputs of earlier attempts

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
-from headrace_proto.trial import TRIAL_TOKENS
 from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.kv.manager import PrefixChain
@@ -85,7 +84,6 @@ def to_request(
         expected_cached=min(submit.expected_cached_tokens, len(prompt)),
         source=submit.source.address,
         cached_only=submit.source.cached_only,
-        trial_tokens=(submit.trial_tokens or TRIAL_TOKENS) if submit.alone else 0,
     )
 
 
@@ -213,7 +211,6 @@ def to_load(
         predicted_step_ms=load.predicted_step * 1e3,
         step_model=to_step_model(load.cost),
         draining=draining,
-        reserved=load.reserved,
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,

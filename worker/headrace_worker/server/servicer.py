@@ -172,8 +172,6 @@ class Servicer(ReplicaServicer):
                 self._loop.cancel(cancel.attempt_id)
             if count % CANCELS_PER_TURN == 0:
                 await asyncio.sleep(0)
-        if frame.reserve:
-            self._loop.reserve()
         for count, submit in enumerate(frame.submits, 1):
             if count % SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)
