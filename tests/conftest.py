@@ -119,9 +119,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that the command line names run whole; without names, only what needs no server of its own."""
+    """Files that the command line names run whole; otherwise only what needs no server of its own."""
     area, measure = config.getoption("faults"), config.getoption("measure")
-    named = any(Path(argument.partition("::")[0]).resolve() != HERE for argument in config.args)
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
     wanted: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif area:
             chosen = bool(areas) and area in {*areas, "all"}
         else:
-            chosen = named or not areas
+            chosen = not areas or item.path in named
         (wanted if chosen else others).append(item)
     items[:] = wanted
     config.hook.pytest_deselected(items=others)

@@ -122,7 +122,7 @@ def test_an_attempt_that_a_stopping_replica_cancels_is_lost(
     assert texts == [expected_reply] * 4 and stopping.submits
     other.cancels_all = True
     answer = _post(harness)
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+    assert answer.status_code == 422 and answer.json()["error"]["code"] == "replicas_lost"
 
 
 def _text(answer: httpx.Response) -> str:
@@ -139,7 +139,7 @@ def test_a_loss_after_tokens_only_delays_the_answer(
 ) -> None:
     """Each token once, usage as without a loss, and the time to the first token counted once."""
     dying = [make_replica(replica_id=name, die_after=die_after, token_seconds=0.01) for name in "ab"]
-    harness.start([*dying, make_replica(replica_id="c")])
+    harness.start([*dying, make_replica(replica_id="c")], migration_limit=2)
     options = {"stream_options": {"include_usage": True}} if stream else {}
     for _ in range(3):
         answer = _post(harness, stream=stream, logprobs=True, **options)
@@ -193,7 +193,7 @@ def test_a_stream_waits_for_a_replica(harness: Any, make_replica: Any, eventuall
 def test_the_migrations_of_a_stream_are_limited(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica(replica_id=name, die_after=2) for name in "abcd"], migration_limit=2)
     answer = _post(harness)
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+    assert answer.status_code == 422 and answer.json()["error"]["code"] == "replicas_lost"
     assert "3 replicas were lost" in answer.json()["error"]["message"]
 
 

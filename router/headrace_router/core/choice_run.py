@@ -17,10 +17,10 @@ from typing import Generic
 from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_interfaces import ChoiceOutput, RunListener, Timers
-from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.choice_request import ChoiceRequest, fingerprint
 from headrace_router.core.errors import DeadlineError
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import Build, fingerprint
+from headrace_router.core.not_finite import Build
 from headrace_router.core.placement import MustWaitError, Placed, Placement
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState

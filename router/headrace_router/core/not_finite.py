@@ -4,12 +4,9 @@ An output that is not finite may be the fault of the model or of the prompt: the
 counted. The controller compares the reports of all routers.
 """
 
-from array import array
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 
 from headrace_proto.control_pb2 import NotFinite
-from headrace_router.core.choice_request import ChoiceRequest
 
 Build = tuple[str, int]  # id and generation of a replica
 COUNTED_SECONDS = 600.0  # since the last such output for a prompt
@@ -64,12 +61,3 @@ class NotFiniteTable:
         }
         self._prompts = {pair: prompts for pair, prompts in kept.items() if prompts}
         self._avoided_until = {build: until for build, until in self._avoided_until.items() if until > now}
-
-
-def fingerprint(request: ChoiceRequest) -> bytes:
-    """16 bytes, equal for requests with the same model, tenant and prompt."""
-    digest = blake2b(digest_size=16)
-    for part in (request.model.encode(), request.tenant_salt):
-        digest.update(len(part).to_bytes(4, "little") + part)
-    digest.update(array("I", request.prompt_token_ids))
-    return digest.digest()
