@@ -12,6 +12,7 @@ DOCUMENT: dict[str, Any] = {
     "seconds": 2.0,
     "first_token": 0.5,
     "running": False,
+    "disconnected": False,
     "failed": False,
     "prompt_tokens": 10,
     "cached_tokens": 0,
