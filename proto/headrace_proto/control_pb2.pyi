@@ -8,16 +8,43 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterReport(_message.Message):
-    __slots__ = ("router_id", "replicas", "not_finite", "accounts")
+    __slots__ = ("router_id", "replicas", "not_finite", "accounts", "models")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     replicas: _containers.RepeatedCompositeFieldContainer[HeardReplica]
     not_finite: _containers.RepeatedCompositeFieldContainer[NotFinite]
     accounts: _containers.RepeatedCompositeFieldContainer[RequestAccount]
-    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[RequestAccount, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelPlacement]
+    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[RequestAccount, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelPlacement, _Mapping]]] = ...) -> None: ...
+
+class ModelPlacement(_message.Message):
+    __slots__ = ("model", "policy", "prompt_tokens", "cached_tokens", "placements", "cache_placements", "unknown_caches")
+    class UnknownCachesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_CACHES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    policy: str
+    prompt_tokens: int
+    cached_tokens: int
+    placements: int
+    cache_placements: int
+    unknown_caches: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., placements: _Optional[int] = ..., cache_placements: _Optional[int] = ..., unknown_caches: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RequestAccount(_message.Message):
     __slots__ = ("request_id", "document")

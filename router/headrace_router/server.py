@@ -31,6 +31,7 @@ from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.measured_placement import MeasuredPlacement
+from headrace_router.dispatch.placement_report import placement_report
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.dispatch.turns import Turns
@@ -206,7 +207,12 @@ class RouterServer:
         if config.controller is not None:
             services = self.services
             watch = watch_controller(
-                config.controller, self.info(), self._certificate, services.fleet, services.accounts
+                config.controller,
+                self.info(),
+                self._certificate,
+                services.fleet,
+                services.accounts,
+                lambda: placement_report(services.fleet, services.metrics, config.policy),
             )
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))

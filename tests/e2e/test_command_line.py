@@ -59,6 +59,7 @@ def test_status_as_json(server: Serve) -> None:
 def test_status_as_a_table(server: Serve) -> None:
     done = server.run("status", "--admin-port", str(server.admin_port))
     assert done.returncode == 0 and "smollm2-0" in done.stdout and "ready" in done.stdout
+    assert "smollm2: placed by predicted, " in done.stdout and "are not known" not in done.stdout
 
 
 def test_chat_once(server: Serve) -> None:

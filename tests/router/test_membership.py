@@ -15,6 +15,7 @@ from headrace_proto.component import Component
 from headrace_proto.control_pb2 import (
     Member,
     MemberList,
+    ModelPlacement,
     RenewReply,
     RenewRequest,
     RouterInfo,
@@ -102,9 +103,7 @@ def test_a_replica_that_drains_or_is_gone_takes_no_requests() -> None:
     assert not replica.ready
 
 
-class _OlderController(ControlServicer):
-    """Without Report: the base class answers UNIMPLEMENTED."""
-
+class _Controller(ControlServicer):
     def __init__(self) -> None:
         self.reports: list[RouterReport] = []
         self.enough = asyncio.Event()
@@ -113,8 +112,6 @@ class _OlderController(ControlServicer):
         yield MemberList(members=[Member(identity=IDENTITY, address="127.0.0.1:1", state=REPLICA_STATE_READY)])
         await asyncio.sleep(60)
 
-
-class _Controller(_OlderController):
     async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
         self.reports.append(request)
         if len(self.reports) == 3:
@@ -123,7 +120,7 @@ class _Controller(_OlderController):
 
 
 async def _watched(
-    controller: _OlderController,
+    controller: _Controller,
     bench: _Bench,
     seconds: float,
     identity: Identity | None = None,
@@ -140,6 +137,7 @@ async def _watched(
             RouterCertificate(identity or identities.router()),
             bench.fleet,
             AccountTable() if accounts is None else accounts,
+            lambda: [ModelPlacement(model="m", prompt_tokens=9)],
         )
     )
     try:
@@ -164,7 +162,7 @@ def test_a_router_reports_what_it_hears() -> None:
     assert [(entry.replica_id, entry.generation, entry.heard) for entry in last.replicas] == [("m-0", 3, True)]
 
 
-class _AskingController(_OlderController):
+class _AskingController(_Controller):
     """Asks for an account with each reply."""
 
     async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
@@ -185,18 +183,14 @@ def test_an_account_with_a_defect_is_reported_as_unknown_and_delays_nothing() ->
     assert len(controller.reports) <= 1.0 / REQUESTED_SECONDS + 2, "each report is followed by a pause"
 
 
-def test_an_older_controller_is_watched_as_before() -> None:
-    bench = _Bench()
-    asyncio.run(_watched(_OlderController(), bench, 2))
-    assert [replica.replica_id for replica in bench.fleet.replicas] == ["m-0"] and bench.fleet.replicas[0].ready
-
-
 def test_a_router_that_never_had_a_list_is_told_what_to_check() -> None:
     async def watched() -> None:
         certificate, bench = RouterCertificate(identities.router()), _Bench()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await watch_controller("127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet, AccountTable())
+                await watch_controller(
+                    "127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet, AccountTable(), list
+                )
 
     with capture_logs() as logs:
         asyncio.run(watched())

@@ -2,10 +2,15 @@
 
 import math
 
+import pytest
+
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_READY,
+    CacheFrame,
+    CacheGroup,
     Counters,
+    KvLayout,
     Load,
     ModelFacts,
     ReplicaFrame,
@@ -13,6 +18,8 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_proto.stall import LONGEST_STALL, STALL_SECONDS
+from headrace_router.core.prefix.prefix_index import PrefixIndex
+from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 
 
@@ -166,3 +173,28 @@ def test_a_replica_is_stalled_later_by_the_interval_of_its_reports() -> None:
     replica = connected()
     replica.report_seconds = 0.5
     assert replica.stall_limit(STALL_SECONDS) == STALL_SECONDS + 0.5
+
+
+def test_why_the_blocks_of_a_replica_are_not_known() -> None:
+    index = PrefixIndex(100)
+    layout = KvLayout(version=1, block_size=16, groups=[CacheGroup()])
+    member = Member(address="a", state=REPLICA_STATE_READY)
+    followed: ReplicaState[None] = ReplicaState(
+        member, clock=lambda: 0.0, new_id=lambda: b"x", on_send=lambda: None, blocks=ReplicaBlocks(index)
+    )
+    assert connected().unknown_cache == "the policy does not look for them"
+    followed.describe(ModelFacts(identity=ReplicaIdentity(replica_id="r")), None)
+    assert followed.unknown_cache == "the replica keeps no prefixes"
+    facts = ModelFacts(
+        identity=ReplicaIdentity(replica_id="r", kv_layout=layout), cache_key=bytes(32), max_model_len=99
+    )
+    followed.describe(facts, None)
+    assert followed.unknown_cache == "its events are missing"
+    assert followed.blocks is not None
+    followed.blocks.receive(CacheFrame(boot_id=b"b", sequence=1, snapshot=True, snapshot_end=True))
+    assert followed.unknown_cache == ""
+    with pytest.raises(MissedEventsError):
+        followed.blocks.receive(CacheFrame(boot_id=b"b", sequence=3))
+    assert followed.unknown_cache == "its events are missing", "after a gap"
+    followed.blocks.full = followed.blocks.complete = True
+    assert followed.unknown_cache == "this router's index is full"

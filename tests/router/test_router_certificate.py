@@ -43,7 +43,7 @@ async def _watched(certificate: RouterCertificate, has_replica: Callable[[], boo
     async with ControlServer(identities.authority((NEW,))) as controller:
         tasks = [
             asyncio.create_task(
-                watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet, AccountTable())
+                watch_controller(controller.address, RouterInfo(id="r"), certificate, fleet, AccountTable(), list)
             ),
             asyncio.create_task(certificate.run_until_refused(has_replica)),
         ]

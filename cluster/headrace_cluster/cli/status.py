@@ -67,9 +67,24 @@ def print_table(choice: ServerChoice) -> None:
         metrics = f", metrics {entry['metrics']}" if entry["metrics"] != entry["http"] else ""
         line = f"router {entry['id']} (process {entry['pid']}): HTTP {entry['http']}{grpc}{metrics}"
         console.print(line, markup=False, soft_wrap=True)
+        for placement in entry["placement"]:
+            for line in placement_lines(placement):
+                console.print(f"  {line}", markup=False, soft_wrap=True)
     if client.state is not None and client.state.ray_dashboard:
         token = f" (token: cat {client.state.ray_token_file})" if client.state.ray_token_file else ""
         console.print(f"Ray dashboard {client.state.ray_dashboard}{token}", markup=False, soft_wrap=True)
+
+
+def placement_lines(placement: dict[str, Any]) -> list[str]:
+    """How a router has placed the requests for a model."""
+    model = placement["model"]
+    lines = [f"{model}: placed by {placement['policy']}, no request yet"]
+    if placement["placements"]:
+        share = placement["cached_tokens"] / max(1, placement["prompt_tokens"])
+        followed = f"{placement['cache_placements']} of {placement['placements']} placements followed a cache"
+        lines = [f"{model}: placed by {placement['policy']}, {share:.0%} of prompt tokens cached, {followed}"]
+    unknown = sorted(placement["unknown_caches"].items())
+    return lines + [f"{model}: the KV blocks of {replica} are not known: {reason}" for replica, reason in unknown]
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> str:

@@ -39,6 +39,7 @@ class Membership:
         self._clock = clock
         self.routers: dict[str, pb.RouterInfo] = {}  # by id: one that connects again is still one
         self.router_reports = RouterReports()
+        self._placements: dict[str, list[pb.ModelPlacement]] = {}  # by router
         self.caller_streams = CallerStreams(clock)  # of routers
         self._reach = RouterReach(self.router_reports)
         self.explaining = Explaining(lambda: self.routers)
@@ -49,9 +50,15 @@ class Membership:
         if many or len(report.accounts) > MAX_QUESTIONS:
             return  # no router of ours sends so many
         self.explaining.receive(report.router_id, report.accounts)
+        self._placements = {key: entries for key, entries in self._placements.items() if key in self.routers}
+        self._placements[report.router_id] = list(report.models)
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
         not_finite = [_to_not_finite(entry) for entry in report.not_finite]
         self.router_reports.report(report.router_id, heard, self._clock(), not_finite)
+
+    def placements(self, router_id: str) -> list[pb.ModelPlacement]:
+        """How this router has placed requests, by model, as it last reported."""
+        return self._placements.get(router_id, [])
 
     @property
     def counted_routers(self) -> int:

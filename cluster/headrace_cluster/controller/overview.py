@@ -53,7 +53,10 @@ class Overview:
             replicas.append(replica_status(record, build.ranks, build.health, note, beside, failed))
         known = sorted(self._membership.routers.values(), key=lambda router: router.metrics)
         unreached = self._membership.unreached
-        routers = [router_status(router, unreached.get(router.id, "")) for router in known]
+        routers = [
+            router_status(router, unreached.get(router.id, ""), self._membership.placements(router.id))
+            for router in known
+        ]
         problems = [*self.found_problems, *self._retries.problems, *unreached.values(), *self._refusals]
         return {"replicas": replicas, "routers": routers, "problems": problems}
 

@@ -65,10 +65,27 @@ def down_reason(record: Record, note: str) -> str:
     return note
 
 
-def router_status(router: control_pb2.RouterInfo, note: str) -> dict[str, Any]:
-    """One router that watches the member list. note: if it receives from no replica."""
+def router_status(
+    router: control_pb2.RouterInfo, note: str, placements: Iterable[control_pb2.ModelPlacement]
+) -> dict[str, Any]:
+    """One router that watches the member list. note: if it receives from no replica.
+
+    placement: by model, since the router's start; unknown_caches: why the KV blocks of a replica are not known, by id.
+    """
     addresses = {"http": router.http, "grpc": router.grpc, "metrics": router.metrics}
-    return {"id": router.id, "pid": router.pid, **addresses, "note": note}
+    placement = [
+        {
+            "model": entry.model,
+            "policy": entry.policy,
+            "prompt_tokens": entry.prompt_tokens,
+            "cached_tokens": entry.cached_tokens,
+            "placements": entry.placements,
+            "cache_placements": entry.cache_placements,
+            "unknown_caches": dict(entry.unknown_caches),
+        }
+        for entry in placements
+    ]
+    return {"id": router.id, "pid": router.pid, **addresses, "note": note, "placement": placement}
 
 
 def profile_document(

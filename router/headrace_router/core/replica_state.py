@@ -146,6 +146,17 @@ class ReplicaState(KnownReplica[C]):
         return self.blocks.held >= CACHE_FULL * self._kv_blocks
 
     @property
+    def unknown_cache(self) -> str:
+        """Why it is not known which KV blocks the replica holds; empty if it is."""
+        if self.blocks is None:
+            return "the policy does not look for them"
+        if self.scheme is None:
+            return "the replica keeps no prefixes"
+        if not self.blocks.complete:
+            return "its events are missing"
+        return "this router's index is full" if self.blocks.full else ""
+
+    @property
     def heard(self) -> bool:
         """Whether its stream is open and its step loop moves."""
         return self.connected and not self.stalled

@@ -72,6 +72,11 @@ STATE_GAUGES = (
         lambda replica: float(replica.ready),
     ),
     StateGauge(
+        "headrace_replica_cache_known",
+        "Whether this router knows which KV blocks the replica holds",
+        lambda replica: float(not replica.unknown_cache),
+    ),
+    StateGauge(
         "headrace_replica_slow",
         "Whether this router avoids it, because its steps take much longer than those of its peers",
         lambda replica: float(replica.speed.slow),

@@ -69,6 +69,12 @@ class RouterMetrics:
         self.found_cached = self._counter_per_model(
             "headrace_found_cached_tokens", "Prompt tokens of the same requests that were in its cache"
         )
+        self.prompt_tokens = self._counter_per_model(
+            "headrace_prompt_tokens", "Prompt tokens of answers of this router, each prompt once"
+        )
+        self.cached_prompt_tokens = self._counter_per_model(
+            "headrace_cached_prompt_tokens", "Of these, tokens that were in a KV cache, as in the usage of the answers"
+        )
         self.success = self._counter("vllm:request_success", "Choices finished, by reason", *LABELS, "finished_reason")
         self.retries = self._counter("headrace_retries", "Choices placed again, by cause", "model_name", "cause")
         self.migrations = self._counter_per_model(

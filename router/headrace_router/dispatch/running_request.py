@@ -186,6 +186,8 @@ class _ChoiceListener:
     ) -> None:
         if not self._choice.output_token_ids and is_first(self._choice.request):  # usage counts each prompt once
             self._running_request.cached_tokens += attempt.cached_tokens
+            self._metrics.prompt_tokens.labels(self._model).inc(len(self._choice.request.prompt_token_ids))
+            self._metrics.cached_prompt_tokens.labels(self._model).inc(attempt.cached_tokens)
         self._observer.add_tokens(len(token_ids), attempt.cached_tokens)
         if self._recorder is not None and token_ids:
             self._recorder.tokens(attempt, time.monotonic())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,7 +12,14 @@ import structlog
 
 from headrace_proto.channel_options import WATCHER
 from headrace_proto.component import Component
-from headrace_proto.control_pb2 import Member, MemberList, RequestAccount, RouterInfo, WatchRequest
+from headrace_proto.control_pb2 import (
+    Member,
+    MemberList,
+    ModelPlacement,
+    RequestAccount,
+    RouterInfo,
+    WatchRequest,
+)
 from headrace_proto.control_pb2_grpc import ControlStub
 from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_router.config import StaticMember
@@ -50,10 +58,11 @@ async def watch_controller(
     certificate: RouterCertificate,
     fleet: Fleet[ModelCard],
     accounts: AccountTable,
+    placements: Callable[[], list[ModelPlacement]],
 ) -> None:
     """Watches until cancelled. While the controller is unreachable the last list stays in use.
 
-    accounts: the controller may request some for an operator.
+    accounts: the controller may request some for an operator. placements: how requests were placed, for its status.
     """
     backoff = FIRST_BACKOFF
     warned = listed = False
@@ -61,7 +70,7 @@ async def watch_controller(
         try:
             async with certificate.identity.channel(address, Component.CONTROLLER, WATCHER) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, certificate, fleet, accounts))
+                report = asyncio.create_task(_report(stub, info.id, certificate, fleet, accounts, placements))
                 try:
                     async for members in stub.Watch(WatchRequest(router=info)):
                         fleet.update(members)
@@ -92,6 +101,7 @@ async def _report(
     certificate: RouterCertificate,
     fleet: Fleet[ModelCard],
     accounts: AccountTable,
+    placements: Callable[[], list[ModelPlacement]],
 ) -> None:
     """Reports to the controller from which replicas this router receives, until cancelled.
 
@@ -103,6 +113,7 @@ async def _report(
             report = fleet.report(router_id)
             names, requested = requested, []
             report.accounts.extend(_account(name, accounts) for name in names)
+            report.models.extend(placements())
             reply = await stub.Report(report, timeout=REPORT_SECONDS)
             requested = list(reply.explain)[:MAX_ACCOUNTS]
             await certificate.renew_if_due(stub, reply.authorities)
