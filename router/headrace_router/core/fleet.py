@@ -219,13 +219,15 @@ class Fleet(Generic[C]):
 
     def rebalance(self, now: float) -> None:
         """Moves a stream away from each replica that is short of memory or time, when another has free capacity."""
-        served = self._ready_by_revision()
-        ready = {id(replica) for replicas in served.values() for replica in replicas}
+        self.table.refresh()
+        served = self.table.ready_rows(self._clock())
+        ready = {id(replica) for rows in served.values() for replica in self.table.at(rows)}
         if self._ready - ready:
             self._rebalancer.replica_lost(now)
         self._ready = ready
-        for replicas in served.values():
-            for hot, cold in self._rebalancer.choose_moves(replicas, now):
+        for rows in served.values():
+            replicas = self.table.at(rows)
+            for hot, cold in self._rebalancer.choose_moves(self.table.view(rows), now):
                 target, attempt = replicas[cold], replicas[hot].newest_started()
                 if attempt is not None and self._takes_streams(target):
                     attempt.move(target)

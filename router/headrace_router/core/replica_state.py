@@ -1,6 +1,7 @@
 """One replica's state in this router: pure; frames, time and attempt ids are passed in."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
@@ -67,6 +68,8 @@ class ReplicaState(KnownReplica[C]):
         self.heartbeat = Heartbeat(clock)
         self._unreported = Unreported()
         self.used_at = 0.0  # when a load last showed a running request
+        self.preempted_at = -inf  # when it last showed another preemption
+        self._preemptions: int | None = None  # of the newest load
 
     # What policies read
 
@@ -303,6 +306,9 @@ class ReplicaState(KnownReplica[C]):
             self.speed.restart()
         if frame.HasField("load"):
             self.load = checked_load(frame.load)
+            before, self._preemptions = self._preemptions, self.load.counters.preemptions
+            if before is not None and self._preemptions > before:
+                self.preempted_at = self._clock()
             if frame.load.running:
                 self.used_at = self._clock()
         if frame.HasField("submits"):

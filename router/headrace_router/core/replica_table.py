@@ -148,12 +148,16 @@ class ReplicaTable(Generic[C]):
 
     def ready(self, now: float) -> dict[tuple[str, str], "Sequence[ReplicaState[C]]"]:
         """Ready replicas that decode, by model and revision; only of those that have any."""
+        return {key: self.at(rows) for key, rows in self.ready_rows(now).items()}
+
+    def ready_rows(self, now: float) -> dict[tuple[str, str], Rows]:
+        """The same, as rows of this table."""
         rows = np.flatnonzero(self._ready(now, prefill=False))
         numbers = self.column("model", rows).astype(np.int64)
         order = numbers.argsort(kind="stable")
         keys = list(self.models)
         groups = np.split(rows[order], np.flatnonzero(np.diff(numbers[order])) + 1) if len(rows) else []
-        return {keys[int(self._data[_AT["model"], group[0]])]: self.at(group) for group in groups}
+        return {keys[int(self._data[_AT["model"], group[0]])]: group for group in groups}
 
     def ready_of(self, model: str, now: float) -> dict[str, "Sequence[ReplicaState[C]]"]:
         """Those of one model, by revision."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class FakeCandidate:
     rows: int = 0
     step_tokens: int = 0
     used_at: float = 0.0
+    preempted_at: float = -inf
     is_prefill: bool = False
 
     @property

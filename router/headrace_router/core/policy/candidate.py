@@ -28,6 +28,10 @@ class Candidate(Protocol):
         """As in its newest frame."""
 
     @property
+    def preempted_at(self) -> float:
+        """When its load last showed another preemption, in seconds of any clock."""
+
+    @property
     def used_at(self) -> float:
         """When its load last showed a running request, in seconds of any clock that is the same for all candidates."""
 

@@ -8,17 +8,20 @@ blocks fetched by its new replica.
 Each router moves its own streams only, and waits a random part of PAUSE_SECONDS before the first move: otherwise all
 routers would move one at the same time, before the loads show the first move.
 
-One evaluation of N replicas takes O(N); O(N log N) when a stream may move, as those with free capacity are sorted then.
+One evaluation of N replicas takes a few operations over columns of N numbers; those with free capacity are sorted when
+a stream may move.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
 
-from headrace_router.core.policy.candidate import Candidate
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_router.core.policy.view import Column, View
 
 # Mean time between two moves away from one replica: the reported loads must include the last one first.
 PAUSE_SECONDS = 0.5
@@ -28,66 +31,63 @@ FEWER_STREAMS = 4
 SLOWER_STEPS = 1.5
 AFTER_LOSS_SECONDS = 5.0  # after a loss, without moves: the streams of the lost replica arrive at the others
 
+Build = tuple[str, int]
 _Best = tuple[float, float]  # running streams and index of the replica that a stream moves to
 _NONE: _Best = (inf, inf)
 
 
-@dataclass(slots=True)
-class _Source:
-    """What is kept of a replica that streams may leave."""
-
-    preemptions: int
-    preempted_at: float = -inf
-    due: float | None = None  # of the next move away from it
-    not_before: float = 0.0
-
-
 class Rebalancer:
-    """Keeps counts of preemptions and times of moves. Of one router, which moves its own streams only."""
+    """Keeps the times of moves. Of one router, which moves its own streams only."""
 
     def __init__(self, jitter: Callable[[], float] = lambda: 0.0) -> None:
         """jitter: uniform in [0, 1)."""
         self._jitter = jitter
-        self._sources: dict[tuple[str, int], _Source] = {}
+        self._due: dict[Build, float] = {}  # when a stream moves away
+        self._not_before: dict[Build, float] = {}  # the next one
         self._paused_until = 0.0
 
     def replica_lost(self, now: float) -> None:
         """Pauses all moves for AFTER_LOSS_SECONDS."""
         self._paused_until = now + AFTER_LOSS_SECONDS
 
-    def choose_moves(self, members: Sequence[Candidate], now: float) -> list[tuple[int, int]]:
-        """Pairs of member indices (from, to): one stream should move for each."""
-        loads = [member.load for member in members]
-        running, waiting = [load.running for load in loads], [load.waiting for load in loads]
-        usages, steps = [load.kv_usage for load in loads], [load.predicted_step_ms for load in loads]
-        targets = _Targets(usages, steps, running, waiting)
+    def choose_moves(self, view: View, now: float) -> list[tuple[int, int]]:
+        """Pairs of places of candidates (from, to): one stream should move for each."""
+        if now < self._paused_until:
+            return []
+        running, waiting, usage, step = (view.of(name) for name in ("running", "waiting", "kv_usage", "last_step_ms"))
+        free = np.flatnonzero((usage <= COLD_USAGE) & (waiting == 0))
+        timed = free[step[free] >= 0]
+        short = (waiting > 0) | (now - view.of("preempted_at") <= PAUSE_SECONDS)
+        short &= usage.min(where=_mask(free, usage), initial=inf) <= usage - USAGE_STEP
+        slow = step > SLOWER_STEPS * step.min(where=_mask(timed, step), initial=inf)
+        slow &= running - running.min(where=_mask(timed, running), initial=inf) >= FEWER_STREAMS
+        sources = np.flatnonzero((running >= 2) & (short | slow)).tolist()
+        self._not_before = {build: at for build, at in self._not_before.items() if now < at}
+        due, self._due = self._due, {}
+        targets = _Targets(usage.tolist(), step.tolist(), running.tolist(), free.tolist()) if sources else None
         moves = []
-        for index, member in enumerate(members):
-            source = self._source(member.build, loads[index].counters.preemptions, now)
-            if running[index] < 2 or now < source.not_before or now < self._paused_until:
+        for place in sources:
+            build = view.candidates[place].build
+            if targets is None or build in self._not_before:
                 continue
-            best = targets.of_slow(running[index], steps[index])
-            if waiting[index] or now - source.preempted_at <= PAUSE_SECONDS:  # short of KV
-                best = min(best, targets.of_short(usages[index]))
+            best = targets.of_slow(running[place], step[place])
+            if short[place]:
+                best = min(best, targets.of_short(usage[place]))
             if best[1] == inf:
-                source.due = None
                 continue
-            if source.due is None:
-                source.due = now + self._jitter() * PAUSE_SECONDS
-            if now >= source.due:
-                source.due, source.not_before = None, now + PAUSE_SECONDS
-                moves.append((index, int(best[1])))
+            at = due[build] if build in due else now + self._jitter() * PAUSE_SECONDS
+            if now < at:
+                self._due[build] = at
+            else:
+                self._not_before[build] = now + PAUSE_SECONDS
+                moves.append((place, int(best[1])))
         return moves
 
-    def _source(self, build: tuple[str, int], preemptions: int, now: float) -> _Source:
-        source = self._sources.get(build)
-        if source is None:
-            source = self._sources[build] = _Source(preemptions)
-        elif preemptions != source.preemptions:
-            if preemptions > source.preemptions:
-                source.preempted_at = now
-            source.preemptions = preemptions
-        return source
+
+def _mask(places: NDArray[np.int64], like: Column) -> NDArray[np.bool_]:
+    mask = np.zeros(len(like), np.bool_)
+    mask[places] = True
+    return mask
 
 
 class _Targets:
@@ -98,10 +98,10 @@ class _Targets:
     """
 
     def __init__(
-        self, usages: Sequence[float], steps: Sequence[float], running: Sequence[int], waiting: Sequence[int]
+        self, usages: Sequence[float], steps: Sequence[float], running: Sequence[float], free: Sequence[int]
     ) -> None:
-        """By member: KV in use, milliseconds of the next step, streams that run, requests that wait."""
-        self._free = [index for index, usage in enumerate(usages) if usage <= COLD_USAGE and not waiting[index]]
+        """By replica: KV in use, milliseconds of the next step, streams that run; the places with free capacity."""
+        self._free = free
         self._usages, self._steps, self._running = usages, steps, running
         self._slow_from = SLOWER_STEPS * min((steps[index] for index in self._free if steps[index] >= 0), default=inf)
 
@@ -109,7 +109,7 @@ class _Targets:
         """The best one with USAGE_STEP less KV in use."""
         return self._by_usage.best(bisect_right(self._by_usage.keys, usage - USAGE_STEP))
 
-    def of_slow(self, running: int, step_ms: float) -> _Best:
+    def of_slow(self, running: float, step_ms: float) -> _Best:
         """The best one with FEWER_STREAMS less, and much quicker steps."""
         if not step_ms > self._slow_from:
             return _NONE
@@ -131,7 +131,7 @@ class _Targets:
 class _Order:
     """Replicas by a key; and which of the first n has the fewest streams, or of several the lowest index."""
 
-    def __init__(self, entries: Iterable[tuple[float, int, int]]) -> None:
+    def __init__(self, entries: Iterable[tuple[float, float, int]]) -> None:
         """entries: key, running streams, index."""
         ordered = sorted(entries)
         self.keys = [key for key, _, _ in ordered]

@@ -21,6 +21,7 @@ _OF_CANDIDATE = {
     "rows": "rows",  # requests that run at the same time, at most; 0 = not known
     "step_tokens": "step_tokens",  # that one step computes, at most; 0 = not known
     "prefill": "is_prefill",  # 1: computes prompts for others; a candidate only where policies share roles
+    "preempted_at": "preempted_at",  # when a request there was preempted
     "used_at": "used_at",  # when it last ran a request: how old its step model is
 }
 _OF_LOAD = {
