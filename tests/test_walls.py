@@ -29,26 +29,11 @@ PURE = {"worker": "core", "router": "core", "cluster": "core"}  # a folder whose
 PURE_MAY_IMPORT = {  # modules whose functions return the same for the same arguments, and declarations of data
     *("abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"),
     *("math", "operator", "re", "statistics", "typing", "blake3", "msgspec", "pydantic"),
+    "numpy",  # without numpy.random, see below
     "structlog",  # it takes events and returns nothing that a decision could depend on
 }
 PURE_ENDS = "headrace_cluster.spec."  # data; its settings are declared beside the programs that read them
 PURE_ALLOWED = {  # by file
-    "worker/headrace_worker/core/guide.py": {"numpy"},  # the type of a mask
-    **{
-        f"router/headrace_router/core/prefix/{name}.py": {"numpy"}  # tables; without numpy.random, see below
-        for name in ("digest_table", "holder_sets", "prefix_index", "prompt_blocks", "replica_blocks", "reuse_share")
-    },
-    **{
-        f"router/headrace_router/core/{name}.py": {"numpy"}  # replicas as columns
-        for name in (
-            "fleet_placement",
-            "replica_table",
-            *(
-                f"policy/{part}"
-                for part in ("disaggregate", "forecast", "interface", "least_load", "predicted", "transfer", "view")
-            ),
-        )
-    },
     "proto/headrace_proto/block_hash.py": {"sys"},  # the byte order of this machine
 }
 LAYERS = re.compile(r"^Layers, lowest first: (.+)\.$", re.MULTILINE)

@@ -8,18 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterReport(_message.Message):
-    __slots__ = ("router_id", "replicas", "not_finite", "accounts", "models")
+    __slots__ = ("router_id", "replicas", "accounts", "models")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     replicas: _containers.RepeatedCompositeFieldContainer[HeardReplica]
-    not_finite: _containers.RepeatedCompositeFieldContainer[NotFinite]
     accounts: _containers.RepeatedCompositeFieldContainer[RequestAccount]
     models: _containers.RepeatedCompositeFieldContainer[ModelPlacement]
-    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., not_finite: _Optional[_Iterable[_Union[NotFinite, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[RequestAccount, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelPlacement, _Mapping]]] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeardReplica, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[RequestAccount, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelPlacement, _Mapping]]] = ...) -> None: ...
 
 class ModelPlacement(_message.Message):
     __slots__ = ("model", "policy", "prompt_tokens", "cached_tokens", "placements", "cache_placements", "unknown_caches")
@@ -53,20 +51,6 @@ class RequestAccount(_message.Message):
     request_id: str
     document: str
     def __init__(self, request_id: _Optional[str] = ..., document: _Optional[str] = ...) -> None: ...
-
-class NotFinite(_message.Message):
-    __slots__ = ("replica_id", "generation", "source_id", "source_generation", "prompts")
-    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PROMPTS_FIELD_NUMBER: _ClassVar[int]
-    replica_id: str
-    generation: int
-    source_id: str
-    source_generation: int
-    prompts: int
-    def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., source_id: _Optional[str] = ..., source_generation: _Optional[int] = ..., prompts: _Optional[int] = ...) -> None: ...
 
 class HeardReplica(_message.Message):
     __slots__ = ("replica_id", "generation", "heard")

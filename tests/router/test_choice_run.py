@@ -33,7 +33,6 @@ from headrace_router.core.errors import (
     ReplicasLostError,
 )
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import MustWaitError, Placed
 from headrace_router.core.policy import Prediction
 from headrace_router.core.replica_state import ReplicaState
@@ -144,7 +143,6 @@ class Scenario:
         self.results: list[Exception | None] = []
         self.broken: Exception | None = None
         self.output = ChoiceOutput(stops_at)
-        self.not_finite = NotFiniteTable(self.clock.now)
         request = ChoiceRequest("label", "m", "r", b"salt", PROMPT, Sampling(max_tokens=99), deadline_seconds=deadline)
         retry: RetryState[ReplicaState[None]] = RetryState(
             "m", max_attempts=3, migration_limit=migration_limit, patience=5.0

@@ -49,7 +49,6 @@ class HealthReceivers:
             state = STATES.get(health.state, State.UNHEALTHY)
             step_seconds = health.load.predicted_step_ms / 1e3
             connected = health.routers >= self._known_routers(build)
-            self._reconciler.count_not_finite(name, health.load.counters.not_finite)
             self._reconciler.health_received(name, state, step_seconds, self._clock(), connected=connected)
             self._check_role(name, health.identity.role)
             if before is None or before.state != health.state:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace_cluster.controller.explaining import MAX_QUESTIONS, Explaining
-from headrace_cluster.core.defects import NotFinite
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import State
 from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, RouterReach
@@ -14,7 +13,6 @@ from headrace_cluster.core.router_reports import RouterReports
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 from headrace_proto.caller_streams import CallerStreams
-from headrace_router.core.not_finite import MAX_PAIRS, MAX_PROMPTS
 
 MAX_REPLICAS = 10_000  # in a router's report
 
@@ -46,15 +44,13 @@ class Membership:
 
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages, and accounts that it was asked for."""
-        many = len(report.replicas) > MAX_REPLICAS or len(report.not_finite) > MAX_PAIRS
-        if many or len(report.accounts) > MAX_QUESTIONS:
+        if len(report.replicas) > MAX_REPLICAS or len(report.accounts) > MAX_QUESTIONS:
             return  # no router of ours sends so many
         self.explaining.receive(report.router_id, report.accounts)
         self._placements = {key: entries for key, entries in self._placements.items() if key in self.routers}
         self._placements[report.router_id] = list(report.models)
         heard = {ReplicaName(entry.replica_id, entry.generation): entry.heard for entry in report.replicas}
-        not_finite = [_to_not_finite(entry) for entry in report.not_finite]
-        self.router_reports.report(report.router_id, heard, self._clock(), not_finite)
+        self.router_reports.report(report.router_id, heard, self._clock())
 
     def placements(self, router_id: str) -> list[pb.ModelPlacement]:
         """How this router has placed requests, by model, as it last reported."""
@@ -100,8 +96,3 @@ class Membership:
                 current = self._list
             seen = current.version
             yield current
-
-
-def _to_not_finite(entry: pb.NotFinite) -> NotFinite:
-    source = ReplicaName(entry.source_id, entry.source_generation) if entry.source_id else None
-    return NotFinite(ReplicaName(entry.replica_id, entry.generation), source, min(entry.prompts, MAX_PROMPTS))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from headrace_cluster.core.defects import find_defects
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import UP, Record, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
@@ -27,11 +26,6 @@ class HealthJudge:
         """Compares all replicas."""
         up = [record for record in records if record.state in UP]
         self._silence = judge_silence(up, self._router_reports, now)
-        for name, defect in find_defects(up, self._router_reports.not_finite(now)).items():
-            (found,) = (record for record in up if record.name == name)
-            others = (record for record in up if record.model.name == found.model.name and record is not found)
-            if any(other.answers and not other.defect for other in others):  # else it serves what it can
-                found.defect = defect  # until it is replaced
 
     @property
     def may_be_cut_off(self) -> bool:
@@ -40,13 +34,6 @@ class HealthJudge:
 
     def judge(self, record: Record, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
-        if record.defect:
-            record.enter(State.UNHEALTHY, now)
-            record.cause = record.defect
-            if self.may_stop(now):
-                return record.defect
-            record.cause += _WAITS
-            return ""
         silence = self._silence.get(record.name)
         if silence is not None:
             # Without the seconds so far: `serve` prints each sentence once.

@@ -157,8 +157,6 @@ class Reconciler:
         routers_known = now >= self._routers_known_at  # those of the last controller may not be registered yet
         record.connected = (record.connected or now) if connected and routers_known else None
         record.silence_limit = stall_limit(step_seconds, self._health.silence_seconds)
-        if record.defect and state is State.READY:
-            state = State.UNHEALTHY
         if state is State.READY:
             record.ever_ready, record.cause = True, ""
             self.unable.pop(record.replica_id, None)
@@ -167,11 +165,6 @@ class Reconciler:
             record.enter(State.READY, now)  # its requests in flight may finish
         elif record.state is not State.DRAINING and state is not State.DEAD:
             record.enter(state, now)
-
-    def count_not_finite(self, name: ReplicaName, count: int) -> None:
-        """So many attempts ended on a build since the model's output was not finite."""
-        if (record := self._current(name)) is not None:
-            record.not_finite = count
 
     def waits_for_place(self, name: ReplicaName, reason: str, now: float) -> None:
         """A build that was launched has no place yet, for this reason; empty: it has one now.
@@ -287,7 +280,6 @@ class Reconciler:
             if self.fatal or now < record.not_before:
                 return []
             record.rolling = record.outdated = record.silent = record.started = False
-            record.not_finite, record.defect = 0, ""
             record.generation = record.built = max(record.generation, record.built) + 1
             record.enter(State.STARTING, now)
             return [Launch(record.name, record.model, record.role)]

@@ -82,8 +82,6 @@ class Record:
     role_number: int = 0  # of the decision about its role: its rank ignores an earlier one that arrives late
     built: int = 0  # generation of the newest build of this replica: this record's or one beside it
     connected: float | None = None  # time since which every router is connected to it
-    not_finite: int = 0  # attempts that ended there since the output was not finite, as its build reports
-    defect: str = ""  # why its device counts as defective
     started: bool = False  # its start has returned: health messages are due
     silent: bool = False  # of an earlier controller, perhaps up: its ranks have not replied yet
 

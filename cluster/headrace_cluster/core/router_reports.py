@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from headrace_cluster.core.defects import NotFinite
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record
 
@@ -24,20 +23,11 @@ class RouterReports:
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, Mapping[ReplicaName, bool]]] = {}
-        self._not_finite: dict[str, Sequence[NotFinite]] = {}
 
-    def report(
-        self,
-        router_id: str,
-        received: Mapping[ReplicaName, bool],
-        now: float,
-        not_finite: Sequence[NotFinite] = (),
-    ) -> None:
+    def report(self, router_id: str, received: Mapping[ReplicaName, bool], now: float) -> None:
         """Replaces the last report of this router. received: whether it receives from each replica on its list."""
         self._reports = {key: entry for key, entry in self._reports.items() if now - entry[0] <= FRESH_SECONDS}
         self._reports[router_id] = now, received
-        self._not_finite = {key: entries for key, entries in self._not_finite.items() if key in self._reports}
-        self._not_finite[router_id] = not_finite
 
     def receiving(self, now: float) -> set[str]:
         """The routers that receive from any replica."""
@@ -49,10 +39,6 @@ class RouterReports:
         fresh = (received for at, received in self._reports.values() if now - at <= FRESH_SECONDS)
         found = [received[name] for received in fresh if name in received]
         return any(found) if found else None
-
-    def not_finite(self, now: float) -> dict[str, Sequence[NotFinite]]:
-        """Outputs that were not finite, by router; all routers with a fresh report are in it."""
-        return {key: self._not_finite[key] for key, (at, _) in self._reports.items() if now - at <= FRESH_SECONDS}
 
 
 def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:

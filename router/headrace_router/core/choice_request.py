@@ -1,9 +1,7 @@
 """One answer to generate: what every attempt of it and every decision about it is made from."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.core.prefix.hash_scheme import HashScheme
@@ -25,12 +23,3 @@ class ChoiceRequest:
     deadline_seconds: float | None = None  # since `ChoiceRun.begin`
     session: str = ""  # of the client, if it named one
     blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # of the prompt; none where not needed
-
-
-def fingerprint(request: ChoiceRequest) -> bytes:
-    """16 bytes, equal for requests with the same model, tenant and prompt."""
-    digest = blake2b(digest_size=16)
-    for part in (request.model.encode(), request.tenant_salt):
-        digest.update(len(part).to_bytes(4, "little") + part)
-    digest.update(array("I", request.prompt_token_ids))
-    return digest.digest()

@@ -17,10 +17,9 @@ from typing import Generic
 from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_interfaces import ChoiceOutput, RunListener, Timers
-from headrace_router.core.choice_request import ChoiceRequest, fingerprint
+from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import Build
 from headrace_router.core.placement import MustWaitError, Placed, Placement
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
@@ -61,7 +60,6 @@ class ChoiceRun(Generic[C]):
         self._leads = leader is None
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
-        self._not_finite: tuple[Build, Build | None] | None = None  # where the output was not, and what sent blocks
         self._in_doubt = False  # KV blocks of other replicas
 
     @property
@@ -176,9 +174,6 @@ class ChoiceRun(Generic[C]):
         assert self.replica is not None
         self._producing = True
         self._retry.progressed()
-        if self._not_finite is not None:
-            self._placement.not_finite.add(*self._not_finite, fingerprint(self._request))
-            self._not_finite = None
         self.replica.arriving.discard(attempt.id)
         self._remove_remote_prompt(attempt)
         self._release_kept()
@@ -217,7 +212,6 @@ class ChoiceRun(Generic[C]):
         else:
             self._previous = replica if begun and outcome is Outcome.LOST else None
             if outcome is Outcome.NOT_FINITE:
-                self._not_finite = replica.build, self._source.replica.build if self._source is not None else None
                 self._in_doubt = True
             self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
         self._listener.left(replica.replica_id, outcome, begun)

@@ -7,7 +7,6 @@ from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, RouterR
 from headrace_proto.replica_pb2 import REPLICA_STATE_DEAD, REPLICA_STATE_STARTING
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DrainedError, ModelNotFoundError, NoReplicaError
-from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.prefix.prefix_index import PrefixIndex
 from headrace_router.core.replica_state import C, ReplicaState
@@ -63,7 +62,6 @@ class Fleet(Generic[C]):
         self._open_link = open_link
         self._rebalancer = Rebalancer(jitter)
         self.index = index if index is not None else PrefixIndex(0)
-        self.not_finite = NotFiniteTable(clock)
         self._clock = clock
         self._maintained: float | None = None
         self._expired = 0  # place of the replica of which expected blocks have expired last
@@ -108,7 +106,7 @@ class Fleet(Generic[C]):
             identity = replica.listing.identity if replica.listing is not None else replica.identity
             name = identity.replica_id or replica.address
             replicas.append(HeardReplica(replica_id=name, generation=identity.generation, heard=replica.heard))
-        return RouterReport(router_id=router_id, replicas=replicas, not_finite=self.not_finite.report())
+        return RouterReport(router_id=router_id, replicas=replicas)
 
     def maintain(self) -> None:
         """Called several times a second: finds slow replicas, and moves the attempts of a stalled one to others."""

@@ -12,7 +12,6 @@ from headrace_router.core.disaggregation_mode import Mode
 from headrace_router.core.errors import RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import MustWaitError, Placed
 from headrace_router.core.policy.disaggregate import LEAST_TOKENS
 from headrace_router.core.policy.interface import Plan, Policy, Tokens, Work
@@ -42,11 +41,6 @@ class FleetPlacement(Generic[C]):
         self._disaggregation: Mode = disaggregation
         self._least_disaggregated = least_disaggregated
         self._answers = AnswerLength()
-
-    @property
-    def not_finite(self) -> NotFiniteTable:
-        """Replicas whose output was not finite."""
-        return self._fleet.not_finite
 
     def sweep(self) -> None:
         """Called after each attempt: an idle link to a replica that is no longer a member can be closed."""
@@ -97,7 +91,6 @@ class FleetPlacement(Generic[C]):
             open_ = rows[table.column("arrivals", rows) < ARRIVALS]
         if not len(open_):
             raise MustWaitError
-        open_ = _or(self._finite(open_), open_)
         slow = table.column("slow", open_) > 0
         if slow.any() and not slow.all():
             now = self._clock()
@@ -110,18 +103,11 @@ class FleetPlacement(Generic[C]):
                 return Placed(replica)
         return self._plan(_or(steady, open_), request, output_tokens, sources=sources)
 
-    def _finite(self, rows: Rows) -> Rows:
-        """Without those whose output was not finite lately."""
-        if not self.not_finite:
-            return rows
-        return rows[[not self.not_finite.avoids(replica.build) for replica in self._fleet.table.at(rows)]]
-
     def _plan(self, rows: Rows, request: ChoiceRequest, output_tokens: int, *, sources: bool) -> Placed[C]:
         table = self._fleet.table
         prefill = _NO_ROWS
         if sources and self._disaggregation != "off":
             prefill = table.usable(request.model, request.revision, self._clock(), prefill=True)
-            prefill = self._finite(prefill)
         if not output_tokens:
             for blocks in request.blocks.values():
                 self._fleet.index.reuse.asked(blocks.digests)

@@ -7,7 +7,6 @@ from typing import Generic, Protocol
 from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.decision import Decision
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.policy.interface import Prediction
 from headrace_router.core.replica_state import C, ReplicaState
 
@@ -42,10 +41,6 @@ class Placed(Generic[C]):
 
 class Placement(Protocol[C]):
     """Chooses replicas. `output_tokens`: of earlier attempts, to be computed again like the prompt."""
-
-    @property
-    def not_finite(self) -> NotFiniteTable:
-        """Replicas whose output was not finite."""
 
     def place(
         self,

@@ -10,7 +10,6 @@ from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
 from headrace_router.core.kv_source import KvSource
-from headrace_router.core.not_finite import NotFiniteTable
 from headrace_router.core.placement import Placed
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
@@ -155,10 +154,6 @@ class SimPlacement:
 
     router: "SimRouter"
     pinned: str  # the replica that the request is placed on, if that is ready
-
-    @property
-    def not_finite(self) -> NotFiniteTable:
-        return self.router.placement.not_finite
 
     def place(
         self,
