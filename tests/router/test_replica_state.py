@@ -1,7 +1,5 @@
 """One replica's state in the router, frame by frame."""
 
-import math
-
 import pytest
 
 from headrace_proto.control_pb2 import Member
@@ -35,12 +33,6 @@ def test_frames_without_a_step_are_no_heartbeat() -> None:
     assert replica.stalled and not replica.ready
     assert replica.receive(ReplicaFrame(step=2))
     assert replica.ready
-
-
-def test_numbers_of_a_load_that_cannot_be_are_not_used() -> None:
-    replica = connected()
-    replica.receive(ReplicaFrame(step=2, load=Load(running=1, kv_usage=math.nan, predicted_step_ms=-5)))
-    assert (replica.load.running, replica.load.kv_usage, replica.load.predicted_step_ms) == (1, 0, 0)
 
 
 def connected() -> ReplicaState[None]:

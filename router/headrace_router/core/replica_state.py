@@ -14,7 +14,6 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
-from headrace_router.core.checked_load import checked_load
 from headrace_router.core.heartbeat import Heartbeat
 from headrace_router.core.known_replica import C as C
 from headrace_router.core.known_replica import KnownReplica
@@ -305,7 +304,7 @@ class ReplicaState(KnownReplica[C]):
             self.identity, self.connected = frame.hello, True
             self.speed.restart()
         if frame.HasField("load"):
-            self.load = checked_load(frame.load)
+            self.load = frame.load
             before, self._preemptions = self._preemptions, self.load.counters.preemptions
             if before is not None and self._preemptions > before:
                 self.preempted_at = self._clock()
