@@ -139,6 +139,7 @@ def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> Non
     asyncio.run(run())
 
 
+@pytest.mark.faults("ranks")  # hung once in grpc.aio beside other work
 @pytest.mark.parametrize("explicit", [False, True], ids=["too many messages", "disconnected"])
 def test_a_target_that_reads_nothing_is_disconnected(explicit: bool) -> None:
     """The source's writer waits for the target, and takes no end marker from a queue."""
