@@ -171,8 +171,15 @@ class RouterServer:
             kept.cancel()
 
     def begin_stop(self) -> None:
-        """Not ready from now on: new requests are refused with an error until `stop` closes the ports."""
-        self.services.admission.close()
+        """Not ready from now on. New requests are refused with an error until `stop` closes the ports.
+
+        On shared ports this router gives up its share of them instead: other routers get the next connections, and what
+        comes on connections that are open is served.
+        """
+        if self.config.share_port:
+            self.services.admission.leave()
+        else:
+            self.services.admission.close()
         self._was_ready.set()  # `start` may wait for it
 
     def end_requests(self) -> None:
@@ -183,6 +190,11 @@ class RouterServer:
         """Requests in flight get `shutdown_seconds`, then an error with the reason; then everything is closed."""
         self.begin_stop()
         self._grpc.update_health()
+        if self.config.share_port:
+            if self._http is not None:
+                await self._http.stop_listening()
+            stopping = asyncio.create_task(self._grpc.stop(self.config.shutdown_seconds))  # no further calls
+            self._tasks.append(stopping)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.shutdown_seconds):
                 await self.services.admission.drained()

@@ -12,10 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.headrace_process import SMALL, TWO_SMALL, Serve
 from support.e2e.metrics_page import Metrics
 from support.e2e.pinned_stream import PinnedStream, streams_at
 
+BLOCK = 16  # tokens
 EACH = 8
 TOKENS = 96
 CLIENT = httpx.Client(trust_env=False)  # making one takes 40 ms
@@ -137,6 +138,53 @@ def test_no_request_fails_while_one_restarts(serve: Serve, eventually: Callable[
     for each in asking:
         each.result()
     assert set(answers) == {200} and len(answers) > 60
+
+
+def test_no_request_fails_while_one_leaves(serve: Serve, eventually: Callable[..., None]) -> None:
+    """Requests over fresh and over kept connections, and streams, while one of two routers is told to end."""
+    pids = [router["pid"] for router in serve.status()["routers"]]
+    streams = streams_at(serve.url, pids, 1)
+    _run([stream for each in streams.values() for stream in each])
+    over, answers, url = threading.Event(), list[int](), f"{serve.url}/v1/completions"
+
+    def ask(kept: int) -> None:
+        limits = httpx.Limits(max_keepalive_connections=kept)
+        with httpx.Client(trust_env=False, limits=limits, timeout=60) as client:
+            while not over.is_set():
+                answers.append(client.post(url, json=_body(0) | {"max_tokens": 1}).status_code)
+
+    with ThreadPoolExecutor(4) as clients:
+        asking = [clients.submit(ask, kept) for kept in (0, 0, 1, 1)]
+        eventually(lambda: len(answers) > 10, 60, "that requests are answered")
+        os.kill(pids[0], signal.SIGTERM)
+        eventually(lambda: not psutil.pid_exists(pids[0]), 60, "that the router has ended")
+        count = len(answers)
+        eventually(lambda: len(answers) > count + 20, 60, "that the other one, or its successor, answers")
+        over.set()
+    for each in asking:
+        each.result()
+    assert set(answers) == {200}
+    for stream in (stream for each in streams.values() for stream in each):
+        stream.join(60)
+        assert (stream.failure, stream.finished) == ("", True)
+    eventually(lambda: len(serve.status()["routers"]) == 2, 30, "that both run again")
+
+
+def test_no_turn_of_a_chat_misses_the_cache(start: Callable[..., Serve]) -> None:
+    """Each request over a new connection: either router may take it."""
+    url = f"{start(*TWO_SMALL, '--routers', '2').await_ready().url}/v1/chat/completions"
+    for chat in range(6):
+        text = " ".join(f"Rule {chat}-{number}: be brief." for number in range(40))
+        messages = [{"role": "system", "content": text}]
+        before = 0
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"Question {turn} of chat {chat}: what now?"})
+            body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 16}
+            answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
+            messages.append(answer["choices"][0]["message"])
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= before - BLOCK, (chat, turn, answer["usage"])
+            before = answer["usage"]["prompt_tokens"]
 
 
 def test_a_port_of_a_serve_with_several_routers_is_taken(serve: Serve) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -12,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from headrace_proto.errors import ListenError
+from headrace_proto.inference_pb2 import GenerateOptions, GenerateRequest
+from headrace_proto.inference_pb2_grpc import InferenceStub
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
 from headrace_router.api.listen import bind_http
@@ -43,8 +47,8 @@ def start(
     """start(...): one more router on the reserved ports, with its own replica: a fake replica supports one router."""
     routers: list[RouterServer] = []
 
-    def make(**config: Any) -> RouterServer:
-        replica = make_replica()
+    def make(*, token_seconds: float = 0.0, **config: Any) -> RouterServer:
+        replica = make_replica(token_seconds=token_seconds)
         harness.replicas.append(replica)
         harness.call(replica.start())
         given = {
@@ -127,6 +131,79 @@ def test_both_get_connections_and_one_is_enough(harness: Any, start: Callable[..
     harness.call(pair[0].stop())
     for _ in range(8):
         assert ask() == 200
+
+
+def test_a_router_that_leaves_fails_no_request_while_another_one_serves(
+    harness: Any, start: Callable[..., RouterServer]
+) -> None:
+    """It gives up its share of the port, serves what comes on open connections, and ends these one by one."""
+    slow, fresh = {"max_tokens": 200}, httpx.Limits(max_keepalive_connections=0)
+    pair = start(shutdown_seconds=60.0, token_seconds=0.1), start()
+    url = f"http://127.0.0.1:{pair[0].http_port}/v1/completions"
+
+    def clients_of(leaving: RouterServer, count: int) -> list[httpx.Client]:
+        """Kept connections to this router."""
+        found: list[httpx.Client] = []
+        while len(found) < count:
+            before = _answered(leaving)
+            client = httpx.Client(headers=KEY, trust_env=False, timeout=60)
+            assert client.post(url, json=BODY).status_code == 200
+            if _answered(leaving) > before:
+                found.append(client)
+        return found
+
+    streaming, *kept = clients_of(pair[0], 4)
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(lambda: streaming.post(url, json=BODY | slow).text)
+        while not pair[0].services.admission.running:
+            time.sleep(0.01)
+        stopped = asyncio.run_coroutine_threadsafe(pair[0].stop(), harness.loop)
+        while not pair[0].services.admission.leaving:
+            time.sleep(0.01)
+        first = [client.post(url, json=BODY) for client in kept]
+        assert [(answer.status_code, answer.headers["connection"]) for answer in first] == [(200, "close")] * 3
+        served = _answered(pair[1])
+        with httpx.Client(headers=KEY, trust_env=False, limits=fresh) as client:
+            assert {client.post(url, json=BODY).status_code for _ in range(30)} == {200}
+        assert [client.post(url, json=BODY).status_code for client in kept] == [200] * 3, "over new connections"
+        assert _answered(pair[1]) == served + 33
+        assert not stopped.done() and httpx.get(f"http://{pair[0].info().metrics}/health/ready").status_code == 503
+        assert '"finish_reason":"stop"' in stream.result(60)
+        stopped.result(30)
+    for client in (streaming, *kept):
+        client.close()
+
+
+def test_a_call_over_grpc_continues_and_the_next_one_goes_to_another_router(
+    harness: Any, start: Callable[..., RouterServer]
+) -> None:
+    pair = start(shutdown_seconds=60.0, token_seconds=0.1), start()
+    key = (("authorization", "Bearer key-12345"),)
+
+    def answer(stub: InferenceStub, tokens: int) -> Any:
+        options = GenerateOptions(max_tokens=tokens)
+        return stub.Generate(GenerateRequest(model="tiny", prompt="x", options=options), metadata=key, timeout=60)
+
+    while True:  # until the channel is one to the first router
+        channel = grpc.insecure_channel(pair[0].info().grpc, options=[("grpc.use_local_subchannel_pool", 1)])
+        before = _answered(pair[0])
+        list(answer(InferenceStub(channel), 1))
+        if _answered(pair[0]) > before:
+            break
+        channel.close()
+    running = answer(InferenceStub(channel), 200)
+    events = [next(running)]
+    stopped = asyncio.run_coroutine_threadsafe(pair[0].stop(), harness.loop)
+    while not pair[0].services.admission.leaving:
+        time.sleep(0.01)
+    for _ in range(5):
+        with grpc.insecure_channel(pair[0].info().grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as fresh:
+            assert list(answer(InferenceStub(fresh), 1))
+    events += running
+    assert len(events) > 1 and not running.code().value[0]
+    stopped.result(30)
+    assert list(answer(InferenceStub(channel), 1)), "the channel has connected to the other router"
+    channel.close()
 
 
 def test_the_own_address_has_metrics_and_health_with_the_same_keys(start: Callable[..., RouterServer]) -> None:

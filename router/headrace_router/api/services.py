@@ -45,7 +45,7 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether new requests are accepted and can be answered."""
-        return not self.admission.closed and self.fleet.ready
+        return not self.admission.ending and self.fleet.ready
 
     @contextmanager
     def account(self, request_id: str, answer_id: str, began: float) -> Iterator[TimeAccount]:

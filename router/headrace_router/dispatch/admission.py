@@ -42,21 +42,37 @@ class Admission:
         self._admitted = 0  # run or wait
         self._ended = False
         self._drained = asyncio.Event()
+        self.leaving = False  # no further connection is accepted: other routers get them
         self.closed = False
 
     @property
     def running(self) -> int:
         return self._running
 
+    @property
+    def ending(self) -> bool:
+        """Whether connections end after their next answer."""
+        return self.leaving or self.closed
+
+    def leave(self) -> None:
+        """Requests on connections that are open are still served; each connection ends after its next answer."""
+        self.leaving = True
+        self._set_drained()
+
     def close(self) -> None:
         """Refuses new requests from now on; requests in flight continue."""
         self.closed = True
-        if not self._admitted:
-            self._drained.set()
+        self._set_drained()
 
     async def drained(self) -> None:
-        """After `close`: waits until no request is in flight, or `end_all` was called."""
-        await self._drained.wait()
+        """After `leave` or `close`: waits until no request is in flight, or `end_all` was called."""
+        while self._admitted and not self._ended:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def _set_drained(self) -> None:
+        if self.ending and not self._admitted:
+            self._drained.set()
 
     def end_all(self) -> None:
         """Refuses new requests, and ends the requests in flight with ShuttingDownError."""
@@ -102,8 +118,7 @@ class Admission:
                 self._metrics.in_flight.set(self._running)
         finally:
             self._admitted -= 1
-            if self.closed and not self._admitted:
-                self._drained.set()
+            self._set_drained()
             self._per_tenant[tenant.name] -= 1
             if not self._per_tenant[tenant.name]:
                 del self._per_tenant[tenant.name]

@@ -125,7 +125,7 @@ class InferenceService:
             watch.stop()
             if share is not None:
                 share.release()
-            if disconnected and not self._services.admission.closed:
+            if disconnected and not self._services.admission.ending:
                 self._services.metrics.cancelled.inc()
 
     async def ListModels(self, request: ListModelsRequest, context: Any) -> ListModelsResponse:

@@ -60,7 +60,12 @@ def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True,
     app.add_exception_handler(HTTPException, routing_error)
     app.add_exception_handler(ClientDisconnect, disconnected)
     return RequestMiddleware(
-        app, services.auth, services.metrics, metrics_need_key=metrics_need_key, local_only=local_only
+        app,
+        services.auth,
+        services.metrics,
+        lambda: services.admission.ending,
+        metrics_need_key=metrics_need_key,
+        local_only=local_only,
     )
 
 

@@ -1,6 +1,7 @@
 """The outermost layer: request ids, API keys, and an OpenAI error object for every exception of the inner layers."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -28,14 +29,18 @@ class RequestMiddleware:
         app: ASGIApp,
         auth: Authenticator,
         metrics: RouterMetrics,
+        ending: Callable[[], bool],
         *,
         metrics_need_key: bool = True,
         local_only: bool = False,
     ) -> None:
-        """`local_only`: requests whose Host header names another machine are refused."""
+        """ending: whether connections end after their next answer. `local_only`: requests whose Host header names
+        another machine are refused.
+        """
         self._app = app
         self._auth = auth
         self._metrics = metrics
+        self._ending = ending
         self._metrics_need_key = metrics_need_key
         self._local_only = local_only
 
@@ -53,8 +58,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
-                if over_share or body_is_unread():
-                    message["headers"].append((b"connection", b"close"))  # the rest of the body is not read
+                if over_share or body_is_unread() or self._ending():  # the rest of the body is not read
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         state: dict[str, Any] = scope.setdefault("state", {})

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import select
 import socket
 from collections.abc import Generator
 
@@ -39,6 +40,16 @@ class HttpServer:
         )
         self._server = _QuietServer(options)
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def stop_listening(self) -> None:
+        """Accepts no new connections; those that wait to be accepted still are."""
+        for server in self._server.servers:
+            waiting = select.poll()
+            for listening in server.sockets:
+                waiting.register(listening.fileno(), select.POLLIN)
+            while waiting.poll(0):  # noqa: ASYNC110  # the event loop accepts them
+                await asyncio.sleep(0)
+            server.close()  # without a pause since: closing a socket resets what waits there
 
     async def stop(self, seconds: float) -> None:
         """Accepts no new connections; responses get `seconds` to reach their clients, then connections are aborted."""

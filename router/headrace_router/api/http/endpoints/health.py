@@ -21,7 +21,7 @@ def add(app: FastAPI, services: Services) -> None:
     async def ready(model: str | None = None) -> Response:
         """With `model`: whether requests for this model are served; a model without replicas is not ready alone."""
         if not services.ready or (model is not None and not services.fleet.model_ready(model)):
-            closing = services.admission.closed
+            closing = services.admission.ending
             missing = "No model has a ready replica yet." if model is None else "The model has no ready replica."
             sentence = "The server is shutting down." if closing else missing
             return error_response(NoReplicaError(sentence))  # not raised: a probe is not counted as a failed request
