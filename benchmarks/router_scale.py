@@ -43,14 +43,12 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_router.core.attempt import Outcome
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
+from headrace_router.core.placement import FleetPlacement
 from headrace_router.core.policy import POLICIES
-from headrace_router.core.prefix.digest_table import Digests
-from headrace_router.core.prefix.prefix_index import PrefixIndex
-from headrace_router.core.prefix.prompt_blocks import GroupBlocks, PromptBlocks
-from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
+from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.core.prefix_index import Digests, PrefixIndex
+from headrace_router.core.replica_blocks import GroupBlocks, PromptBlocks, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.event_loop import exempt_from_collection

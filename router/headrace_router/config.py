@@ -11,9 +11,9 @@ from headrace_proto.flag import flag
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
-from headrace_router.core.disaggregation_mode import Mode
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy import PolicyName
+from headrace_router.core.policy.interface import Mode
 
 
 class StaticMember(BaseModel):

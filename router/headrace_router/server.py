@@ -27,7 +27,7 @@ from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
-from headrace_router.core.prefix.prefix_index import PrefixIndex
+from headrace_router.core.prefix_index import PrefixIndex
 from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.measured_placement import MeasuredPlacement

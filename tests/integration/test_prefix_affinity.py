@@ -4,7 +4,7 @@ import asyncio
 from random import Random
 from typing import Any
 
-from headrace_router.core.decision import Decision
+from headrace_router.core.placement import Decision
 from support.integration.in_process_cluster import InProcessCluster
 
 PREFIX, TAIL = 800, 20  # tokens

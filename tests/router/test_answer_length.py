@@ -1,6 +1,6 @@
 """How many tokens of an answer are to come: of a long one, too."""
 
-from headrace_router.core.answer_length import FIRST, AnswerLength
+from headrace_router.core.placement import FIRST, AnswerLength
 
 
 def test_it_follows_the_answers_of_a_model() -> None:

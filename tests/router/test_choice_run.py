@@ -21,9 +21,7 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
-from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.choice_run import ChoiceRun
-from headrace_router.core.decision import Decision
+from headrace_router.core.choice_run import SHARED_TOKENS, ChoiceRun
 from headrace_router.core.errors import (
     ApiError,
     DeadlineError,
@@ -32,12 +30,11 @@ from headrace_router.core.errors import (
     ReplicaLostError,
     ReplicasLostError,
 )
-from headrace_router.core.kv_source import KvSource
-from headrace_router.core.placement import MustWaitError, Placed
+from headrace_router.core.placement import Decision, KvSource, MustWaitError, Placed
 from headrace_router.core.policy import Prediction
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RETRY_SECONDS, RetryState
-from headrace_router.core.shared_prompt import SHARED_TOKENS
 
 ANSWER = [7, 8, 9, 10]
 PROMPT = [1, 2, 3]

@@ -19,12 +19,11 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import NoReplicaError, RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, CHECKED_SECONDS, LEAST_COMPARISONS, PEERS, Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
-from headrace_router.core.placement import MustWaitError
+from headrace_router.core.placement import FleetPlacement, MustWaitError
 from headrace_router.core.policy import LeastLoad
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.policy.rebalance import AFTER_LOSS_SECONDS, PAUSE_SECONDS
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.step_speed import LONGEST_PROBE_PAUSE, PROBE_SHARE

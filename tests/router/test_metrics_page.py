@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace_router.core.decision import Decision
-from headrace_router.core.kv_source import KvSource
-from headrace_router.core.placement import Placed
+from headrace_router.core.placement import Decision, KvSource, Placed
 from headrace_router.dispatch.measured_placement import placement_reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace_proto.replica_pb2 import Load, SourceSpeed, StepModel
-from headrace_router.core.disaggregation_mode import Mode
-from headrace_router.core.policy import disaggregate
-from headrace_router.core.policy.disaggregate import LEAST_TOKENS
+from headrace_router.core.policy import predicted as disaggregate
+from headrace_router.core.policy.interface import Mode
+from headrace_router.core.policy.predicted import LEAST_TOKENS
 from headrace_router.core.policy.rebalance import (
     AFTER_LOSS_SECONDS,
     COLD_USAGE,

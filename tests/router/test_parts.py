@@ -20,11 +20,10 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.api.http import strict_json
 from headrace_router.config import RouterSettings
-from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.attempt import Attempt, Outcome, SubmitQueue
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Session, Work
-from headrace_router.core.submit_queue import SubmitQueue
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_counters import ReplicaCounters
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard

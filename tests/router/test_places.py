@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_router.access.auth import Tenant
+from headrace_router.core.fair_queue import Places
 from headrace_router.core.limits import Limits
-from headrace_router.core.places import Places
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.router_metrics import RouterMetrics
 

@@ -1,6 +1,6 @@
 """Prompts that another replica has one compute count until its load includes them."""
 
-from headrace_router.core.remote_prompts import RemotePrompts
+from headrace_router.core.replica_state import RemotePrompts
 
 
 def test_a_prompt_counts_until_two_steps_after_the_other_replica_has_its_attempt() -> None:

@@ -16,8 +16,8 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_proto.stall import LONGEST_STALL, STALL_SECONDS
-from headrace_router.core.prefix.prefix_index import PrefixIndex
-from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
+from headrace_router.core.prefix_index import PrefixIndex
+from headrace_router.core.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 
 

@@ -23,9 +23,9 @@ from headrace_proto.replica_pb2 import (
     Submit,
 )
 from headrace_router.core.attempt import Outcome
-from headrace_router.core.kv_source import KvSource
-from headrace_router.core.prefix.prefix_index import PrefixIndex
-from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
+from headrace_router.core.placement import KvSource
+from headrace_router.core.prefix_index import PrefixIndex
+from headrace_router.core.replica_blocks import ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.replica_table import SPARE_NAMES, ReplicaTable
 

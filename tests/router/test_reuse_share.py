@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace_router.core.prefix.reuse_share import REMEMBERED, SAMPLED, ReuseShare
+from headrace_router.core.prefix_index import REMEMBERED, SAMPLED, ReuseShare
 
 
 def _blocks(first: int, count: int) -> "np.typing.NDArray[np.uint64]":

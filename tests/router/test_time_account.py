@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_proto.replica_pb2 import AttemptTimes
-from headrace_router.core.account import AccountTable, Cause, TimeAccount
-from headrace_router.core.account.time_account import MAX_DECISIONS
-from headrace_router.core.decision import Decision
+from headrace_router.core.account import MAX_DECISIONS, AccountTable, Cause, TimeAccount
+from headrace_router.core.placement import Decision
 
 US = st.integers(0, 10**9)
 TIMES = st.none() | st.builds(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_router.core.disaggregation_mode import Mode
+from headrace_router.core.policy.interface import Mode
 
 app = typer.Typer(rich_markup_mode=None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace_cluster.errors import ExplainRefusedError, UnknownRequestError
 from headrace_proto import control_pb2 as pb
-from headrace_router.core.account.account_table import KEPT
+from headrace_router.core.account import KEPT
 
 ANSWER_SECONDS = 3.0  # for all routers: they report twice a second
 MAX_QUESTIONS = 16  # at a time

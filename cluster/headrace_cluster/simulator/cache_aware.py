@@ -12,9 +12,8 @@ Here a tree is the set of the hashes of the blocks that were sent, of which the 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace_router.core.policy.chosen_target import ChosenTarget
-from headrace_router.core.policy.interface import Work
-from headrace_router.core.policy.view import View
+from headrace_router.core.policy.interface import View, Work
+from headrace_router.core.policy.simple import ChosenTarget
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64

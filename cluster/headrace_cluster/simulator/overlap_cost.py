@@ -4,9 +4,8 @@ Source: Dynamo's documentation, "KV Router": the cost of a worker is the prefill
 of 1.0, plus its active decode blocks; the lowest cost wins (temperature 0). Events of the caches are exact, as here.
 """
 
-from headrace_router.core.policy.chosen_target import ChosenTarget
-from headrace_router.core.policy.interface import Work, first_after
-from headrace_router.core.policy.view import View
+from headrace_router.core.policy.interface import View, Work, first_after
+from headrace_router.core.policy.simple import ChosenTarget
 
 OVERLAP_WEIGHT = 1.0
 BLOCK = 64  # tokens

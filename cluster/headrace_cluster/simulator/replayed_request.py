@@ -6,8 +6,7 @@ from typing import Any
 from headrace_cluster.simulator.trace import TraceRequest
 from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto.replica_pb2 import FINISH_NONE, TokenLogprobs
-from headrace_router.core.account import Cause, TimeAccount
-from headrace_router.core.account.recorder import Recorder
+from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.placement import Placed
 

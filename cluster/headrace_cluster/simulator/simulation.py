@@ -17,7 +17,7 @@ from headrace_cluster.simulator.trace_replica import TraceReplica
 from headrace_cluster.simulator.trace_router import TraceRouter
 from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto.replica_pb2 import ROLE_BOTH, ROLE_DECODE, ROLE_PREFILL, Role
-from headrace_router.core.disaggregation_mode import Mode
+from headrace_router.core.policy.interface import Mode
 
 DEFAULT_CACHE_TOKENS = 800_000  # of a replica: about what an H200 has beside 8 billion parameters in bfloat16
 DRAIN_SECONDS = 0.5  # between two looks at a replica that drains

@@ -10,8 +10,8 @@ from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.control_pb2 import Member
 from headrace_router.core.attempt import Attempt
-from headrace_router.core.prefix.prefix_index import PrefixIndex
-from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
+from headrace_router.core.prefix_index import PrefixIndex
+from headrace_router.core.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 
 RECONNECT_SECONDS = 0.1

@@ -12,14 +12,12 @@ from headrace_cluster.simulator.trace_replica import TraceReplica
 from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto.control_pb2 import Member, MemberList
 from headrace_proto.replica_pb2 import Sampling
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
-from headrace_router.core.disaggregation_mode import Mode
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
-from headrace_router.core.placement import Placed
+from headrace_router.core.placement import FleetPlacement, Placed
 from headrace_router.core.policy import Policy
-from headrace_router.core.prefix.prefix_index import PrefixIndex
+from headrace_router.core.policy.interface import ChoiceRequest, Mode
+from headrace_router.core.prefix_index import PrefixIndex
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 

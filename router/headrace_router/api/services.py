@@ -13,7 +13,7 @@ from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable, TimeAccount
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
+from headrace_router.core.placement import FleetPlacement
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.request import GenerationRequest

@@ -12,18 +12,82 @@ The choices of one prompt are placed together: the first one leads, the others w
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 from headrace_proto.replica_pb2 import Submit, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_interfaces import ChoiceOutput, RunListener, Timers
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import DeadlineError
-from headrace_router.core.kv_source import KvSource
-from headrace_router.core.placement import MustWaitError, Placed, Placement
+from headrace_router.core.placement import KvSource, MustWaitError, Placed, Placement
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.retry import RetryState
-from headrace_router.core.shared_prompt import SharedPrompt
+
+
+class ChoiceOutput(Protocol):
+    """The answer generated so far; the next attempt continues from its tokens."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete or failed; after a stop string, before the replica reports the end."""
+
+    @property
+    def failure(self) -> Exception | None: ...
+
+
+class RunListener(Protocol):
+    """Receives a run's events. `ended` comes last, once, and not after `ChoiceRun.cancel`."""
+
+    def placed(self, placed: Placed[Any]) -> None:
+        """An attempt starts."""
+
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> None:
+        """The next tokens, to be added to the output; called while their frame is read."""
+
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        """An attempt there was refused, lost or moved, and the choice continues. `begun`: tokens were sent."""
+
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        """The output is complete, by this attempt, or the choice failed."""
+
+
+class Timers(Protocol):
+    """The clock and timers of a run, in seconds on one monotonic clock. A timer is the function that cancels it."""
+
+    def now(self) -> float: ...
+
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Calls after the current call has returned."""
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]: ...
+
+
+SHARED_TOKENS = 64  # of a prompt at least, for its choices to wait until the first one has computed it
+
+
+class SharedPrompt(Generic[C]):
+    """The first choice sets `replica` and calls `release`; the others `wait`."""
+
+    def __init__(self, tokens: int) -> None:
+        self.replica: ReplicaState[C] | None = None  # of the first choice
+        self.long = tokens >= SHARED_TOKENS
+        self.computed = not self.long  # or the first choice has ended: a further one can start
+        self._waiting: list[Callable[[Exception | None], None]] = []
+
+    def wait(self, start: Callable[[Exception | None], None]) -> None:
+        """Calls `start` when the prompt is computed, with the failure of the first choice if it has failed before."""
+        self._waiting.append(start)
+
+    def release(self, failure: Exception | None = None) -> None:
+        """The prompt is computed, or the first choice has ended. Idempotent."""
+        self.computed = True
+        waiting, self._waiting = self._waiting, []
+        for start in waiting:
+            start(failure)
 
 
 class ChoiceRun(Generic[C]):

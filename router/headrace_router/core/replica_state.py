@@ -1,28 +1,206 @@
 """One replica's state in this router: pure; frames, time and attempt ids are passed in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import Generic, TypeVar
 
 from headrace_proto.control_pb2 import Member
 from headrace_proto.replica_pb2 import (
+    REPLICA_STATE_DRAINING,
     REPLICA_STATE_READY,
     REPLICA_STATE_UNHEALTHY,
+    ROLE_PREFILL,
     Load,
     ModelFacts,
     ReplicaFrame,
+    ReplicaIdentity,
+    Role,
     Submit,
 )
 from headrace_proto.stall import STALL_SECONDS, stall_limit
-from headrace_router.core.attempt import Attempt, OnTokens, Outcome
-from headrace_router.core.heartbeat import Heartbeat
-from headrace_router.core.known_replica import C as C
-from headrace_router.core.known_replica import KnownReplica
-from headrace_router.core.prefix.prompt_blocks import PromptBlocks
-from headrace_router.core.prefix.replica_blocks import ReplicaBlocks
-from headrace_router.core.remote_prompts import RemotePrompts
+from headrace_router.core.attempt import Attempt, OnTokens, Outcome, SubmitQueue
+from headrace_router.core.replica_blocks import HashScheme, PromptBlocks, ReplicaBlocks
+from headrace_router.core.sampling_options import default_options
 from headrace_router.core.step_speed import StepCost, StepSpeed
-from headrace_router.core.submit_queue import SubmitQueue
-from headrace_router.core.unreported import Unreported
+
+
+class Heartbeat:
+    """Whether a replica's step loop moves: its step counter, over all of its streams."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.step = -1  # the newest
+        self.moves = 0  # of the step counter, seen on one stream
+        self._clock = clock
+        self._boot_id: bytes | None = None  # of the process at the other end of the last stream
+        self.at = 0.0  # when the counter moved
+        self._opened = 0.0  # when the stream was opened
+
+    @property
+    def seconds(self) -> float:
+        """Since the step counter moved."""
+        return self._clock() - self.at
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since it moved, or the stream was opened."""
+        return self._clock() - max(self.at, self._opened)
+
+    def opened(self, boot_id: bytes, step: int, *, stalled: bool) -> None:
+        """A stream was opened, to this process.
+
+        A process whose step loop hangs may still connect: it counts as stalled until it makes a step.
+        """
+        if boot_id != self._boot_id or not stalled:
+            self.at = self._clock()
+        self._boot_id, self.step, self._opened = boot_id, step, self._clock()
+
+    def stepped(self, step: int) -> bool:
+        """The stream brought this number. Returns whether the counter moved."""
+        if step <= self.step:
+            return False
+        self.moves += self.step > 0  # the first one after a hello may be of an earlier time
+        self.step, self.at = step, self._clock()
+        return True
+
+    def extend(self, seconds: float) -> None:
+        """This process was paused: the replica's frames of that time are not read yet."""
+        now = self._clock()
+        self.at, self._opened = min(now, self.at + seconds), min(now, self._opened + seconds)
+
+
+class Unreported:
+    """Attempts that were sent to a replica and that its load does not include yet, with the tokens of each."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[bytes, int] = {}
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __contains__(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._attempts
+
+    def add(self, attempt_id: bytes, tokens: int) -> None:
+        self._attempts[attempt_id] = tokens
+        self.tokens += tokens
+
+    def discard(self, attempt_id: bytes) -> None:
+        """It is reported, or has ended."""
+        self.tokens -= self._attempts.pop(attempt_id, 0)
+
+    def clear(self) -> None:
+        self._attempts.clear()
+        self.tokens = 0
+
+
+STEPS = 2  # of the replica, after which its load includes a request that was on its way
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    is_reported: Callable[[], bool]
+    sent_step: int | None = None  # the newest step here, when the other replica had received its attempt
+
+
+class RemotePrompts:
+    """Prompts that other replicas have a replica compute, and that its load does not include yet, by attempt id.
+
+    The other replica receives the attempt first, which its load shows; then it requests the prompt. Two steps later
+    this one's load includes it.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, _Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(prompt.tokens for prompt in self._prompts.values())
+
+    def add(self, attempt_id: bytes, tokens: int, is_reported: Callable[[], bool]) -> None:
+        """is_reported: whether the load of the replica that will request it includes the attempt."""
+        self._prompts[attempt_id] = _Prompt(tokens, is_reported)
+
+    def discard(self, attempt_id: bytes) -> bool:
+        """It is computed, or not needed any more. Returns whether it was there."""
+        return self._prompts.pop(attempt_id, None) is not None
+
+    def stepped(self, step: int) -> None:
+        """This replica's load is that of this step."""
+        for attempt_id, prompt in list(self._prompts.items()):
+            if prompt.sent_step is None:
+                prompt.sent_step = step if prompt.is_reported() else None
+            elif step >= prompt.sent_step + STEPS:
+                del self._prompts[attempt_id]
+
+
+C = TypeVar("C")  # the owner's type of what it keeps per model: tokenizer, template
+
+
+class KnownReplica(Generic[C]):
+    """What the controller lists, and what the replica describes and reports of itself."""
+
+    def __init__(self, member: Member) -> None:
+        self.listing: Member | None = member  # the newest entry of the member list; None = no longer a member
+        self.address = member.address
+        self.identity: ReplicaIdentity = member.identity
+        self.model = self.revision = ""  # until it is described
+        self.defaults: Mapping[str, float] = {}  # of options that requests may omit
+        self.facts: ModelFacts | None = None
+        self.card: C | None = None
+        self.load = Load()
+        self.scheme: HashScheme | None = None  # of its blocks
+        self.rows = self.step_tokens = 0  # see `Candidate`
+        self._kv_blocks = self._block_size = 0
+
+    def apply(self, facts: ModelFacts, card: C) -> None:
+        """Applies what it reports of itself. card: what the owner made of the facts."""
+        self.identity, self.facts, self.card = facts.identity, facts, card
+        self.model, self.revision = facts.identity.model, facts.identity.revision
+        self.defaults = default_options(facts)
+        self.scheme = HashScheme.of(facts)
+        self.rows, self.step_tokens = facts.max_num_seqs, facts.max_num_batched_tokens
+        self._kv_blocks, self._block_size = facts.kv_blocks, facts.identity.kv_layout.block_size
+
+    @property
+    def replica_id(self) -> str:
+        return self.identity.replica_id or self.address
+
+    @property
+    def build(self) -> tuple[str, int]:
+        """Id and generation: during a rollout two builds of a replica may be ready."""
+        return self.replica_id, self.identity.generation
+
+    @property
+    def role(self) -> Role:
+        """As the controller lists it; without a controller, as the replica reports it."""
+        listed = self.listing.identity.role if self.listing is not None else None
+        return listed or self.identity.role
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.role == ROLE_PREFILL
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is drained: the end of its attempts is no failure."""
+        return self.load.draining or (self.listing is not None and self.listing.state == REPLICA_STATE_DRAINING)
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens in its KV cache, as far as its facts are known."""
+        return self.load.kv_usage * self._kv_blocks * self._block_size
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens that its KV cache has room for; 0 = not known."""
+        return self.load.free_blocks * self._block_size
+
 
 _SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
 CACHE_FULL = 0.9  # of its blocks: from then on new ones replace others

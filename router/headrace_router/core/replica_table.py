@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_router.core.policy.view import COLUMNS, View, row
-from headrace_router.core.prefix.hash_scheme import HashScheme
+from headrace_router.core.policy.interface import COLUMNS, View, row
+from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.replica_state import C, ReplicaState
 
 NONE = -1

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from headrace_proto.quantities import counted
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import ApiError, OverloadedError, QuotaError
-from headrace_router.core.fair_queue import FairQueue
+from headrace_router.core.fair_queue import FairQueue, Places
 from headrace_router.core.limits import Limits
-from headrace_router.core.places import Places
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 

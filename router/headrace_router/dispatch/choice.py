@@ -13,8 +13,8 @@ from headrace_proto.replica_pb2 import (
     FINISH_STOP,
     TokenLogprobs,
 )
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.stop_strings import StopMatcher
 

@@ -3,9 +3,8 @@
 from time import perf_counter
 from typing import Any
 
-from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.fleet_placement import FleetPlacement
-from headrace_router.core.placement import Placed
+from headrace_router.core.placement import FleetPlacement, Placed
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.text.model_card import ModelCard
 

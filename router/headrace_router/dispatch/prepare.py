@@ -9,11 +9,11 @@ from typing import Any, cast
 from headrace_proto.quantities import counted
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.access.auth import Tenant
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
-from headrace_router.core.prefix.hash_scheme import HashScheme
+from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from headrace_router.access.auth import Tenant
-from headrace_router.core.prefix.hash_scheme import HashScheme
-from headrace_router.core.prefix.prompt_blocks import PromptBlocks
+from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headrace_router.core.choice_request import ChoiceRequest
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 
 

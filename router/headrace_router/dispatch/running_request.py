@@ -10,8 +10,7 @@ import structlog
 
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
-from headrace_router.core.account import Cause, TimeAccount
-from headrace_router.core.account.recorder import Recorder
+from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, InternalError

@@ -22,8 +22,8 @@ from headrace_proto.replica_pb2 import (
     RouterHello,
 )
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_router.core.prefix.prefix_index import PrefixIndex
-from headrace_router.core.prefix.replica_blocks import MissedEventsError, ReplicaBlocks
+from headrace_router.core.prefix_index import PrefixIndex
+from headrace_router.core.replica_blocks import MissedEventsError, ReplicaBlocks
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.fetch_model import fetch_model

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_router.core.prefix.digest_table import Digests, DigestTable, TableFullError
-from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
+from headrace_router.core.prefix_index import Digests, DigestTable, PrefixIndex, TableFullError, digests_of
 
 MAX_BLOCKS = 1 << 16
 

@@ -7,10 +7,9 @@ import pytest
 
 from headrace_proto.block_hash import BlockHasher
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_router.core.prefix import prompt_blocks
-from headrace_router.core.prefix.hash_scheme import HashScheme
-from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
-from headrace_router.core.prefix.prompt_blocks import GroupBlocks, PromptBlocks
+from headrace_router.core import replica_blocks as prompt_blocks
+from headrace_router.core.prefix_index import PrefixIndex, digests_of
+from headrace_router.core.replica_blocks import GroupBlocks, HashScheme, PromptBlocks
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 

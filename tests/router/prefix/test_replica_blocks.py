@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from headrace_proto.replica_pb2 import CacheEvent, CacheFrame
-from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
-from headrace_router.core.prefix.replica_blocks import (
+from headrace_router.core.prefix_index import PrefixIndex, digests_of
+from headrace_router.core.replica_blocks import (
     EXPECTED_SECONDS,
     FORGET_HASHES,
     MAX_CLEARED,

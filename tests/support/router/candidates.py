@@ -7,12 +7,19 @@ from math import inf
 import numpy as np
 
 from headrace_proto.replica_pb2 import Load, Sampling
-from headrace_router.core.choice_request import ChoiceRequest
-from headrace_router.core.disaggregation_mode import Mode
-from headrace_router.core.policy.candidate import Candidate
-from headrace_router.core.policy.disaggregate import LEAST_TOKENS
-from headrace_router.core.policy.interface import Plan, Policy, Tokens, Work
-from headrace_router.core.policy.view import COLUMNS, View, row
+from headrace_router.core.policy.interface import (
+    COLUMNS,
+    Candidate,
+    ChoiceRequest,
+    Mode,
+    Plan,
+    Policy,
+    Tokens,
+    View,
+    Work,
+    row,
+)
+from headrace_router.core.policy.predicted import LEAST_TOKENS
 
 
 @dataclass

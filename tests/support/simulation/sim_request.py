@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_proto import replica_pb2 as pb
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_request import ChoiceRequest
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, DeadlineError
-from headrace_router.core.kv_source import KvSource
-from headrace_router.core.placement import Placed
+from headrace_router.core.placement import KvSource, Placed
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from support.simulation.client_request import ClientRequest, Phase

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from headrace_proto import control_pb2 as control
 from headrace_router.core.fleet import Fleet
-from headrace_router.core.fleet_placement import FleetPlacement
+from headrace_router.core.placement import FleetPlacement
 from headrace_router.core.policy import LeastLoad
-from headrace_router.core.policy.disaggregate import LEAST_TOKENS
+from headrace_router.core.policy.predicted import LEAST_TOKENS
 from support.simulation.client_request import ClientRequest
 from support.simulation.router_stream import RouterStream
 from support.simulation.sim_link import SimLink

@@ -2,13 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from headrace_router.core.policy.candidate import Candidate
-from headrace_router.core.policy.interface import Plan, Policy, Prediction, Work
-from headrace_router.core.policy.least_load import LeastLoad
+from headrace_router.core.policy.interface import Candidate, Plan, Policy, Prediction, View, Work
 from headrace_router.core.policy.predicted import Predicted
-from headrace_router.core.policy.round_robin import RoundRobin
-from headrace_router.core.policy.session import Session
-from headrace_router.core.policy.view import View
+from headrace_router.core.policy.simple import LeastLoad, RoundRobin, Session
 
 __all__ = [
     "POLICIES",

@@ -21,7 +21,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_router.core.policy.view import Column, View
+from headrace_router.core.policy.interface import Column, View
 
 # Mean time between two moves away from one replica: the reported loads must include the last one first.
 PAUSE_SECONDS = 0.5

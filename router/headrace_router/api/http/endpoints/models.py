@@ -6,7 +6,7 @@ from fastapi import FastAPI, Response
 
 from headrace_router.api.http.formats import json_response
 from headrace_router.api.services import Services
-from headrace_router.core.served_models import ServedModel
+from headrace_router.core.fleet import ServedModel
 
 
 def add(app: FastAPI, services: Services) -> None:

@@ -3,12 +3,139 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace_proto.replica_pb2 import CacheEvent, CacheFrame
-from headrace_router.core.prefix.digest_table import Digests, TableFullError
-from headrace_router.core.prefix.prefix_index import PrefixIndex, digests_of
+from headrace_proto.block_hash import BlockHasher, CacheScope
+from headrace_proto.replica_pb2 import CacheEvent, CacheFrame, ModelFacts
+from headrace_router.core.prefix_index import Digests, Lengths, PrefixIndex, TableFullError, digests_of
+
+MAX_EXPECTED = 2048  # blocks of one prompt that an attempt is expected to leave; of a longer one its beginning
+MAX_COVERED = 1 << 19  # blocks x replicas of a group with a window: some milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """A prompt's full blocks in one cache group."""
+
+    window: int  # tokens that a query sees, itself included; 0 = all
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class PromptBlocks:
+    """A prompt's full blocks in every cache group, the same number in each."""
+
+    block_size: int  # tokens
+    groups: Sequence[GroupBlocks]
+
+    @cached_property
+    def digests(self) -> Digests:
+        """Of all groups."""
+        return np.concatenate([group.digests for group in self.groups])
+
+    @cached_property
+    def expected(self) -> Digests:
+        """Distinct ones that a replica which computes the prompt will have: the same array for all attempts."""
+        most = MAX_EXPECTED // len(self.groups)
+        return np.unique(np.concatenate([group.digests[:most] for group in self.groups]))
+
+    def cached_tokens(self, index: PrefixIndex, tokens: int, *, held: bool = False) -> Lengths:
+        """By slot: of at most that many leading tokens, how many need no computation there, [slots].
+
+        held: without those that the replicas are only expected to have soon.
+
+        The rule of the replicas: every block before, and with a window those that the next query sees.
+        """
+        most = np.full(index.slots, tokens // self.block_size, np.int64)
+        for group in self.groups:
+            if not group.window:
+                most = np.minimum(most, index.match(group.digests, held=held))
+        windowed = [group for group in self.groups if group.window]
+        if windowed and most.any():
+            count = int(most.max())
+            slots, few = np.flatnonzero(most), max(1, MAX_COVERED // count)
+            if len(slots) > few:  # the others count as without the prompt: some of those with most of it suffice
+                slots = slots[np.argpartition(-most[slots], few - 1)[:few]]
+            covered = np.ones((count + 1, len(slots)), np.bool_)
+            for group in windowed:
+                covered &= self._covered(index.holders(group.digests[:count], slots, held=held), group.window)
+            covered &= np.arange(count + 1)[:, None] <= most[slots]
+            most[:] = 0
+            most[slots] = count - covered[::-1].argmax(axis=0)  # a prefix of no blocks is covered
+        return most * self.block_size
+
+    def _covered(self, holders: NDArray[np.bool_], window: int) -> NDArray[np.bool_]:
+        """[blocks + 1, replicas]: whether all blocks that the query after so many blocks sees are there."""
+        count, replicas = holders.shape
+        missing = np.zeros((count + 1, replicas), np.int32)
+        np.cumsum(~holders, axis=0, out=missing[1:])
+        blocks = np.arange(count + 1)
+        passed = np.maximum(0, blocks * self.block_size - window + 1) // self.block_size
+        seen: NDArray[np.bool_] = missing == missing[passed]
+        return seen
+
+
+NO_ADAPTER = ""
+MAX_BLOCKS = 1 << 18  # of one prompt, in all cache groups: each is hashed and looked up
+
+
+@dataclass(frozen=True, slots=True)
+class HashScheme:
+    """The same for all replicas of a model with one dtype, layout and cluster secret. The key is secret."""
+
+    key: bytes
+    model: str
+    revision: str
+    dtype: str
+    kv_dtype: str
+    layout_version: int
+    block_size: int
+    windows: tuple[int, ...]  # by cache group; 0 = all
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> Self | None:
+        """None for a replica without a prefix cache, or whose prompts have too many blocks."""
+        identity, layout = facts.identity, facts.identity.kv_layout
+        if not facts.cache_key or not layout.block_size:
+            return None
+        if len(layout.groups) * -(-facts.max_model_len // layout.block_size) > MAX_BLOCKS:
+            return None
+        groups = sorted(layout.groups, key=lambda group: group.index)
+        return cls(
+            facts.cache_key,
+            identity.model,
+            identity.revision,
+            identity.dtype,
+            identity.kv_dtype,
+            layout.version,
+            layout.block_size,
+            tuple(group.window for group in groups),
+        )
+
+    def blocks(self, tenant_salt: bytes, token_ids: Sequence[int]) -> PromptBlocks:
+        """The full blocks of a tenant's prompt. About 1 ms for 8,192 tokens: call it off the event loop."""
+        hasher = BlockHasher(self.key)
+        groups = []
+        for group, window in enumerate(self.windows):
+            scope = CacheScope(
+                tenant_salt=tenant_salt,
+                model=self.model,
+                revision=self.revision,
+                adapter=NO_ADAPTER,
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                layout_version=self.layout_version,
+                block_size=self.block_size,
+                group=group,
+            )
+            hashes = hasher.chain(hasher.root(scope), token_ids, self.block_size)
+            groups.append(GroupBlocks(window, digests_of(hashes)))
+        return PromptBlocks(self.block_size, tuple(groups))
+
 
 EXPECTED_SECONDS = 5.0  # after the end of an attempt: the events of its blocks have come by then
 MAX_EVENTS = 1024  # of one frame; a replica sends one per cache group, and one that clears
