@@ -1,11 +1,13 @@
-"""Writes what is made from the cluster spec: `values.schema.json` and the table of values in the chart's README.
+"""Writes `values.schema.json` and the table of values in the chart's README.
 
     python helm/schema.py
 
-The spec's part comes from the pydantic models, without the keys that the chart owns; the rest is declared here.
+The part of `spec` is the schema of the cluster spec, without the keys that the chart sets itself. The other values have the
+types and comments of `values.yaml`, and the rules of RULES.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +17,115 @@ from headrace_cluster.spec.schema import spec_schema
 
 Schema = dict[str, Any]
 CHART = Path(__file__).parent / "headrace"
-# The chart sets these keys; a value for one of them would break the pods.
+MARK = "<!-- values: made by helm/schema.py -->\n"
+# Keys of the cluster spec that the chart sets; a value for one of them would break the pods.
+_ADDRESSES = ("host", "port", "grpc_port", "count", "metrics_port", "metrics_host", "metrics_no_auth")
 OWNED = {
     "ClusterSpec": ("ray", "control", "admin", "auth", "tls"),
-    "RoutersSpec": (
-        *("host", "port", "grpc_port", "count", "metrics_port", "metrics_host", "metrics_no_auth", "shutdown_seconds"),
-    ),
+    "RoutersSpec": (*_ADDRESSES, "shutdown_seconds"),
 }
-QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$"}
-SHM = {"type": "string", "pattern": "^[0-9]+[MG]i$"}
-NAME = {"type": "string", "pattern": "^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$"}
-TEXT, FLAG, MAP = {"type": "string"}, {"type": "boolean"}, {"type": "object"}
-OBJECTS = {"type": "array", "items": MAP}
-STRINGS = {"type": "array", "items": TEXT}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-RESOURCES = {"type": "object", "properties": {"requests": MAP, "limits": MAP}, "additionalProperties": False}
+_LINE = re.compile(r"( *)([A-Za-z]+):(?: .*?)??(?:  ?# (.+))?")
+_NAME: Schema = {"pattern": "^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$"}
+_DIGEST: Schema = {"pattern": "^(sha256:[0-9a-f]{64})?$"}
+_QUANTITY: Schema = {"pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$"}
+_SHM: Schema = {"pattern": "^[0-9]+[MG]i$"}
+_TEXTS: Schema = {"items": {"type": "string"}}
+_TEXT_MAP: Schema = {"additionalProperties": {"type": "string"}}
+_ANY: Schema = {"type": "object"}
+_RESOURCES: Schema = {"properties": {"requests": _ANY, "limits": _ANY}, "additionalProperties": False}
 
 
-def _number(least: int, most: int = 1024) -> Schema:
-    return {"type": "integer", "minimum": least, "maximum": most}
+def _between(least: int, most: int) -> Schema:
+    return {"minimum": least, "maximum": most}
 
 
-def _section(**properties: tuple[Schema, str] | Schema) -> Schema:
-    """A closed object; each property is a schema, or a schema and its description for the table of values."""
-    entries = {
-        name: entry if isinstance(entry, dict) else entry[0] | {"description": entry[1]}
-        for name, entry in properties.items()
-    }
-    return {"type": "object", "properties": entries, "additionalProperties": False}
+# Of the keys with these last parts of their paths.
+RULES: dict[str, Schema] = {
+    **dict.fromkeys(("className", "existingClaim", "existingSecret", "priorityClassName", "storageClass"), _NAME),
+    **dict.fromkeys(("digest.router", "digest.workerCpu", "digest.workerCuda"), _DIGEST),
+    **dict.fromkeys(("annotations", "labels", "nodeSelector"), _TEXT_MAP),
+    **dict.fromkeys(("capabilities", "hostnames", "pullSecrets"), _TEXTS),
+    **dict.fromkeys(("memory", "size"), _QUANTITY),
+    **dict.fromkeys(("resources", "controllerResources"), _RESOURCES),
+    **dict.fromkeys(("httpPort", "grpcPort"), _between(1, 65535)),
+    **dict.fromkeys(("router.replicas", "min", "max"), _between(1, 1024)),
+    "accessMode": {"enum": ["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]},
+    "autoscaling.cpu": _between(1, 1000),
+    "cpus": {"type": "number", "exclusiveMinimum": 0},
+    "drainSeconds": _between(1, 86400),
+    "gpus": _between(0, 64),
+    "minAvailable": _between(0, 1024),
+    "mountPath": {"pattern": "^/."},
+    "preStopSeconds": _between(1, 300),
+    "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "runtimeClassName": _NAME,
+    "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "shm": _SHM,
+    "storage": {"enum": ["rocksdb", "none"]},
+    "workerDefaults.replicas": _between(0, 1024),
+}
+# Maps of Kubernetes, which it checks itself, and those of the chart with keys that users choose.
+_WHOLE = ("spec", "workers", "resources", "controllerResources", "podSecurityContext")
 
 
-def _scheduled(**properties: tuple[Schema, str] | Schema) -> Schema:
-    return _section(
-        **properties,
-        nodeSelector=(TEXTS, "labels of the Kubernetes nodes for these pods"),
-        tolerations=(OBJECTS, "taints of nodes that these pods accept"),
-        affinity=(MAP, "affinity of these pods"),
-        priorityClassName=(NAME, "their PriorityClass"),
-    )
+def values_schema() -> Schema:
+    """The JSON schema of the chart's values."""
+    schema = _section(_defaults(), "", _descriptions())
+    keys: Schema = schema["properties"]
+    spec, definitions = _spec()
+    keys["spec"] = spec | {"description": keys["spec"]["description"]}
+    group = {"anyOf": [keys["workerDefaults"], {"type": "null"}]}  # null removes a group of another values file
+    names = {"pattern": "^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$"}
+    keys["workers"] |= {"propertyNames": names, "additionalProperties": group}
+    keys["global"] = {"type": "object", "description": "set by a chart that contains this one, and not used"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions, **schema}
+
+
+def schema_text() -> str:
+    """The content of `values.schema.json`."""
+    return json.dumps(values_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def readme() -> str:
+    """The chart's README with a current table of values, which stands between two marks."""
+    before, _, after = (CHART / "README.md").read_text(encoding="utf-8").split(MARK)
+    rows = "\n".join(_rows(values_schema(), _defaults(), ""))
+    return f"{before}{MARK}| value | default | what it is |\n| --- | --- | --- |\n{rows}\n{MARK}{after}"
+
+
+def _defaults() -> dict[str, Any]:
+    defaults: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    return defaults
+
+
+def _descriptions() -> dict[str, str]:
+    """The comments of `values.yaml` by the path of their key."""
+    found: dict[str, str] = {}
+    path: list[str] = []
+    for line in (CHART / "values.yaml").read_text(encoding="utf-8").splitlines():
+        if match := _LINE.fullmatch(line):
+            path = [*path[: len(match[1]) // 2], match[2]]
+            if match[3]:
+                found[".".join(path)] = match[3]
+    return found
+
+
+def _section(defaults: dict[str, Any], path: str, descriptions: dict[str, str]) -> Schema:
+    """A closed object with these keys. Raises KeyError if one of them has no comment."""
+    keys = {name: _value(default, f"{path}{name}", descriptions) for name, default in defaults.items()}
+    return {"type": "object", "properties": keys, "additionalProperties": False}
+
+
+def _value(default: Any, path: str, descriptions: dict[str, str]) -> Schema:
+    name = path.rpartition(".")[2]
+    if isinstance(default, dict) and default and name not in _WHOLE:
+        about = {"description": descriptions[path]} if path in descriptions else {}
+        return _section(default, f"{path}.", descriptions) | about
+    rules = [rule for key, rule in RULES.items() if f".{path}".endswith(f".{key}")]
+    items = {"items": _ANY} if isinstance(default, list) else {}
+    types = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    schema = {"type": types[type(default)], **items, "description": descriptions[path]}
+    return schema | (rules[0] if rules else {})
 
 
 def _spec() -> tuple[Schema, Schema]:
@@ -65,161 +138,20 @@ def _spec() -> tuple[Schema, Schema]:
         for field in section["properties"].values():
             field.pop("flag", None)  # for the command line only
             field.pop("help", None)
-    schema["description"] = "the cluster spec of the command line, `headrace config schema`, without what the chart sets"
     used = json.dumps([schema, definitions])
     return schema, {name: section for name, section in definitions.items() if f'"#/$defs/{name}"' in used}
 
 
-def values_schema() -> Schema:
-    """The JSON schema of the chart's values."""
-    spec, definitions = _spec()
-    worker = _scheduled(
-        replicas=(_number(0), "pods of the group"),
-        gpus=(_number(0, 64), "GPUs of one pod; with any, the image is `image.workerCuda`"),
-        gpuResource=(TEXT, "resource name of these GPUs"),
-        cpus=({"type": "number", "exclusiveMinimum": 0}, "CPUs of one pod, which Ray divides among ranks on CPUs"),
-        memory=(QUANTITY, "memory of one pod, `/dev/shm` included"),
-        shm=(SHM, "size of `/dev/shm`; 1Gi or more where tp is above 1"),
-        drainSeconds=(_number(0, 86400), "that a pod that is to end may serve what is in flight"),
-        readOnlyRootFilesystem=(FLAG, "false where a driver of GPUs writes into the root file system"),
-        runtimeClassName=(NAME, "RuntimeClass of the pods, such as nvidia"),
-        capabilities=(STRINGS, "added capabilities, such as IPC_LOCK for InfiniBand"),
-        resources=(RESOURCES, "merged over what cpus, memory and gpus give, such as devices of a network"),
-    )
-    schema = _section(
-        nameOverride=(TEXT, "replaces headrace in names"),
-        fullnameOverride=(TEXT, "the whole name of the release's objects, at most 40 characters"),
-        image=_section(
-            registry=(TEXT, "host and path before the names of the images"),
-            router=(TEXT, "image of the routers"),
-            workerCpu=(TEXT, "image of the head, and of workers without GPUs"),
-            workerCuda=(TEXT, "image of workers with GPUs"),
-            tag=(TEXT, "tag of the images; empty = the chart's appVersion"),
-            digest=(_section(router=TEXT, workerCpu=TEXT, workerCuda=TEXT), "sha256:… of each image, instead of a tag"),
-            pullPolicy=({"enum": ["Always", "IfNotPresent", "Never"]}, "when images are pulled"),
-            pullSecrets=(STRINGS, "names of Secrets for the registry"),
-        ),
-        rayVersion=(TEXT, "version of Ray in the images"),
-        spec=spec,
-        auth=_section(
-            enabled=(FLAG, "require an API key; false serves everyone who reaches the Service"),
-            existingSecret=(NAME, "Secret with cluster-secret, metrics-key and api-keys; empty = one is made once"),
-        ),
-        tls=_section(
-            existingSecret=(NAME, "Secret with tls.crt and tls.key for HTTP and gRPC; empty = no TLS"),
-            clientCa=(FLAG, "require client certificates of the authorities in ca.crt of that Secret"),
-        ),
-        hub=_section(
-            existingSecret=(NAME, "Secret with `token`, for private models of the Hub"),
-            offline=(FLAG, "never contact the Hub"),
-        ),
-        router=_scheduled(
-            replicas=(_number(1), "router pods without autoscaling"),
-            autoscaling=_section(
-                enabled=(FLAG, "scale the routers by their CPU"),
-                min=(_number(1), "router pods at least"),
-                max=(_number(1), "router pods at most"),
-                cpu=(_number(1, 100), "target of their CPU in percent of the request"),
-            ),
-            preStopSeconds=(_number(1, 300), "that a router serves on while proxies learn that it ends"),
-            minAvailable=(_number(0), "routers that a drain of nodes leaves; no budget where there are no more"),
-            topologyKey=(TEXT, "label of nodes over which routers are spread"),
-            resources=(RESOURCES, "of a router; memory: 170Mi, spec.limits.total_body_bytes and tokenizing"),
-        ),
-        head=_scheduled(
-            shm=(SHM, "size of `/dev/shm` of the head pod"),
-            resources=(RESOURCES, "of Ray's head"),
-            controllerResources=(RESOURCES, "of the controller"),
-        ),
-        gcs=_section(
-            storage=({"enum": ["rocksdb", "none"]}, "rocksdb: the state of Ray's head is kept; none: all ends with it"),
-            existingClaim=(NAME, "PersistentVolumeClaim for that state; empty = one is made"),
-            size=(QUANTITY, "size of the claim that is made"),
-            storageClass=(NAME, "its StorageClass; empty = the default one"),
-        ),
-        workerDefaults=(worker, "values of each group in `workers` that sets none itself"),
-        workers={
-            "description": "groups of worker pods by name, each with the keys of `workerDefaults`; a model runs on one by "
-            "node_labels: {headrace.dev/group: NAME}",
-            "type": "object",
-            "propertyNames": {"pattern": "^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$"},
-            "additionalProperties": {"anyOf": [worker, {"type": "null"}]},
-        },
-        models=_section(
-            existingClaim=(NAME, "PersistentVolumeClaim with folders of models, mounted read-only in workers"),
-            mountPath=({"type": "string", "pattern": "^/."}, "where; spec.models[].source is a folder below it"),
-        ),
-        cache=_section(
-            enabled=(FLAG, "a volume for downloads from the Hub, shared by the workers"),
-            existingClaim=(NAME, "its PersistentVolumeClaim; empty = one is made"),
-            size=(QUANTITY, "size of the claim that is made"),
-            storageClass=(NAME, "its StorageClass; empty = the default one"),
-            accessMode=({"enum": ["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]}, "its access mode"),
-        ),
-        service=_section(
-            type=({"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, "type of the Service for clients"),
-            annotations=(TEXTS, "its annotations"),
-            httpPort=(_number(1, 65535), "its port for HTTP"),
-            grpcPort=(_number(1, 65535), "its port for gRPC"),
-        ),
-        ingress=_section(
-            enabled=(FLAG, "an Ingress for HTTP"),
-            className=(NAME, "its IngressClass; empty = the default one"),
-            host=(NAME, "its host; empty = every one"),
-            annotations=(TEXTS, "its annotations, over those for nginx"),
-            tls=(OBJECTS, "its tls"),
-        ),
-        gateway=_section(
-            enabled=(FLAG, "an HTTPRoute of the Gateway API"),
-            parentRefs=(OBJECTS, "the Gateways of the routes"),
-            hostnames=(STRINGS, "host names of the routes"),
-            grpc=(FLAG, "a GRPCRoute, too"),
-        ),
-        networkPolicy=_section(
-            enabled=(FLAG, "restrict who reaches the pods"),
-            clients=(OBJECTS, "peers that may send requests; empty = all"),
-            monitoring=(OBJECTS, "peers that may read metrics; empty = none"),
-            egress=(OBJECTS, "rules of egress, besides DNS and the pods of Ray; empty = all"),
-        ),
-        podSecurityContext=(MAP, "security context of all pods; both containers of the head need one user"),
-        extra=_section(
-            env=(OBJECTS, "environment variables of all containers"),
-            volumes=(OBJECTS, "volumes of all pods"),
-            volumeMounts=(OBJECTS, "mounts of all containers"),
-            labels=(TEXTS, "labels of all pods"),
-            annotations=(TEXTS, "annotations of all pods"),
-        ),
-        **{"global": (MAP, "set by a chart that contains this one; not used")},
-    )
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions, **schema}
-
-
-def _rows(schema: Schema, defaults: Any, path: str) -> list[str]:
+def _rows(schema: Schema, defaults: dict[str, Any], path: str) -> list[str]:
     rows: list[str] = []
     for name, entry in schema["properties"].items():
-        default, key = (defaults or {}).get(name), f"{path}{name}"
-        if key == "spec" or "properties" not in entry or "requests" in entry["properties"]:
-            shown = "" if key == "global" else f"`{json.dumps(default)}`"
-            rows.append(f"| `{key}` | {'see values.yaml' if len(shown) > 90 else shown} | {entry['description']} |")
-        else:
-            rows += _rows(entry, default, f"{key}.")
+        inner = "properties" in entry and name not in _WHOLE
+        if "description" in entry:
+            shown = "" if name == "global" or inner or name in _WHOLE else f"`{json.dumps(defaults[name])}`"
+            rows.append(f"| `{path}{name}` | {shown} | {entry['description']} |")
+        if inner:
+            rows += _rows(entry, defaults[name], f"{path}{name}.")
     return rows
-
-
-MARK = "<!-- values: made by helm/schema.py -->\n"
-
-
-def readme() -> str:
-    """The chart's README with a current table of values, which stands between two marks."""
-    before, _, after = (CHART / "README.md").read_text(encoding="utf-8").split(MARK)
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    table = "\n".join(["| value | default | what it is |", "| --- | --- | --- |", *_rows(values_schema(), defaults, "")])
-    return f"{before}{MARK}{table}\n{MARK}{after}"
-
-
-def schema_text() -> str:
-    """The content of `values.schema.json`."""
-    return json.dumps(values_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
