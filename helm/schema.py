@@ -2,8 +2,8 @@
 
     python helm/schema.py
 
-The part of `spec` is the schema of the cluster spec, without the keys that the chart sets itself. The other values have the
-types and comments of `values.yaml`, and the rules of RULES.
+The part of `spec` is the schema of the cluster spec, without the keys that the chart sets itself. The other values have
+the types and comments of `values.yaml`, and the rules of RULES.
 """
 
 import json

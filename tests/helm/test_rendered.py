@@ -6,7 +6,20 @@ import pytest
 import yaml
 
 from headrace_cluster.spec.settings import build_spec
-from support.helm.chart import CHART, CI_FILES, NAMES, RefusedError, named, of_kind, pods, render, run_helm, values_file
+from support.helm.chart import (
+    CHART,
+    CI_FILES,
+    NAMES,
+    RefusedError,
+    changed,
+    config,
+    named,
+    of_kind,
+    pods,
+    render,
+    run_helm,
+    values_file,
+)
 from support.helm.schemas import GATEWAY, KUBERAY, cluster_errors, errors
 
 VERSIONS = ("1.30", "1.33", "1.37")
@@ -34,7 +47,9 @@ def test_install_shows_the_next_three_commands(values: str) -> None:
 def test_objects_match_their_schemas(values: str, release: str) -> None:
     objects = render(values, release)
     known = [found for found in objects if found["kind"] != "RayCluster" and found["apiVersion"] != GATEWAY]
-    ray = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod.name}, "spec": pod.spec} for pod in pods(objects)]
+    ray = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod.name}, "spec": pod.spec} for pod in pods(objects)
+    ]
     found = [
         f"{version} {document['kind']} {document['metadata']['name']}: {error}"
         for version in VERSIONS
@@ -88,9 +103,27 @@ def _models(values: str) -> list[dict[str, str]]:
     return found
 
 
+def test_values_of_zero_and_false_are_kept() -> None:
+    objects = changed(
+        spec__health={"drain_seconds": 0},
+        spec__routers={"rebalancing": False, "migration_limit": 0},
+        workers__serving={"replicas": 0, "readOnlyRootFilesystem": False},
+        workers__other={},
+        spec__models=[{}],
+    )
+    assert config(objects, "cluster.yaml")["health"] == {"drain_seconds": 0}
+    routers = config(objects, "router.yaml")["routers"]
+    assert (routers["rebalancing"], routers["migration_limit"]) == (False, 0)
+    serving = named(objects, "RayCluster")["spec"]["workerGroupSpecs"][1]
+    assert (serving["groupName"], serving["replicas"]) == ("serving", 0)
+    security = serving["template"]["spec"]["containers"][0]["securityContext"]
+    assert security["readOnlyRootFilesystem"] is False
+
+
 def test_clients_behind_a_proxy_share_the_limit_of_connections() -> None:
-    limits = yaml.safe_load(named(render("gateway"), "ConfigMap")["data"]["router.yaml"])["limits"]
-    assert limits["connections_per_address"] == 4096
+    assert config(render("gateway"), "router.yaml")["limits"]["connections_per_address"] == 4096
+    own = changed("gateway", spec__limits={"request_seconds": 600, "connections_per_address": 9})
+    assert config(own, "router.yaml")["limits"]["connections_per_address"] == 9
 
 
 def test_routes_lead_to_the_ports_of_the_service() -> None:

@@ -30,10 +30,10 @@
 {{- range $model := $values.spec.models | default (list dict) -}}
 {{- $shape := dict "model" ($model.name | default $model.source | default "smollm2") "device" ($model.device | default "auto") "share" ($model.cpu_share | default 0.05) -}}
 {{- $pools := list (merge (dict "replicas" ($model.replicas | default 1) "labels" ($model.node_labels | default dict) "tp" ($model.tp | default 1) "pp" ($model.pp | default 1)) $shape) -}}
-{{- if and $model.prefill $model.decode -}}
+{{- if and (kindIs "map" $model.prefill) (kindIs "map" $model.decode) -}}
 {{- $pools = list -}}
 {{- range list $model.prefill $model.decode -}}
-{{- $pools = append $pools (merge (dict "replicas" (.replicas | default 1) "labels" (.node_labels | default $model.node_labels | default dict) "tp" (.tp | default $model.tp | default 1) "pp" (.pp | default $model.pp | default 1)) $shape) -}}
+{{- $pools = append $pools (merge (dict "replicas" (.replicas | default 1) "labels" (kindIs "map" .node_labels | ternary .node_labels ($model.node_labels | default dict)) "tp" (.tp | default $model.tp | default 1) "pp" (.pp | default $model.pp | default 1)) $shape) -}}
 {{- end -}}
 {{- end -}}
 {{- range $pools -}}
@@ -94,7 +94,7 @@
 {{- $where := join " and workers." $names -}}
 {{- if lt (int $fits) (mul (int $pool.replicas) (int $pool.pp) | int) -}}
 {{- $each := $onGpus | ternary (printf "%d GPUs" $tp) (printf "%v CPUs" (mulf $pool.share $tp)) -}}
-{{- fail (printf "%s needs %d times %s, each within one pod, but workers.%s have room for %d: raise replicas, %s there, or lower replicas, tp or pp in spec.models" $pool.model (mul (int $pool.replicas) (int $pool.pp) | int) $each $where (int $fits) ($onGpus | ternary "gpus" "cpus")) -}}
+{{- fail (printf "%s needs %d times %s, each within one pod, but there is room for %d in workers.%s: raise replicas or %s there, or lower replicas, tp or pp in spec.models" $pool.model (mul (int $pool.replicas) (int $pool.pp) | int) $each (int $fits) $where ($onGpus | ternary "gpus" "cpus")) -}}
 {{- end -}}
 {{- if $onGpus -}}
 {{- $key := join " " $names -}}

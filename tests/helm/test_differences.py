@@ -1,0 +1,90 @@
+"""What a change of values changes: renders before and after it."""
+
+from typing import Any
+
+import pytest
+
+from support.helm.chart import Object, changed, named, render
+
+
+def _differences(**changes: Any) -> set[str]:
+    """Kind and name of every object that differs, except the Secret, which is random without a cluster."""
+    before, after = (
+        {(found["kind"], found["metadata"]["name"]): found for found in objects}
+        for objects in (render(), changed(**changes))
+    )
+    keys = before.keys() | after.keys()
+    return {
+        f"{kind} {name}"
+        for kind, name in keys
+        if kind != "Secret" and before.get((kind, name)) != after.get((kind, name))
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec__health": {"start_seconds": 900}},
+        {"spec__models": [{"source": "smollm2", "cpu_share": 4, "max_num_seqs": 8}]},
+    ],
+)
+def test_models_and_health_change_no_pod(changes: dict[str, Any]) -> None:
+    assert _differences(**changes) == {"ConfigMap headrace-config"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec__limits": {"request_seconds": 600, "max_queued_requests": 7}},
+        {"spec__routers": {"policy": "round-robin"}},
+        {"tls__existingSecret": "public-tls"},
+        {"auth__enabled": False},
+    ],
+)
+def test_settings_of_routers_replace_routers_alone(changes: dict[str, Any]) -> None:
+    found = _differences(**changes)
+    assert {"ConfigMap headrace-config", "Deployment headrace-router"} <= found
+    assert not any(name.startswith("RayCluster") for name in found)
+    keys = [_template(objects)["annotations"]["checksum/router"] for objects in (render(), changed(**changes))]
+    assert keys[0] != keys[1]
+
+
+def test_models_do_not_replace_routers() -> None:
+    objects = changed(spec__models=[{"source": "smollm2", "cpu_share": 4, "max_num_seqs": 8}])
+    assert _template(objects) == _template(render())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_old"),
+    [
+        ({"workers__serving": {"memory": "9Gi"}}, {"head": False, "serving": True}),
+        ({"head__shm": "512Mi"}, {"head": True, "serving": False}),
+        ({"image__tag": "0.2.0"}, {"head": True, "serving": True}),
+        ({"extra__env": [{"name": "A", "value": "b"}]}, {"head": True, "serving": True}),
+        ({"workers__serving": {"replicas": 2, "cpus": 4}}, {"head": False, "serving": False}),
+        ({"router__replicas": 3}, {"head": False, "serving": False}),
+    ],
+)
+def test_the_annotation_shows_which_pods_of_ray_are_old(changes: dict[str, Any], is_old: dict[str, bool]) -> None:
+    before, after = _hashes(render()), _hashes(changed(**changes))
+    assert {name: before[name] != after[name] for name in before} == is_old
+
+
+def test_keys_are_random() -> None:
+    first, second = (named(objects, "Secret")["data"] for objects in (render(), render("minimal")))
+    assert first.keys() == second.keys() == {"cluster-secret", "metrics-key", "api-keys"}
+    assert not set(first.values()) & set(second.values())
+    assert named(render(), "Secret")["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert not [found for found in render("external-keys") if found["kind"] == "Secret"]
+
+
+def _template(objects: tuple[Object, ...]) -> Object:
+    template: Object = named(objects, "Deployment")["spec"]["template"]["metadata"]
+    return template
+
+
+def _hashes(objects: tuple[Object, ...]) -> dict[str, str]:
+    spec = named(objects, "RayCluster")["spec"]
+    templates = {"head": spec["headGroupSpec"]["template"]}
+    templates |= {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return {name: template["metadata"]["annotations"]["headrace.dev/template"] for name, template in templates.items()}
