@@ -107,7 +107,9 @@ def test_files_are_writable_where_they_must_be(values: str) -> None:
 def test_long_running_containers_have_probes(values: str) -> None:
     for pod in pods(render(values)):
         for container in pod.containers:
-            probes = {kind: container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")}
+            probes: dict[str, Any] = {
+                kind: container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")
+            }
             ports = {port["name"] for port in container.get("ports", ())}
             if container["name"] == "controller":
                 assert probes["readiness"]["exec"]["command"] == ["headrace", "status", "--json"]

@@ -29,7 +29,7 @@ ON_SERVING = {"node_labels": {"headrace.dev/group": "serving"}}
         ({"workers__serving": None}, "workers has no group, so no replica could be placed: add one"),
         (
             GPU | {"spec__models": [{"source": "m", "tp": 16}]},
-            r"m needs 1 times 16 GPUs, each within one pod, but there is room for 0 in workers.serving: raise replicas or gpus",
+            "m needs 1 times 16 GPUs, each within one pod, but there is room for 0 in workers.serving: raise",
         ),
         (
             GPU | {"spec__models": [{"source": "m", "tp": 8, "pp": 2} | ON_SERVING]},
