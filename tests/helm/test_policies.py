@@ -340,6 +340,16 @@ def test_ray_clusters_keep_the_rules_of_kuberay(values: str, release: str) -> No
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
+def test_parameters_are_options_of_ray_start() -> None:
+    from ray.scripts.scripts import start
+
+    options = {option.removeprefix("--"): parameter for parameter in start.params for option in parameter.opts}
+    spec = named(render("gpu"), "RayCluster")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        for name, value in group["rayStartParams"].items():
+            options[name].type.convert(value, None, None)
+
+
 def test_downloads_go_to_the_cache() -> None:
     worker = next(pod for pod in pods(render("cpu")) if pod.name == "worker-serving")
     (container,) = worker.containers
