@@ -1,10 +1,14 @@
 """What a change of values changes: renders before and after it."""
 
+import base64
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from support.helm.chart import Object, changed, named, render
+from support.helm.api_server import api_server
+from support.helm.chart import CHART, Object, changed, named, render, run_helm
 
 
 def _differences(**changes: Any) -> set[str]:
@@ -76,6 +80,21 @@ def test_keys_are_random() -> None:
     assert not set(first.values()) & set(second.values())
     assert named(render(), "Secret")["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert not [found for found in render("external-keys") if found["kind"] == "Secret"]
+
+
+def test_keys_of_an_installed_release_are_kept(tmp_path: Path) -> None:
+    data = {"cluster-secret": "b2xk", "api-keys": "a2V5cw=="}
+    owner = {"meta.helm.sh/release-name": "headrace", "meta.helm.sh/release-namespace": "default"}  # as helm adds it
+    made = named(render(), "Secret")
+    secret = made | {"data": data, "metadata": made["metadata"] | {"annotations": owner}}
+    with api_server(secret, render(), tmp_path) as config:
+        text = run_helm(
+            *("template", "headrace", str(CHART), "--dry-run=server", "--disable-openapi-validation"),
+            *("--kubeconfig", str(config)),
+        )
+    found = named(tuple(filter(None, yaml.safe_load_all(text))), "Secret")["data"]
+    assert found.items() > data.items()
+    assert len(base64.b64decode(found["metrics-key"])) == 40  # a key that the release had not is made
 
 
 def _template(objects: tuple[Object, ...]) -> Object:

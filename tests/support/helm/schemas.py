@@ -2,16 +2,15 @@
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import all_versions, major_minor, schema_contents
 from referencing import Registry, Resource
 
-from support.helm.chart import Object
+from support.helm.chart import ROOT, Object
 
-KUBERAY = Path("/work/shared/kuberay/raycluster-v1.openapi.json")
+KUBERAY = ROOT.parent / "shared" / "kuberay" / "raycluster-v1.openapi.json"  # beside the checkout, if at all
 GATEWAY = "gateway.networking.k8s.io/v1"  # no schemas of it are available here
 
 
