@@ -51,7 +51,7 @@ RULES: dict[str, Schema] = {
     **dict.fromkeys(("router.replicas", "min", "max"), _between(1, 1024)),
     "accessMode": {"enum": ["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]},
     "autoscaling.cpu": _between(1, 1000),
-    "cpus": {"type": "number", "exclusiveMinimum": 0},
+    "cpus": _between(1, 1024),  # `ray start` takes whole numbers
     "drainSeconds": _between(1, 86400),
     "gpus": _between(0, 64),
     "minAvailable": _between(0, 1024),

@@ -93,6 +93,7 @@ def test_combinations_that_cannot_work(changes: dict[str, Any], sentence: str) -
         ({"router__replica": 2}, "at '/router': additional properties 'replica' not allowed"),
         ({"workers__serving": {"gpu": 1}}, "additional properties 'gpu' not allowed"),
         ({"workers": {"Serving": {}}}, "does not match pattern"),
+        ({"workers__serving": {"cpus": 0.5}}, "/workers/serving/cpus"),
         ({"head__shm": "1"}, "/head/shm"),
         ({"router__resources": {"request": {}}}, "additional properties 'request' not allowed"),
         ({"image__digest__router": "sha256:1"}, "/image/digest/router"),
