@@ -109,6 +109,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "test_gpu_packages.py",
     ),
 }
+ALL_FAULTS = tuple(place for places in FAULTS.values() for place in places)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,9 +120,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that the command line names run whole; otherwise only what needs no server of its own."""
+    """Tests, files and folders of faults that the command line names run; else what needs no server of its own."""
     area, measure = config.getoption("faults"), config.getoption("measure")
-    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    tests = {Path(argument.partition("::")[0]).resolve() for argument in config.args if "::" in argument}
+    named = tests | {path for argument in config.args if (path := Path(argument).resolve()).is_file()}
+    for folder in (path for argument in config.args if (path := Path(argument).resolve()).is_dir()):
+        if f"{folder.relative_to(HERE).as_posix() if folder.is_relative_to(HERE) else ''}/".startswith(ALL_FAULTS):
+            named |= {item.path for item in items if folder in item.path.parents}
     wanted: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
@@ -132,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if areas or measures:
             item.add_marker(pytest.mark.timeout(600))
         if measure or measures:
-            chosen = measure and measures
+            chosen = measures and (measure or item.path in tests)
         elif area:
             chosen = bool(areas) and area in {*areas, "all"}
         else:

@@ -45,6 +45,7 @@ from headrace_router.text.tokenizer_pool import TokenizerPool
 MAINTENANCE_SECONDS = 0.1
 EXPIRING_TURNS = 20  # of the event loop, in each maintenance
 EXEMPTED_AGAIN = 1.25  # times as many connected replicas as when these were last exempted from garbage collections
+LAST_REQUEST_SECONDS = 1.0  # that connections to shared ports stay open without a request
 FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
 # For a router on shared ports to be ready: until then others get its share of the connections. After that it listens in
 # any case, and reports why it is not ready.
@@ -197,6 +198,8 @@ class RouterServer:
             self._tasks.append(stopping)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.shutdown_seconds):
+                if self.config.share_port and self._http is not None:  # a client may be sending its next request
+                    await self._http.quiet(LAST_REQUEST_SECONDS)
                 await self.services.admission.drained()
         self.end_requests()
         waits = [self._grpc.stop(FLUSH_SECONDS)]

@@ -200,7 +200,7 @@ class Scenario:
     def nothing_left(self) -> bool:
         """Whether there is no timer, no open attempt, and no remote prompt."""
         attempts = [attempt for replica in self.replicas.values() for attempt in replica.attempts.values()]
-        remote = sum(replica.remote_prompt_tokens for replica in self.replicas.values())
+        remote = sum(replica.remote_prompts.tokens for replica in self.replicas.values())
         return not self.clock.pending and not attempts and not remote
 
 
@@ -355,9 +355,9 @@ def test_a_prompt_that_a_prefill_replica_computes_is_counted_there_until_the_fir
     scenario["a"].begun[-1].receive(Delta(finish=FINISH_REFUSED))
     scenario.clock.run()
     assert scenario["b"].submits[0].source.replica_id == "p" and not scenario["b"].submits[0].source.cached_only
-    assert scenario.prefill.remote_prompt_tokens == 3
+    assert scenario.prefill.remote_prompts.tokens == 3
     scenario["b"].answer(0, 1)
-    assert scenario.prefill.remote_prompt_tokens == 0
+    assert scenario.prefill.remote_prompts.tokens == 0
 
 
 def test_a_later_attempt_has_what_is_left_of_the_deadline() -> None:
@@ -372,11 +372,21 @@ def test_a_later_attempt_has_what_is_left_of_the_deadline() -> None:
 def test_a_choice_that_was_present_at_too_many_losses_is_not_run_again() -> None:
     scenario = Scenario("a", "b", "c", migration_limit=1)
     for name in "ab":
+        scenario[name].identity.boot_id = name.encode()
         scenario[name].connected = False
         scenario[name].end_attempts()
         scenario.clock.run()
     assert isinstance(scenario.results[0], ReplicasLostError) and scenario.nothing_left()
     assert not scenario["c"].submits
+
+
+def test_a_process_whose_connection_breaks_twice_is_one_loss() -> None:
+    scenario = Scenario("a", migration_limit=1)
+    for tokens in range(3):
+        scenario["a"].answer(tokens, 1)
+        scenario["a"].end_attempts()
+        scenario.clock.run(5.0)
+    assert len(scenario["a"].submits) == 4 and not scenario.results
 
 
 def test_a_drain_is_no_loss() -> None:

@@ -204,6 +204,17 @@ def _random_members(count: int, number: random.Random, preempted: list[float], n
     return members
 
 
+def test_the_streams_of_several_models_move() -> None:
+    """The times of the replicas of other models are kept from one look to the next."""
+    rebalancer = Rebalancer(random.Random(1).random)
+    models = [view_of([busy(f"hot {n}", waiting=5), busy(f"idle {n}", usage=0.1)]) for n in range(3)]
+    moves = [0, 0, 0]
+    for tick in range(100):
+        for index, view in enumerate(models):
+            moves[index] += len(rebalancer.choose_moves(view, tick / 10))
+    assert min(moves) >= 10
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_moves_are_those_of_a_comparison_of_all_pairs(seed: int) -> None:
     number = random.Random(seed)

@@ -174,6 +174,52 @@ def test_a_router_that_leaves_fails_no_request_while_another_one_serves(
         client.close()
 
 
+def test_an_idle_router_that_leaves_serves_what_clients_are_sending(
+    harness: Any, start: Callable[..., RouterServer]
+) -> None:
+    router = start(shutdown_seconds=30.0)
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key-12345\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with (
+        socket.create_connection(("127.0.0.1", router.http_port), 10) as begun,
+        socket.create_connection(("127.0.0.1", router.http_port), 10) as idle,
+    ):
+        begun.sendall(head + body[:10])
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        first = b""
+        while not first.endswith(b"}"):
+            first += idle.recv(1000)
+        stopped = asyncio.run_coroutine_threadsafe(router.stop(), harness.loop)
+        while not router.services.admission.leaving:
+            time.sleep(0.001)
+        idle.sendall(head + body)
+        begun.sendall(body[10:])
+        for connection in (begun, idle):
+            answer = b"".join(iter(lambda: connection.recv(10_000), b""))  # noqa: B023
+            assert answer.startswith(b"HTTP/1.1 200 ")
+        stopped.result(20)
+
+
+def test_a_connection_ends_with_the_stream_that_a_leaving_router_ends(
+    harness: Any, start: Callable[..., RouterServer]
+) -> None:
+    """Else a client would send again over it, and get another error."""
+    router = start(shutdown_seconds=0.5, token_seconds=0.1)
+    url = f"http://127.0.0.1:{router.http_port}/v1/completions"
+    with httpx.Client(headers=KEY, trust_env=False, timeout=60) as client:
+        with client.stream("POST", url, json=BODY | {"max_tokens": 200, "stream": True}) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            connection = stream.extensions["network_stream"].get_extra_info("socket").dup()  # httpx closes its own
+            stopped = asyncio.run_coroutine_threadsafe(router.stop(), harness.loop)
+            assert b"shutting_down" in b"".join(parts)
+            with connection:
+                connection.settimeout(10)
+                assert connection.recv(1) == b""
+        stopped.result(20)
+
+
 def test_a_call_over_grpc_continues_and_the_next_one_goes_to_another_router(
     harness: Any, start: Callable[..., RouterServer]
 ) -> None:
@@ -182,7 +228,9 @@ def test_a_call_over_grpc_continues_and_the_next_one_goes_to_another_router(
 
     def answer(stub: InferenceStub, tokens: int) -> Any:
         options = GenerateOptions(max_tokens=tokens)
-        return stub.Generate(GenerateRequest(model="tiny", prompt="x", options=options), metadata=key, timeout=60)
+        request = GenerateRequest(model="tiny", prompt="x", options=options)
+        # A connection that waits to be accepted when the socket is closed is reset: another one is made.
+        return stub.Generate(request, metadata=key, timeout=60, wait_for_ready=True)
 
     while True:  # until the channel is one to the first router
         channel = grpc.insecure_channel(pair[0].info().grpc, options=[("grpc.use_local_subchannel_pool", 1)])

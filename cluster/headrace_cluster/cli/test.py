@@ -41,11 +41,20 @@ def checkout() -> Path:
 
 def run_tests(rest: list[str]) -> int:
     """Runs the steps and prints a summary; 0 if all passed. With `rest`, pytest's arguments, pytest alone runs."""
-    if "--faults" in rest:
+    rest = [_from_checkout(argument) for argument in rest]
+    if any(argument.partition("=")[0] == "--faults" for argument in rest):
         return _run_faults(rest)
     results = _run([Step("pytest", [*PYTEST, *rest])] if rest else CHECKS)
     _print_summary(results)
     return 0 if all(code == 0 for _, code, _ in results) else 1
+
+
+def _from_checkout(argument: str) -> str:
+    """A path that exists where the user stands and not in the checkout, as an absolute one."""
+    path, separator, test = argument.partition("::")
+    if argument.startswith("-") or (checkout() / path).exists() or not Path(path).exists():
+        return argument
+    return f"{Path(path).resolve()}{separator}{test}"
 
 
 def _run_faults(rest: list[str]) -> int:

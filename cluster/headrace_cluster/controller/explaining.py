@@ -51,8 +51,8 @@ class Explaining:
             return question.document
         silent = f"; {len(question.waiting)} of {len(routers)} did not answer" if question.waiting else ""
         raise UnknownRequestError(
-            f"no router has an account of '{request_id}': each keeps its last {KEPT:,} requests, without refused "
-            f"ones; pass the x-request-id of a response, or its id{silent}"
+            f"no router has an account of '{request_id}': each keeps its last {KEPT:,} requests until it restarts, "
+            f"without refused ones; pass the x-request-id of a response, or its id{silent}"
         )
 
     def requested(self, router_id: str) -> list[str]:

@@ -8,7 +8,7 @@
 A run never acts inside the call that ends an attempt: `Timers.soon` schedules the rest, so that no placement happens
 while a frame is read.
 
-The choices of one prompt are placed together: the first one leads, the others wait for it (`shared_prompt.py`).
+The choices of one prompt are placed together: the first one leads, the others wait for it (`SharedPrompt`).
 """
 
 from collections.abc import Callable, Sequence
@@ -124,6 +124,7 @@ class ChoiceRun(Generic[C]):
         self._leads = leader is None
         self._producing = False  # the running attempt has tokens
         self._replica_failed = False  # at the end of the last attempt
+        self._lost: set[bytes] = set()  # boot ids: a process whose connection breaks twice is one loss
         self._in_doubt = False  # KV blocks of other replicas
 
     @property
@@ -251,7 +252,11 @@ class ChoiceRun(Generic[C]):
 
     def _attempt_ended(self, attempt: Attempt) -> None:
         if not self._ended:
-            self._replica_failed = self.replica is not None and not self.replica.leaving and not attempt.skipped
+            assert self.replica is not None
+            boot_id = self.replica.identity.boot_id
+            self._replica_failed = not (self.replica.leaving or attempt.skipped or boot_id in self._lost)
+            if self._replica_failed and attempt.outcome is Outcome.LOST:
+                self._lost.add(boot_id)
             self._cancel_next = self._timers.soon(lambda: self._run_step(lambda: self._handle_end(attempt)))
 
     def _handle_end(self, attempt: Attempt) -> None:

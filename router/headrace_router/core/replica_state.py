@@ -30,7 +30,6 @@ class Heartbeat:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.step = -1  # the newest
-        self.moves = 0  # of the step counter, seen on one stream
         self._clock = clock
         self._boot_id: bytes | None = None  # of the process at the other end of the last stream
         self.at = 0.0  # when the counter moved
@@ -59,7 +58,6 @@ class Heartbeat:
         """The stream brought this number. Returns whether the counter moved."""
         if step <= self.step:
             return False
-        self.moves += self.step > 0  # the first one after a hello may be of an earlier time
         self.step, self.at = step, self._clock()
         return True
 
@@ -260,16 +258,6 @@ class ReplicaState(KnownReplica[C]):
         return attempt_id not in self._unreported
 
     @property
-    def unreported_tokens(self) -> int:
-        """Tokens of these attempts that will be computed there."""
-        return self._unreported.tokens
-
-    @property
-    def remote_prompt_tokens(self) -> int:
-        """Tokens of this router's prompts that others will fetch from here, and that the load cannot include yet."""
-        return self.remote_prompts.tokens
-
-    @property
     def queued_tokens(self) -> int:
         """Tokens to compute before those of the next request: of its load, and of what this cannot include yet."""
         return self.load.waiting_tokens + self._unreported.tokens + self.remote_prompts.tokens
@@ -278,16 +266,6 @@ class ReplicaState(KnownReplica[C]):
     def arrivals(self) -> int:
         """Attempts that continue a stream and have no new tokens yet."""
         return len(self.arriving)
-
-    @property
-    def progress(self) -> tuple[bytes, int]:
-        """For `has_stepped_since`."""
-        return self.identity.boot_id, self.heartbeat.moves
-
-    def has_stepped_since(self, progress: tuple[bytes, int]) -> bool:
-        """Whether the process of that time is connected and its step counter has moved since."""
-        boot_id, moves = progress
-        return self.connected and self.identity.boot_id == boot_id and self.heartbeat.moves > moves
 
     @property
     def stalled(self) -> bool:

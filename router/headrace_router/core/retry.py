@@ -1,9 +1,10 @@
 """Where a choice may run next when its replica refuses or is lost: pure, time and randomness are passed in.
 
-before the first token:  another replica at once, `max_attempts` in all; no replica left → an error
-after it:                the stream moves; refused or none ready → it waits. Without a new token it ends after
+refused before the first token: another replica at once, `max_attempts` in all; no replica left → an error
+lost:                    another replica, `migration_limit` times, before the first token and after it; the next
+                         loss → an error. A process whose connection breaks twice is one loss
+after the first token:   the stream moves; refused or none ready → it waits. Without a new token it ends after
                          `patience` seconds or MAX_REFUSALS refusals
-lost:                    another replica, `migration_limit` times; the next loss → an error
 not finite:              another replica, or the same one if there is no other; the second time → an error
 """
 

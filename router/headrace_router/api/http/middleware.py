@@ -51,16 +51,19 @@ class RequestMiddleware:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         label = request_id(headers.get(b"x-request-id", b"")).encode()
-        started = over_share = False
+        started = over_share = last = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, last
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
-                if over_share or body_is_unread() or self._ending():  # the rest of the body is not read
+                last = over_share or body_is_unread() or self._ending()  # the rest of the body is not read
+                if last:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body") and not last and self._ending():
+                state["close_connection"]()  # the shutdown began after this answer
 
         state: dict[str, Any] = scope.setdefault("state", {})
         state["label"], state["arrived"] = label.decode(), time.monotonic()

@@ -134,6 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope["state"]["body_is_unread"] = lambda: cycle.more_body
         self.scope["state"]["assign_connection"] = self._assign
+        self.scope["state"]["close_connection"] = self.close_after_response
         self.scope["state"]["write_part"] = functools.partial(_write_part, cycle)
 
     def on_body(self, body: bytes) -> None:

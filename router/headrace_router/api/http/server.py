@@ -14,6 +14,7 @@ from headrace_router.api.listen import BACKLOG
 from headrace_router.config import RouterConfig
 
 ACCEPTS_PER_TURN = 8  # of the event loop
+QUIET_POLL_SECONDS = 0.02
 ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
 
 
@@ -50,6 +51,15 @@ class HttpServer:
             while waiting.poll(0):  # noqa: ASYNC110  # the event loop accepts them
                 await asyncio.sleep(0)
             server.close()  # without a pause since: closing a socket resets what waits there
+
+    async def quiet(self, seconds: float) -> None:
+        """Waits until no connection is open, or none has had a request for these seconds."""
+        loop, state = asyncio.get_running_loop(), self._server.server_state
+        since = loop.time()
+        while state.connections and loop.time() - since < seconds:
+            await asyncio.sleep(QUIET_POLL_SECONDS)
+            if state.tasks:
+                since = loop.time()
 
     async def stop(self, seconds: float) -> None:
         """Accepts no new connections; responses get `seconds` to reach their clients, then connections are aborted."""

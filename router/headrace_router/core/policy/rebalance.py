@@ -51,7 +51,10 @@ class Rebalancer:
         self._paused_until = now + AFTER_LOSS_SECONDS
 
     def choose_moves(self, view: View, now: float) -> list[tuple[int, int]]:
-        """Pairs of places of candidates (from, to): one stream should move for each."""
+        """Pairs of places of candidates (from, to): one stream should move for each.
+
+        view: the replicas of one model and revision; the times of others are kept.
+        """
         if now < self._paused_until:
             return []
         running, waiting, usage, step = (view.of(name) for name in ("running", "waiting", "kv_usage", "last_step_ms"))
@@ -63,7 +66,10 @@ class Rebalancer:
         slow &= running - running.min(where=_mask(timed, running), initial=inf) >= FEWER_STREAMS
         sources = np.flatnonzero((running >= 2) & (short | slow)).tolist()
         self._not_before = {build: at for build, at in self._not_before.items() if now < at}
-        due, self._due = self._due, {}
+        due = self._due
+        if due:
+            present = {candidate.build for candidate in view.candidates}
+            self._due = {build: at for build, at in due.items() if build not in present and now < at + PAUSE_SECONDS}
         targets = _Targets(usage.tolist(), step.tolist(), running.tolist(), free.tolist()) if sources else None
         moves = []
         for place in sources:

@@ -1,8 +1,7 @@
 """Policies that predict nothing: the fewest requests, each replica in turn, one replica per session.
 
-All requests of a session on one replica, as long as it is there.
-
-Rendezvous hashing (Thaler and Ravishankar, 1998): each replica has a weight for the session, and the largest one wins.
+`session` keeps all requests of a session on one replica, as long as it is there, by rendezvous hashing (Thaler
+and Ravishankar, 1998): each replica has a weight for the session, and the largest one wins.
 A replica that leaves moves its own sessions only, and all routers choose the same one without messages between them.
 """
 
