@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import signal
+import sys
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid}: {reason} (with CI=1 it must be installed)"
     return report
+
+
+@pytest.fixture
+def need_tool() -> Callable[[str, str], str]:
+    """need_tool(name, how to install it): its path; without it the test skips, and with CI=1 it fails."""
+
+    def need(name: str, install: str) -> str:
+        path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        if path is None:
+            sentence = f"{name} is missing: {install}"
+            if os.environ.get("CI") == "1":
+                pytest.fail(sentence)
+            pytest.skip(sentence)
+        return path
+
+    return need

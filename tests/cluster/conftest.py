@@ -1,9 +1,6 @@
 """Shared by the control plane's tests."""
 
 import asyncio
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,19 +49,3 @@ def eventually() -> Callable[..., object]:
         return value
 
     return wait
-
-
-@pytest.fixture
-def need_tool() -> Callable[[str, str], str]:
-    """need_tool(name, how to install it): its path; without it the test skips, and with CI=1 it fails."""
-
-    def need(name: str, install: str) -> str:
-        path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-        if path is None:
-            sentence = f"{name} is missing: {install}"
-            if os.environ.get("CI") == "1":
-                pytest.fail(sentence)
-            pytest.skip(sentence)
-        return path
-
-    return need
