@@ -15,7 +15,8 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 # tests/test_gpu_packages.py compares this list with what the sections import.
 PACKAGES="
 blake3 gguf grpcio msgspec nvidia-ml-py protobuf psutil structlog cryptography cffi pycparser
-pydantic pydantic-core annotated-types typing-inspection pytest iniconfig pluggy pytest-timeout hypothesis sortedcontainers
+pydantic pydantic-core annotated-types typing-inspection pytest iniconfig pluggy pytest-timeout pytest-xdist execnet
+hypothesis sortedcontainers
 "
 
 if [ "${1:-}" = --install ]; then

@@ -119,6 +119,24 @@ def test_a_changed_project_is_installed_again(checkout: Checkout, changed: str) 
     assert checkout.calls() == _all(checkout)
 
 
+def test_another_version_of_torch_is_installed(checkout: Checkout) -> None:
+    checkout.run()
+    checkout.calls()
+    script = checkout.folder / "headrace"
+    script.write_text(script.read_text().replace("TORCH_VERSION=2.13.0", "TORCH_VERSION=2.14.0"))
+    checkout.run()
+    assert checkout.calls()[0] == "install torch==2.14.0"
+
+
+def test_a_running_server_can_be_stopped_without_another_set_up(checkout: Checkout) -> None:
+    checkout.run()
+    checkout.calls()
+    (checkout.folder / "pyproject.toml").write_text("# new\n")
+    for command in ("status", "logs", "stop"):
+        assert checkout.run(command, FAKE_BROKEN="yes") == (0, f"ran {command}\n", "")
+    assert checkout.calls() == []
+
+
 def test_versions_are_locked_except_for_the_triton_of_a_cuda_build(checkout: Checkout) -> None:
     checkout.run()
     assert (checkout.folder / ".venv" / "constraints.txt").read_text() == "numpy==2\ntriton==3\n"
@@ -131,7 +149,10 @@ def test_the_newest_versions_are_tried_in_an_environment_of_their_own(checkout: 
     checkout.calls()
     for _ in range(2):  # a second run looks for newer ones
         assert checkout.run("test", "--newest", "-x")[:2] == (0, "ran test --newest -x\n")
-        assert checkout.calls() == ["venv", *_all(checkout, "all,dev", ".venv.newest")]
+        assert checkout.calls() == ["venv", "install torch", *_all(checkout, "all,dev", ".venv.newest")[1:]]
+    kept = checkout.folder / ".venv.newest" / "kept"
+    kept.touch()
+    assert checkout.run("test", "--newest", "--help")[:2] == (0, "ran test --newest --help\n") and kept.exists()
     assert (checkout.folder / ".venv.newest" / "constraints.txt").read_text() == ""
     assert checkout.run("test", "--", "--newest")[:2] == (0, "ran test -- --newest\n")
     assert checkout.calls() == []
