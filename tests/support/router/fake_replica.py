@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,7 @@ class FakeReplica(ReplicaServicer):
     cached_tokens: int = 3
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     load: Load = field(default_factory=lambda: Load(kv_usage=0.25, free_blocks=75))
-    boot_id: bytes = b"b" * 16
+    boot_id: bytes = field(default_factory=lambda: os.urandom(16))
     address: str = ""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
