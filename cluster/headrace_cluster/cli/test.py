@@ -41,12 +41,20 @@ def checkout() -> Path:
 
 def run_tests(rest: list[str]) -> int:
     """Runs the steps and prints a summary; 0 if all passed. With `rest`, pytest's arguments, pytest alone runs."""
-    rest = [_from_checkout(argument) for argument in rest]
+    rest = [_from_checkout(argument) for argument in _joined(rest)]
     if any(argument.partition("=")[0] == "--faults" for argument in rest):
         return _run_faults(rest)
     results = _run([Step("pytest", [*PYTEST, *rest])] if rest else CHECKS)
     _print_summary(results)
     return 0 if all(code == 0 for _, code, _ in results) else 1
+
+
+def _joined(rest: list[str]) -> list[str]:
+    """`--faults AREA` as one argument: pytest would take an area like `router` for the folder of that name."""
+    if "--faults" in rest[:-1] and not rest[rest.index("--faults") + 1].startswith("-"):
+        at = rest.index("--faults")
+        rest = [*rest[:at], f"--faults={rest[at + 1]}", *rest[at + 2 :]]
+    return rest
 
 
 def _from_checkout(argument: str) -> str:
