@@ -1,6 +1,7 @@
 """Wrong usage of the command line: one sentence with the most similar flag or command."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -8,6 +9,7 @@ import typer
 from headrace_cluster.cli import main
 from headrace_cluster.cli.app import app
 from headrace_cluster.cli.foreign_flags import FLAGS, check_flags
+from headrace_cluster.cli.test import Step, run_tests
 from headrace_cluster.cli.usage import FOREIGN_COMMANDS, UsageError, usage_sentence
 from headrace_cluster.errors import SpecError
 
@@ -123,6 +125,23 @@ def test_help_of_the_test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert _main("test -- --help", monkeypatch) == 3
     assert _main("test --newest --faults serve -rfh -k hello", monkeypatch) == 3
     assert ran == [["--help"], ["--faults", "serve", "-rfh", "-k", "hello"]]
+
+
+def test_arguments_of_the_test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Areas of faults are no folders; paths may be relative to where the user stands."""
+    ran: list[list[str]] = []
+
+    def run(steps: list[Step]) -> list[tuple[Step, int, float]]:
+        ran.extend(step.command[3:] for step in steps)
+        return [(step, 0, 0.0) for step in steps]
+
+    monkeypatch.setattr("headrace_cluster.cli.test._run", run)
+    (tmp_path / "test_here.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert run_tests(["--faults", "router", "-x"]) == run_tests(["--faults=router"]) == run_tests(["--faults"]) == 0
+    assert run_tests(["test_here.py::test_it", "tests/router"]) == 0
+    named = [f"{tmp_path}/test_here.py::test_it", "tests/router"]
+    assert ran == [["--faults=router", "-x"], ["--faults=router"], ["--faults"], named]
 
 
 def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:
