@@ -126,6 +126,11 @@ def test_another_version_of_torch_is_installed(checkout: Checkout) -> None:
     script.write_text(script.read_text().replace("TORCH_VERSION=2.13.0", "TORCH_VERSION=2.14.0"))
     checkout.run()
     assert checkout.calls()[0] == "install torch==2.14.0"
+    checkout.run(HEADRACE_TORCH="torch==2.11.0")
+    for _ in range(2):  # what the user chose stays known
+        (checkout.folder / "pyproject.toml").write_text((checkout.folder / "pyproject.toml").read_text() + "# new\n")
+        checkout.run()
+        assert (checkout.folder / ".venv" / ".headrace-torch").read_text() == "torch==2.11.0\n"
 
 
 def test_a_running_server_can_be_stopped_without_another_set_up(checkout: Checkout) -> None:
