@@ -80,6 +80,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "router/test_tls.py",
         "router/test_write_watch.py",
     ),
+    "helm": ("helm/test_first_run.py",),
     "templates": (
         "router/test_template_bounds.py",
         "router/test_template_costs.py",

@@ -17,6 +17,7 @@ from headrace_cluster.core.placement import (
     gpus_per_rank,
     oversubscription,
     rank_gpus,
+    threads_per_rank,
     waiting_sentence,
 )
 from headrace_cluster.errors import PlacementError
@@ -208,3 +209,18 @@ def test_a_container_has_the_cores_of_its_quota(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert available_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "placed", "ranks", "expected"),
+    [
+        ({"a": 8.0}, ["a"], 1, 8),
+        ({"a": 8.0}, ["a"], 3, 2),
+        ({"a": 8.0, "b": 4.0}, ["a", "b"], 2, 4),
+        ({"head": 0.0, "a": 8.0}, ["a"], 2, 4),  # none of the two is on the head
+        ({"a": 2.0}, ["a"], 5, 1),
+        ({"a": 8.0}, ["unknown"], 1, 1),
+    ],
+)
+def test_ranks_of_a_node_share_its_cores(cores: dict[str, float], placed: list[str], ranks: int, expected: int) -> None:
+    assert threads_per_rank(cores, placed, ranks) == expected

@@ -1,5 +1,7 @@
 """What the chart renders is valid for Kubernetes, KubeRay and the command line."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.helm.chart import (
     CHART,
     CI_FILES,
     NAMES,
+    ROOT,
     RefusedError,
     changed,
     config,
@@ -28,6 +31,18 @@ VERSIONS = ("1.30", "1.33", "1.37")
 @pytest.mark.parametrize("values", CI_FILES)
 def test_lint_finds_nothing(values: str) -> None:
     run_helm("lint", "--strict", str(CHART), "-f", values_file(values))
+
+
+def test_the_page_of_deployment_installs_each_values_file() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    commands = re.findall(r"^helm install (.+)$", page, re.MULTILINE)
+    assert len(commands) == 1 + len(CI_FILES)
+    for values in CI_FILES:
+        (section,) = re.findall(rf"^#### {values}: (.*?)(?=^#)", page, re.MULTILINE | re.DOTALL)
+        assert f"helm install headrace helm/headrace -f helm/headrace/ci/{values}-values.yaml\n" in section
+    for command in commands:
+        arguments = shlex.split(command.replace("$REGISTRY", "registry.example.com"))
+        run_helm("template", *(str(ROOT / word) if word.startswith("helm/") else word for word in arguments))
 
 
 @pytest.mark.parametrize("values", CI_FILES)

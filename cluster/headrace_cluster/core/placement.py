@@ -1,7 +1,8 @@
 """Whether the spec fits the available GPUs, CPUs and memory. Pure: the available amounts are arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.model_spec import ModelSpec
@@ -136,3 +137,13 @@ def _advice(needs: Sequence[MemoryNeed], excess: int) -> str:
         flag = "--replicas" if model.prefill is None else "--prefill and --decode, together"
         return f"use {flag} {fits} or less"
     return "use a smaller model, a smaller --kv-cache-memory, --dtype bfloat16, or a machine with more memory"
+
+
+def threads_per_rank(cores: Mapping[str, float], placed: Iterable[str], ranks: int) -> int:
+    """Cores of the smallest node where a replica is placed, shared among the ranks there.
+
+    cores: by node. ranks: of all replicas; evenly on the nodes that have cores.
+    """
+    nodes = sum(1 for count in cores.values() if count)
+    smallest = min((cores.get(node) or 1.0 for node in placed), default=1.0)
+    return max(1, int(smallest) // ceil(ranks / max(1, nodes)))

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from headrace_cluster.core.driver import (
     RankFacts,
 )
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.placement import rank_gpus, waiting_sentence
+from headrace_cluster.core.placement import rank_gpus, threads_per_rank, waiting_sentence
 from headrace_cluster.core.rank_config import (
     REPLICA_CLASS,
     ProfileOutcome,
@@ -209,12 +208,9 @@ class RayDriver:
     # -- configuration of a rank ------------------------------------------------------------------------------
 
     def _threads_per_rank(self, place: Any) -> int:
-        """Cores of the node, shared among the ranks that this spec puts on it."""
-        nodes = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
-        node_ids = placement_group_table(place).get("bundles_to_node_id", {}).values()
-        cores = min((nodes.get(node_id, 1.0) for node_id in node_ids), default=1.0)
-        ranks = sum(pool.ranks for model in self._spec.models for pool in model.pools)
-        return max(1, int(cores) // ceil(ranks / max(1, len(nodes))))
+        cores = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
+        placed = placement_group_table(place).get("bundles_to_node_id", {}).values()
+        return threads_per_rank(cores, placed, sum(pool.ranks for model in self._spec.models for pool in model.pools))
 
     def _rank_environment(self, threads: int) -> dict[str, str]:
         # Libraries read these when they load, so they are set before the process starts; Ray would set one thread.

@@ -1,0 +1,122 @@
+"""The smallest cluster of the chart, run: its command lines, variables and files as processes of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.e2e.headrace_process import eventually
+from support.helm.chart import ROOT, render
+from support.helm.processes import Release
+
+START_SECONDS = 120
+BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def release() -> Iterator[Release]:
+    """Head, controller, one worker and one router; ready."""
+    with tempfile.TemporaryDirectory(prefix="release-") as folder:
+        made = Release(render("minimal"), Path(folder))
+        try:
+            for pod, container in (
+                ("head", "ray-head"),
+                ("head", "controller"),
+                ("worker-serving", "ray-worker"),
+                ("router", "router"),
+            ):
+                made.start(pod, container)
+            eventually(lambda: _ready(made), START_SECONDS, "the readiness probe of the router")
+            yield made
+        finally:
+            made.close()
+
+
+def _ready(release: Release) -> bool:
+    """The probes of both pods: the controller starts again when it ends, as a kubelet does it."""
+    if not release.running("head", "controller"):
+        release.start("head", "controller")
+    assert release.running("router", "router"), release.log("router", "router")
+    for pod, container in (("head", "ray-head"), ("worker-serving", "ray-worker")):
+        assert release.running(pod, container), release.log(pod, container)
+    (router,) = release.pod("router").containers
+    probe = router["readinessProbe"]["httpGet"]
+    (port,) = [found["containerPort"] for found in router["ports"] if found["name"] == probe["port"]]
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}{probe['path']}", timeout=5, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200
+
+
+def _ask(release: Release) -> str:
+    key = release.secret("keys", "api-keys").splitlines()[0].rpartition(":")[2]
+    answer = httpx.post(
+        "http://127.0.0.1:8000/v1/chat/completions",
+        json={"model": "smollm2", **BODY},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    content: str = answer.json()["choices"][0]["message"]["content"]
+    return content
+
+
+def test_a_chat_is_answered_over_http(release: Release) -> None:
+    assert "Paris" in _ask(release)
+    refused = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=BODY, timeout=60, trust_env=False)
+    assert refused.status_code == 401
+
+
+def test_a_chat_is_answered_over_grpc(release: Release) -> None:
+    key = release.secret("keys", "api-keys").splitlines()[0].rpartition(":")[2]
+    client = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "grpc_client.py")],
+        env=os.environ | {"HEADRACE_API_KEY": key, "GRPC_ADDRESS": "127.0.0.1:8001"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "Paris" in client.stdout
+
+
+def test_probes_of_the_head_and_the_test_of_helm_pass(release: Release) -> None:
+    (controller,) = [found for found in release.pod("head").containers if found["name"] == "controller"]
+    eventually(
+        lambda: release.run("head", "controller", controller["readinessProbe"]["exec"]["command"]).returncode == 0, 60
+    )
+    status = json.loads(release.run("head", "controller", controller["readinessProbe"]["exec"]["command"]).stdout)
+    assert [replica["state"] for replica in status["replicas"]] == ["ready"]
+    answer = httpx.get("http://127.0.0.1:52365/api/healthz", timeout=10, trust_env=False)
+    assert answer.status_code == 200, "the probe of Ray's containers needs no token"
+    chat = release.run("test", "chat")
+    assert chat.returncode == 0 and chat.stdout.strip(), chat.stderr
+
+
+def test_a_killed_controller_takes_up_what_runs(release: Release) -> None:
+    (controller,) = [found for found in release.pod("head").containers if found["name"] == "controller"]
+    probe = controller["readinessProbe"]["exec"]["command"]
+    (before,) = json.loads(release.run("head", "controller", probe).stdout)["replicas"]
+    release.kill("head", "controller")
+    assert "Paris" in _ask(release)
+    release.start("head", "controller")
+    eventually(lambda: release.run("head", "controller", probe).returncode == 0, 60, "the probe of the controller")
+    (after,) = json.loads(release.run("head", "controller", probe).stdout)["replicas"]
+    assert release.running("head", "controller"), release.log("head", "controller")
+    assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
+    assert "Paris" in _ask(release)
+
+
+def test_a_router_that_ends_exits_in_order(release: Release) -> None:
+    grace = release.pod("router").spec["terminationGracePeriodSeconds"]
+    assert release.terminate("router", "router", seconds=min(60, grace)) == 0, release.log("router", "router")
+    release.start("router", "router")
+    eventually(lambda: _ready(release), 60)
