@@ -32,6 +32,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_DEADLINE: _ClassVar[FinishReason]
     FINISH_ERROR: _ClassVar[FinishReason]
     FINISH_REFUSED: _ClassVar[FinishReason]
+    FINISH_COMPLETE: _ClassVar[FinishReason]
 ROLE_UNSPECIFIED: Role
 ROLE_BOTH: Role
 ROLE_PREFILL: Role
@@ -49,6 +50,7 @@ FINISH_CANCELLED: FinishReason
 FINISH_DEADLINE: FinishReason
 FINISH_ERROR: FinishReason
 FINISH_REFUSED: FinishReason
+FINISH_COMPLETE: FinishReason
 
 class ReplicaIdentity(_message.Message):
     __slots__ = ("replica_id", "generation", "boot_id", "model", "revision", "adapters", "dtype", "kv_dtype", "kv_layout", "role")
@@ -196,7 +198,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., contract_version: _Optional[int] = ..., report_interval_ms: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "expected_cached_tokens")
+    __slots__ = ("attempt_id", "request_label", "model", "revision", "adapter", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_ms", "priority", "source", "grammar", "expected_cached_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LABEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +211,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_label: str
@@ -222,8 +225,9 @@ class Submit(_message.Message):
     deadline_ms: int
     priority: int
     source: Source
+    grammar: str
     expected_cached_tokens: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., expected_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_label: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., grammar: _Optional[str] = ..., expected_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_id", "address", "cached_only")
@@ -236,7 +240,7 @@ class Source(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., cached_only: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "choice_index", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "choice_index", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +263,7 @@ class Sampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -274,7 +279,8 @@ class Sampling(_message.Message):
     ignore_eos: bool
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)
@@ -297,7 +303,7 @@ class ReplicaFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions", "not_finite", "times")
+    __slots__ = ("attempt_id", "first_index", "token_ids", "logprobs", "finish", "error", "cached_tokens", "queue_us", "preemptions", "not_finite", "times", "prompt_logprobs")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +315,7 @@ class Delta(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -320,7 +327,8 @@ class Delta(_message.Message):
     preemptions: int
     not_finite: bool
     times: AttemptTimes
-    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ..., times: _Optional[_Union[AttemptTimes, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ..., times: _Optional[_Union[AttemptTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class AttemptTimes(_message.Message):
     __slots__ = ("fetch_us", "compute_us", "own_tokens", "beside_tokens", "ahead", "ahead_tokens", "prompt_preempted_us", "decode_us", "prompts_us", "sequences_us", "preempted_us")

@@ -84,6 +84,18 @@ def test_generate_equals_http(reflected: Reflected, http: httpx.Client) -> None:
     assert [(model.id, model.max_model_len) for model in models.models] == [("smollm2", 2048)]
 
 
+def test_structured_output_and_log_probabilities_of_prompts(reflected: Reflected, http: httpx.Client) -> None:
+    options = {"structured_outputs": {"choice": ["yes", "no"]}, "prompt_logprobs": 1, "temperature": 0.0}
+    events = list(reflected.call("Generate", model="smollm2", prompt="Is it so?", options=options))
+    body = {"model": "smollm2", "prompt": "Is it so?", **options}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert "".join(event.text for event in events) == choice["text"] in ("yes", "no")
+    found = [entry for event in events for entry in event.prompt_logprobs]
+    expected = [entry[str(one.token_id)] for one, entry in zip(found, choice["prompt_logprobs"][1:], strict=True)]
+    assert [one.logprob for one in found] == [entry["logprob"] for entry in expected]
+    assert all(len(one.top_ids) == len(one.top_logprobs) == 1 for one in found)
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [

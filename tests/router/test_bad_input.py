@@ -170,7 +170,8 @@ def test_context_error_has_both_numbers(shared: Any) -> None:
         {"prompt": ["x"] * 1000},
         {"prompt": "x", "best_of": 2},
         {"prompt": "x", "suffix": "y"},
-        {"prompt": "x", "echo": True, "logprobs": 1},
+        {"prompt": "x", "echo": True, "logprobs": 99},
+        {"prompt": "x", "prompt_logprobs": 99},
         {"prompt": "x", "logprobs": 21},
     ],
 )

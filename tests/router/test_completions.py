@@ -88,3 +88,25 @@ def test_an_event_is_one_line_for_every_line_reader(shared: Any) -> None:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
     assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == prompt
+
+
+def test_whole_numbers_may_be_written_with_a_point(harness: Any, make_replica: Any) -> None:
+    replica = make_replica()
+    harness.start([replica])
+    with harness.client() as client:
+        body = {
+            "model": "tiny",
+            "prompt": [[5.0, 6], [7]],
+            "max_tokens": 2.0,
+            "seed": 3.0,
+            "top_k": 4.0,
+            "logprobs": 1.0,
+        }
+        answer = client.post("/v1/completions", json=body | {"stop_token_ids": [9.0], "min_tokens": 0.0, "n": 1.0})
+        assert answer.status_code == 200, answer.text
+        assert [list(submit.prompt_token_ids) for submit in replica.submits] == [[5, 6], [7]]
+        options = replica.submits[0].sampling
+        assert (options.max_tokens, options.seed, options.top_k, options.logprobs) == (2, 3, 4, 1)
+        for wrong in ({"max_tokens": 2.5}, {"prompt": [5.5]}, {"seed": 1e300}):
+            refused = client.post("/v1/completions", json=body | wrong)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(wrong))

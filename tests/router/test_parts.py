@@ -96,6 +96,21 @@ def test_numbers_beyond_double_are_refused_or_infinite_never_a_crash(text: str) 
         strict_json.parse(text.encode(), 10, 1024)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"temperature": %s}', "temperature"),
+        ('{"a": [1, {"b": 2}], "logit_bias": {"5": %s}}', "logit_bias.5"),
+        ('{"prompt": [1, 2, %s]}', "prompt[2]"),
+    ],
+)
+def test_the_field_of_a_number_that_is_not_finite_is_named(body: str, field: str, number: str) -> None:
+    with pytest.raises(InvalidRequestError, match="input should be a finite number") as raised:
+        strict_json.parse((body % number).encode(), 10, 1024)
+    assert raised.value.param == field and field in str(raised.value)
+
+
 def test_json_depth_is_counted_exactly() -> None:
     assert strict_json.parse(b'{"a":[{"b":1}]}', 3, 1024) == {"a": [{"b": 1}]}
     with pytest.raises(strict_json.JsonError):

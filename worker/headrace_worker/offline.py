@@ -31,6 +31,7 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[SampledLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # of the tokens after the first
     finish: Finish | None = None
     error: str = ""
     cached_tokens: int = 0
@@ -65,6 +66,7 @@ class OfflineEngine:
                     completion.first_token_at = now
                 completion.token_ids += output.token_ids
                 completion.logprobs += output.logprobs
+                completion.prompt_logprobs += output.prompt_logprobs
                 completion.last_token_at = now
                 completion.finish = output.finish
                 completion.error = output.error

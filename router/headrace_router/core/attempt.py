@@ -137,6 +137,7 @@ class Attempt:
         self.id = attempt_id
         self.cached_tokens = 0  # of the prompt; in the first delta, like `queue_seconds`
         self.queue_seconds: float | None = None  # None = no delta yet
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # in the first delta
         self.preemptions = 0
         self.times: AttemptTimes | None = None  # of the newest delta with some
         self.refusal = ""
@@ -166,6 +167,7 @@ class Attempt:
             return
         if self.queue_seconds is None:
             self.cached_tokens, self.queue_seconds = delta.cached_tokens, delta.queue_us / 1e6
+            self.prompt_logprobs = delta.prompt_logprobs
         self.preemptions = delta.preemptions
         if delta.HasField("times"):
             self.times = AttemptTimes()

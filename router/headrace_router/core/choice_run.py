@@ -194,6 +194,7 @@ class ChoiceRun(Generic[C]):
             sampling=request.sampling,
             priority=request.priority,
             deadline_ms=self._remaining_ms(),
+            grammar=request.grammar,
             expected_cached_tokens=placed.expected_tokens,
         )
         if source is not None:
@@ -212,10 +213,17 @@ class ChoiceRun(Generic[C]):
     @property
     def _trusts_sources(self) -> bool:
         """Whether another replica may compute its prompt: not if one may have caused a loss or a wrong output."""
-        return not (self._retry.losses or self._in_doubt)
+        return not (self._retry.losses or self._in_doubt or self._scores)
+
+    @property
+    def _scores(self) -> bool:
+        """Whether the next attempt must compute the whole prompt: its log-probabilities are still missing."""
+        return self._request.sampling.HasField("prompt_logprobs") and not self._output_tokens
 
     def _holder(self, target: ReplicaState[C]) -> KvSource[C] | None:
         """The replica that has the stream's blocks, or those of the prompt's first choice."""
+        if self._scores:
+            return None
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica

@@ -79,6 +79,10 @@ class Limits(BaseModel):
     stop_token_ids: int = Field(default=128, ge=1)
     logit_bias_entries: int = Field(default=1024, ge=1)
     top_logprobs: int = Field(default=20, ge=0)
+    grammar_bytes: int = Field(
+        default=64 << 10, ge=256, description="of a schema, pattern, list of choices or grammar of one request"
+    )
+    grammar_seconds: float = Field(default=0.75, gt=0, description="for compiling such a grammar")
     metadata_entries: int = Field(default=16, ge=0)
     label_bytes: int = Field(default=512, ge=1, description="of user, safety_identifier and metadata strings")
     max_concurrent_requests: int = Field(

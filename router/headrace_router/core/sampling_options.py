@@ -6,16 +6,23 @@ have fields of the same names.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 
 from headrace_proto.replica_pb2 import ModelFacts
 
+
+def whole(value: Any) -> Any:
+    """5.0 as 5: clients in JavaScript and some serializers write whole numbers so. Other values unchanged."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-TokenCount = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
+WHOLE = BeforeValidator(whole)  # after the range, which the schema would not show otherwise
+TokenCount = Annotated[StrictInt, Field(ge=1, le=2**31 - 1), WHOLE]
 TopK = Annotated[
-    StrictInt, Field(ge=-1, le=2**31 - 1, description="0 or -1 = off"), AfterValidator(lambda k: max(k, 0))
+    StrictInt, Field(ge=-1, le=2**31 - 1, description="0 or -1 = off"), AfterValidator(lambda k: max(k, 0)), WHOLE
 ]
 
 

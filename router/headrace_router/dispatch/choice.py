@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
+    FINISH_COMPLETE,
     FINISH_DEADLINE,
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -30,6 +31,9 @@ class ChoiceUpdate:
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as text-bearing token ids, when asked for
+    offsets: list[int] = field(default_factory=list)  # with logprobs: where in the answer a token's character begins
+    # In the first update, when asked for: of all but the prompt's first token.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
 
     @property
@@ -41,6 +45,9 @@ class ChoiceUpdate:
         self.pieces += later.pieces
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.offsets += later.offsets
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason = later.finish_reason
 
 
@@ -52,9 +59,10 @@ class Choice:
         self.output_token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # until the next update
         self._text = card.tokens.stream(request.prompt_token_ids)
         self._stops = StopMatcher(stop)
-        self._has_stops = bool(stop)
+        self._one_by_one = bool(stop) or request.sampling.HasField("logprobs")
         self._min_tokens = request.sampling.min_tokens
         self._pending: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # token, logprobs, where its text begins
         self._raw_length = 0  # characters detokenized
@@ -64,6 +72,11 @@ class Choice:
     def done(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether they are asked for, and come with the next tokens, which are the first ones."""
+        return self.request.sampling.HasField("prompt_logprobs") and not self.output_token_ids
+
     def consume(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> ChoiceUpdate | None:
@@ -72,25 +85,25 @@ class Choice:
         # The token that ended the answer is counted, but has no text.
         ending = finish == FINISH_STOP and len(token_ids) > 0
         shown_ids = token_ids[:-1] if ending else token_ids
-        if self._has_stops:
+        if self._one_by_one:
             self._consume_one_by_one(update, shown_ids, logprobs)
         else:
             self.output_token_ids.extend(shown_ids)
             self._show(update, self._text.push(shown_ids) if shown_ids else "")
             update.token_ids.extend(shown_ids)
-            update.logprobs.extend(logprobs[: len(shown_ids)])
         if not self.done:
             self._finish(update, finish, error)
             if ending and not self.failure:
                 self.output_token_ids.append(token_ids[-1])
                 update.token_ids.append(token_ids[-1])
-        seen = update.pieces or update.token_ids or update.finish_reason
+        update.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        seen = update.pieces or update.token_ids or update.finish_reason or update.prompt_logprobs is not None
         return update if seen else None
 
     def _consume_one_by_one(
         self, update: ChoiceUpdate, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """Exact to the token: usage ends with the one that completed the stop string."""
+        """Exact to the token: usage ends with the one that completed the stop string, and each has its offset."""
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             self._pending.append((token_id, logprobs[position] if logprobs else None, self._raw_length))
@@ -111,10 +124,10 @@ class Choice:
     def _finish(self, update: ChoiceUpdate, finish: int, error: str) -> None:
         if finish == FINISH_NONE:
             return
-        if finish in (FINISH_STOP, FINISH_LENGTH):
+        if finish in (FINISH_STOP, FINISH_COMPLETE, FINISH_LENGTH):
             self._show(update, self._stops.flush())
             self._release(update, everything=True)
-            self.finish_reason = update.finish_reason = STOP if finish == FINISH_STOP else LENGTH
+            self.finish_reason = update.finish_reason = LENGTH if finish == FINISH_LENGTH else STOP
         elif finish == FINISH_DEADLINE:
             self.failure = DeadlineError("The request's deadline passed before the answer was complete.")
         elif finish in (FINISH_ERROR, FINISH_CANCELLED):
@@ -131,7 +144,8 @@ class Choice:
         """Adds the tokens whose text has become visible, at least in part, to the update."""
         pending = self._pending
         while pending and (everything or pending[0][2] < self._shown_length):
-            token_id, entry, _ = pending.popleft()
+            token_id, entry, offset = pending.popleft()
             update.token_ids.append(token_id)
             if entry is not None:
                 update.logprobs.append(entry)
+                update.offsets.append(offset)

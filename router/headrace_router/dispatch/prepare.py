@@ -18,13 +18,15 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ModelCard
-from headrace_router.text.tokenizer_pool import TokenizerPool
+from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
+from headrace_router.validation.constraint import grammar_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
 # Fields of a body that are sent as they are. logit_bias has other keys in JSON, and the seed may be drawn here.
-_SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_name} - {"logit_bias", "seed"}
+_OWN = {"logit_bias", "prompt_logprobs", "seed"}
+_SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_name} - _OWN
 
 
 class Preparer:
@@ -47,14 +49,26 @@ class Preparer:
         self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = ""
     ) -> GenerationRequest:
         """label: for logs. session: for placement. Raises ApiError; nothing was sent to a replica yet."""
+        grammar = await self._grammar(body, tenant)
         make = self._chat(body, tenant, label) if isinstance(body, ChatBody) else self._completion(body, tenant, label)
         request = await make
+        if grammar:
+            request = replace(request, choices=[replace(choice, grammar=grammar) for choice in request.choices])
         if not session:
             session = (isinstance(body, ChatBody) and body.prompt_cache_key) or body.session_id or ""
         if session:
             session = f"{tenant.name}/{session}"
             request = replace(request, choices=[replace(choice, session=session) for choice in request.choices])
         return request
+
+    async def _grammar(self, body: ChatBody | CompletionBody, tenant: Tenant) -> str:
+        """That the answer must follow; empty without one."""
+        grammar, field = grammar_of(body, self._limits.grammar_bytes)
+        if grammar:
+            check, seconds = self._fleet.card(body.model).grammars, self._limits.grammar_seconds
+            if not check.is_known(grammar):
+                await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
+        return grammar
 
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
         limits = self._limits
@@ -85,8 +99,6 @@ class Preparer:
     async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise UnsupportedError("'best_of' is supported only when it equals 'n'.", param="best_of")
-        if body.echo and body.logprobs is not None:
-            raise UnsupportedError("'echo' together with 'logprobs' is not supported by this server.", param="echo")
         texts, ids = _prompts(body.prompt)
         _at_most(len(texts) + len(ids), self._limits.prompts, "prompt", "prompts")
         chars = sum(map(len, texts))
@@ -130,6 +142,12 @@ class Preparer:
         if not all(prompt.token_ids for prompt in prompts):
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
         self._check_length(longest, asked, card, "messages" if isinstance(body, ChatBody) else "prompt")
+        if sampling.HasField("prompt_logprobs"):
+            tokens = sum(len(prompt.token_ids) for prompt in prompts) * (body.n or 1)
+            entries = tokens * (1 + sampling.prompt_logprobs)
+            _at_most(
+                entries, limits.logprob_entries, "prompt", "log-probabilities to report (n x tokens x (1 + logprobs))"
+            )
         available = card.max_model_len - longest
         default = int(card.defaults.get("max_tokens", api_default or available))
         max_tokens = asked or min(available, default)
@@ -169,7 +187,7 @@ class Preparer:
                         sampling=own,
                         index=len(choices),
                         deadline_seconds=limits.request_seconds,
-                        blocks=prompt.blocks,
+                        blocks={} if sampling.HasField("prompt_logprobs") else prompt.blocks,
                     )
                 )
         return GenerationRequest(card, label, choices, _stops(body.stop))
@@ -183,9 +201,15 @@ class Preparer:
         _at_most(len(body.logit_bias or ()), limits.logit_bias_entries, "logit_bias", "entries")
         if logprobs is not None:
             _at_most(logprobs, limits.top_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs", "")
+        scored = body.prompt_logprobs
+        if scored is not None:
+            _at_most(scored, limits.top_logprobs, "prompt_logprobs", "")
+        if isinstance(body, CompletionBody) and body.echo and logprobs is not None:
+            scored = max(scored or 0, logprobs)
         given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
         options: dict[str, Any] = {**API_DEFAULTS, **card.defaults, **given}
-        return Sampling(**options, logit_bias=_biases(body.logit_bias or {}, card), logprobs=logprobs)
+        biases = _biases(body.logit_bias or {}, card)
+        return Sampling(**options, logit_bias=biases, logprobs=logprobs, prompt_logprobs=scored)
 
     def _allowed_tokens(self, choices: int, sampling: Sampling) -> int:
         """Of each choice, so that all of them and their log-probabilities stay within the limits."""
@@ -239,6 +263,10 @@ class Preparer:
     def _check_stream(self, body: ChatBody | CompletionBody) -> None:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "'prompt_logprobs' is not sent in streams: send 'stream' as false.", param="prompt_logprobs"
+            )
 
 
 def _at_most(count: int, limit: int, param: str, what: str) -> None:

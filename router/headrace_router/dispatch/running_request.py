@@ -190,6 +190,8 @@ class _ChoiceListener:
         self._observer.add_tokens(len(token_ids), attempt.cached_tokens)
         if self._recorder is not None and token_ids:
             self._recorder.tokens(attempt, time.monotonic())
+        if token_ids and self._choice.lacks_prompt_logprobs:
+            self._choice.prompt_logprobs = list(attempt.prompt_logprobs)
         update = self._choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
             self._running_request.add_update(update)

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -78,6 +78,13 @@ class TokenTable:
         except UnicodeDecodeError:
             key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return TokenJson(text, key, line_json(text), orjson.dumps(list(raw)))
+
+    def offsets(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """For each token of a whole text, the number of characters that are complete before it."""
+        stream, complete = self.stream(()), 0
+        for token_id in token_ids:
+            yield complete
+            complete += len(stream.push((token_id,)))
 
     def stream(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A detokenizer for the tokens that follow a prompt."""

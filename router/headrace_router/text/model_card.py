@@ -15,6 +15,7 @@ from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
+from headrace_router.text.grammar import GrammarCheck
 from headrace_router.text.normalized_size import NormalizedSize, normalizer_steps
 from headrace_router.text.prompt_text import RenderedChat
 from headrace_router.text.text_encoder import TextEncoder
@@ -60,6 +61,7 @@ class ModelCard:
         self.defaults = default_options(facts)
         self.tokens = loaded.tokens
         self._tokenizer = loaded.tokenizer
+        self.grammars = GrammarCheck(loaded.tokenizer.to_str, self.vocab_size, sorted(self.eos_token_ids))
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
         length = self.max_model_len or None
         context = ContextSize(tokens=length, chars=loaded.reach * length if loaded.reach and length else None)

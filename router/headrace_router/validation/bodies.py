@@ -17,12 +17,12 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from headrace_router.core.sampling_options import Number, SamplingOptions, TokenCount
+from headrace_router.core.sampling_options import WHOLE, Number, SamplingOptions, TokenCount, whole
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 UINT32_MAX = 2**32 - 1
 
-TokenId = Annotated[StrictInt, Field(ge=0, le=UINT32_MAX)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=UINT32_MAX), WHOLE]
 
 
 def _prompt(value: Any) -> Any:
@@ -31,7 +31,11 @@ def _prompt(value: Any) -> Any:
         return value
     if not isinstance(value, list):
         raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
-    lists = value if all(type(entry) is list for entry in value) else [value]
+    nested = all(type(entry) is list for entry in value)
+    lists = value if nested else [value]
+    if not all(type(token) is int for entry in lists for token in entry):
+        lists = [[whole(token) for token in entry] for entry in lists]
+        value = lists if nested else lists[0]
     if not all(type(token) is int and 0 <= token <= UINT32_MAX for entry in lists for token in entry):
         raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
     return value
@@ -57,13 +61,39 @@ class StreamOptions(_Body):
     include_usage: StrictBool | None = None
 
 
+class JsonSchemaFormat(_Body):
+    """`schema` is a JSON Schema; an answer always follows it, whether or not `strict` is set."""
+
+    name: Annotated[StrictStr, Field(max_length=512, description="a label")] | None = None
+    description: StrictStr | None = Field(default=None, description="a label")
+    schema_: dict[str, Any] | StrictBool | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type json_schema only")
+
+
+class StructuredOutputs(_Body):
+    """What the answer must be: exactly one of the fields."""
+
+    json_: dict[str, Any] | StrictStr | None = Field(default=None, alias="json", description="a JSON Schema")
+    json_object: StrictBool | None = Field(default=None, description="any JSON object")
+    regex: StrictStr | None = None
+    choice: Annotated[list[StrictStr], Field(fail_fast=True)] | None = Field(
+        default=None, description="one of these texts"
+    )
+    grammar: StrictStr | None = Field(default=None, description="in Lark's or GBNF's syntax")
+
+
 class RequestOptions(_Body, SamplingOptions):
     """Fields of both chats and completions. A sampling option that is omitted has the model's default."""
 
     model: StrictStr = Field(min_length=1, max_length=512)
-    min_tokens: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[StrictInt, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    seed: Annotated[StrictInt, Field(ge=INT64_MIN, le=INT64_MAX), WHOLE] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: StrictBool | None = None
@@ -71,6 +101,18 @@ class RequestOptions(_Body, SamplingOptions):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = Field(default=None, description="with stream only")
     return_token_ids: StrictBool | None = Field(default=None, description="adds token_ids to every choice")
+    prompt_logprobs: (
+        Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="of the prompt's tokens; not with stream"), WHOLE]
+        | None
+    ) = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | StrictStr | None = Field(default=None, description="as `structured_outputs.json`")
+    guided_regex: StrictStr | None = Field(default=None, description="as `structured_outputs.regex`")
+    guided_choice: Annotated[list[StrictStr], Field(fail_fast=True)] | None = Field(
+        default=None, description="as `structured_outputs.choice`"
+    )
+    guided_grammar: StrictStr | None = Field(default=None, description="as `structured_outputs.grammar`")
     user: StrictStr | None = Field(default=None, description="a label")
     session_id: StrictStr | None = Field(default=None, description="names the session for `--policy session`")
 
@@ -97,7 +139,9 @@ class ChatBody(RequestOptions):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="with logprobs only")] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="with logprobs only"), WHOLE] | None = (
+        None
+    )
     metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
     safety_identifier: StrictStr | None = Field(default=None, description="a label")
     prompt_cache_key: StrictStr | None = Field(
@@ -110,5 +154,5 @@ class CompletionBody(RequestOptions):
 
     prompt: PromptInput
     echo: StrictBool | None = None
-    logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX)] | None = None
-    best_of: Annotated[StrictInt, Field(ge=1, le=2**31 - 1, description="only n is supported")] | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX), WHOLE] | None = None
+    best_of: Annotated[StrictInt, Field(ge=1, le=2**31 - 1, description="only n is supported"), WHOLE] | None = None

@@ -26,6 +26,12 @@ class PlainModel:
         self._model.tie_weights()
         self._model.eval()
 
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[len(tokens) - 1, V]: of what follows each token but the last."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([list(tokens)])).logits[0, :-1].float()
+        return logits.log_softmax(-1)
+
     def ties(self, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float] = ()) -> int:
         """The number of ties in `output`; fails if a token is not the best, or a logprob differs by 1e-3."""
         with torch.inference_mode():

@@ -24,6 +24,7 @@ from headrace_worker.offline import Completion, OfflineEngine, Prompt
 TIE = 1e-3
 MODELS = ("smollm2", "llama", "qwen3", "mistral")
 GREEDY = RowSampling(temperature=0.0, logprobs=3)
+SCORED = RowSampling(temperature=0.0, logprobs=3, prompt_logprobs=2)
 
 
 class Subject:
@@ -144,3 +145,45 @@ def test_after_preemption(subject: Subject) -> None:
     completions = run(engine, prompts, [60] * 16)
     assert sum(completion.preemptions for completion in completions) > 0
     assert_oracle(subject, prompts, completions)
+
+
+def check_scores(subject: Subject, prompts: list[list[int]], completions: list[Completion]) -> None:
+    """The prompts' log-probabilities are those of transformers, which computes each prompt alone and whole."""
+    assert_oracle(subject, prompts, completions)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.inference_mode():
+            logprobs = subject.plain(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        assert len(completion.prompt_logprobs) == len(prompt) - 1
+        for row, (token, found) in enumerate(zip(prompt[1:], completion.prompt_logprobs, strict=True)):
+            assert found.logprob == pytest.approx(float(logprobs[row, token]), abs=1e-3)
+            assert found.top_logprobs == pytest.approx(logprobs[row].topk(2).values.tolist(), abs=1e-3)
+            assert len(found.top_ids) == 2
+
+
+def test_log_probabilities_of_prompts(subject: Subject) -> None:
+    """Alone, in chunks, beside requests without them, and of cached prompts, which are computed again."""
+    scored = [Prompt(prompt, 4, SCORED, ignore_eos=True) for prompt in subject.prompts([1, 2, 90, 200, 40, 33], seed=7)]
+    prompts = [list(prompt.token_ids) for prompt in scored]
+    for budget in (32, 1024):
+        engine = subject.engine(max_num_batched_tokens=budget, max_model_len=250)
+        (alone,) = engine.generate(scored[2:3])
+        check_scores(subject, prompts[2:3], [alone])
+        free = [Prompt(prompt, 9, GREEDY, ignore_eos=True) for prompt in subject.prompts([80, 5, 200], seed=8)]
+        found = engine.generate([*free[:2], *scored, *free[2:]], after_step=engine.assembly.engine.scheduler.check)
+        check_scores(subject, prompts, found[2:8])
+        assert_oracle(subject, [list(prompt.token_ids) for prompt in free], [*found[:2], *found[8:]])
+        again = engine.generate(scored)
+        check_scores(subject, prompts, again)
+        assert not any(completion.cached_tokens for completion in (alone, *found[2:8], *again))
+        assert not any(completion.prompt_logprobs for completion in found[:2])
+
+
+def test_log_probabilities_of_preempted_prompts(subject: Subject) -> None:
+    layout = subject.loaded.layout
+    share = 1 if any(group.window for group in layout.groups) else 3
+    blocks = 1 + share * len(layout.groups) * (96 // layout.block_size)
+    engine = subject.engine(max_model_len=96, kv_cache_memory=blocks * layout.block_bytes, max_num_batched_tokens=24)
+    prompts = subject.prompts([70] * 8, seed=9)
+    found = engine.generate([Prompt(prompt, 20, SCORED, ignore_eos=True) for prompt in prompts])
+    check_scores(subject, prompts, found)
+    assert sum(completion.preemptions for completion in found) > 0

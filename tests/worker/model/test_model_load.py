@@ -191,7 +191,8 @@ def test_facts_come_from_the_files(folder: Path, replica: Replica) -> None:
     ("generation", "defaults"),
     [
         ({}, {}),
-        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),  # greedy without do_sample
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0}),
         (
             {"do_sample": True, "temperature": 1, "top_k": -1, "min_p": 0.05},
             {"temperature": 1, "top_k": 0, "min_p": 0.05},

@@ -51,7 +51,7 @@ def test_requests_of_all_kinds(
     """Seeds, penalties, bias, minimum, stop, logprobs; preempted, then again from the cache."""
     work = varied_prompts()
     expected = on_one_rank(work)
-    assert {completion.finish for completion in expected} == {Finish.STOP, Finish.LENGTH}
+    assert {completion.finish for completion in expected} <= {Finish.STOP, Finish.COMPLETE, Finish.LENGTH}
     with split_replica(tp, pp) as replica:
         engine = replica.offline.assembly.engine
         assert replica.offline.assembly.size.num_blocks == SMALL_POOL_BLOCKS

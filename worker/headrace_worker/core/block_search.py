@@ -24,7 +24,8 @@ class BlockSearch:
         """
         kv, tokens = self._kv, request.tokens
         kv.extend_chain(request.chain, tokens, len(tokens) // kv.block_size)
-        hit = kv.lookup(request.chain, len(tokens) - 1)
+        usable = min(len(tokens) - 1, len(request.prompt_logprobs)) if request.scores else len(tokens) - 1
+        hit = kv.lookup(request.chain, usable)
         chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
         spare = 0 if idle else int(kv.pool.total * self._watermark)
         found = kv.cost_of(hit, chunk_end) + spare <= kv.pool.available

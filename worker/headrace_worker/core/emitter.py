@@ -21,8 +21,10 @@ class Emitter:
         token = request.tokens[-1]
         count = request.emitted = len(request.tokens)
         finish = None
-        if token in request.stop_ids or request.complete:
+        if token in request.stop_ids:
             finish = Finish.STOP
+        elif request.complete:
+            finish = Finish.COMPLETE
         elif count >= request.max_len:
             finish = Finish.LENGTH
         logprobs = [result.logprobs[position]] if position in result.logprobs else []
@@ -42,6 +44,7 @@ class Emitter:
             if request.counts_prompt:  # counted once it is computed: a refused prompt never counts
                 self._counters.prompt_tokens += request.prompt_len
             output.cached_tokens = request.cached_tokens
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
             started = request.started or request.arrival
             output.queue_seconds = started - request.arrival
             output.times = times.first_token(self._clock(), started, self._totals)

@@ -41,11 +41,15 @@ class LoadReports:
         self._routers.pop(router, None)
 
     def received(self, router: RouterReports, tokens: int | None) -> None:
-        """A submit. tokens: that it will compute; None = it was refused and not passed to the step loop."""
+        """A submit. tokens: that it will compute; None = it was refused, or is passed to the step loop later."""
         router.submits += 1
         if tokens is not None:
-            router.passed += 1
-            self.arrivals.add(tokens)
+            self.passed(router, tokens)
+
+    def passed(self, router: RouterReports, tokens: int) -> None:
+        """A submit of this router was passed to the step loop. tokens: that it will compute."""
+        router.passed += 1
+        self.arrivals.add(tokens)
 
     def accepted(self, number: int) -> None:
         """A step has ended, whose load includes the first `number` requests that were passed to the step loop."""

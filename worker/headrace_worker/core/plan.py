@@ -31,6 +31,7 @@ class RowSampling(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included (unless ignored): excluded before min_tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None = none; n = the chosen token's and the n best
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, before the first output
 
 
 class RowInit(Struct, frozen=True):
@@ -55,13 +56,15 @@ class TableUpdate(Struct, frozen=True):
 class Work(Struct, frozen=True, gc=False):
     """Compute positions [start, start + count) of a row; with `sample`, sample the token at position start + count.
 
-    The sampled token is stored in the row at that position on the device at once, before the host reads it.
+    The sampled token is stored in the row at that position on the device at once, before the host reads it. The
+    known tokens at positions start + 1 to start + scored get log-probabilities.
     """
 
     row: int
     start: int
     count: int
     sample: bool
+    scored: int = 0
 
 
 class StepPlan(Struct, frozen=True):
@@ -74,6 +77,7 @@ class StepPlan(Struct, frozen=True):
     work: list[Work]  # at most one item per row
     orders: list[Order] = []
     guided: bool = False  # some sampled rows are constrained: sampling waits for their masks
+    scores: bool = False  # some work has `scored`
 
 
 class SampledLogprobs(Struct, frozen=True):
@@ -92,3 +96,4 @@ class StepResult(Struct, frozen=True):
     logprobs: dict[int, SampledLogprobs]  # by index into tokens, for rows that request them
     failed: dict[int, str]  # by index into tokens: why sampling failed for the row; its token is meaningless
     not_finite: list[int] = []  # of the failed ones: indexes of rows whose raw logits were not finite
+    prompt_logprobs: list[SampledLogprobs] = []  # of the work's scored positions, in their order

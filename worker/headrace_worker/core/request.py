@@ -15,6 +15,7 @@ class Finish(Enum):
     """Why an attempt ended."""
 
     STOP = "stop"
+    COMPLETE = "complete"  # its guide allows no further token
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
@@ -69,6 +70,7 @@ class Request:
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
     cached_only: bool = False  # the source sends cached blocks, and computes nothing
     fetched: Fetched = Fetched()  # set when a fetch has ended
+    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # of positions 1 and on, as far as computed
     guide: TokenGuide | None = None  # passed in its initial state, and advanced here by the outputs of earlier attempts
 
     row: int = -1
@@ -93,6 +95,11 @@ class Request:
         if self.guide is not None:
             for token in self.tokens[self.prompt_len :]:
                 self.guide.advance(token)
+
+    @property
+    def scores(self) -> bool:
+        """Whether its prompt's tokens still get log-probabilities: a position without them must be computed."""
+        return self.sampling.prompt_logprobs is not None and self.emitted == self.prompt_len
 
     @property
     def missing(self) -> int:
@@ -123,3 +130,4 @@ class Output(Struct, gc=False):
     queue_seconds: float | None = None
     preemptions: int = 0
     times: AttemptTimes | None = None  # in the first output, and in the last one
+    prompt_logprobs: list[SampledLogprobs] = []  # in the first output

@@ -6,6 +6,8 @@ from headrace_worker.core.kv.manager import BlockTable
 from headrace_worker.core.plan import RowInit, StepPlan, TableUpdate, Work
 from headrace_worker.core.request import Request
 
+SCORED_POSITIONS = 256  # of prompts, in one step: each takes as much memory as a sampled row does
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -36,12 +38,19 @@ class StepDraft:
     decode_sequences: int = 0
     kv_tokens: int = 0
     preempted: bool = False
+    scorable: int = SCORED_POSITIONS  # positions of prompts that may still get log-probabilities in this step
+
+    def room(self, request: Request) -> int:
+        """Positions of the request that this step may still compute."""
+        return min(self.budget, self.scorable) if request.scores else self.budget
 
     def add(self, request: Request, table: BlockTable, count: int) -> None:
         start = request.computed
         end = start + count
         sample = count == request.missing and not request.prefill_only
-        self.work.append(Work(request.row, start, count, sample))
+        scored = max(0, min(end, request.prompt_len - 1) - start) if request.scores else 0
+        self.scorable -= scored
+        self.work.append(Work(request.row, start, count, sample, scored))
         self.requests.append(request)
         self.block_tables.append(table)
         self.budget -= count
@@ -69,7 +78,8 @@ class StepDraft:
     def finish(self, step: int, may_be_guided: bool) -> ScheduledStep:
         """The finished step. Without `may_be_guided` requests are not searched for guides."""
         guided = self._guided() if may_be_guided else []
-        plan = StepPlan(step, self.frees, self.inits, self.tables, self.work, guided=bool(guided))
+        scores = self.scorable < SCORED_POSITIONS
+        plan = StepPlan(step, self.frees, self.inits, self.tables, self.work, guided=bool(guided), scores=scores)
         return ScheduledStep(
             plan, self.requests, self.block_tables, self.prefill_tokens, self.decode_sequences, self.kv_tokens, guided
         )

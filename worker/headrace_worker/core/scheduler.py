@@ -110,7 +110,13 @@ class Scheduler:
         outputs: list[Output] = []
         tokens, failed = result.tokens, result.failed
         index = 0
+        scores = 0
         for work, request, table in zip(step.plan.work, step.requests, step.block_tables, strict=True):
+            if work.scored:
+                if request.finish is None and step.plan.step > request.discard_until_step:
+                    found = result.prompt_logprobs[scores : scores + work.scored]
+                    request.prompt_logprobs[work.start : work.start + work.scored] = found
+                scores += work.scored
             if not work.sample:
                 if request.table is table:
                     self.kv.publish(table, request.chain, request.tokens, work.start + work.count)
@@ -206,6 +212,7 @@ class Scheduler:
         wanted = [(request.tenant_salt, request.missing) for request in chunks]
         counts = divide_budget(wanted, draft.budget, self._admissible_tenant())
         for request, count in zip(chunks, counts, strict=True):
+            count = min(count, draft.room(request))
             if request.row >= 0 and count > 0:
                 self._add_work(draft, request, count)
 
@@ -252,11 +259,13 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or request.in_flight > 0:
                 return
-            found = self._blocks.find(request, draft.budget, idle=not self.running)
+            if draft.room(request) <= 0:
+                return
+            found = self._blocks.find(request, draft.room(request), idle=not self.running)
             if found is None:
                 return
             looked_up += 1 + found[0].tokens // self.kv.block_size
-            if not self._followers.set_aside(request, found[0]):
+            if request.scores or not self._followers.set_aside(request, found[0]):
                 self._start(draft, request, *found)
 
     def _start(self, draft: StepDraft, request: Request, hit: PrefixHit, chunk_end: int) -> None:
@@ -276,13 +285,15 @@ class Scheduler:
         for request in self.running:
             if request.suspect:
                 if request.missing > 0 and request.in_flight == 0:
-                    self._add_work(draft, request, min(request.missing, draft.budget))
+                    self._add_work(draft, request, min(request.missing, draft.room(request)))
                 return
         request = next(request for request in self.waiting if request.suspect)
         if request.in_flight > 0:
             return
         while True:
-            if self._request_table.rows and (found := self._blocks.find(request, draft.budget, idle=not self.running)):
+            if self._request_table.rows and (
+                found := self._blocks.find(request, draft.room(request), idle=not self.running)
+            ):
                 self._start(draft, request, *found)
                 return
             victim = self._request_table.least_urgent(draft.requests)

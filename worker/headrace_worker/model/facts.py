@@ -120,8 +120,12 @@ def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remot
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, int | float]:
-    """Defaults of a generation_config.json. Without do_sample transformers decodes greedily and ignores the rest."""
+    """Defaults of a generation_config.json. Without do_sample transformers ignores the options of sampling.
+
+    A file that says `do_sample: false` asks for greedy decoding; one that does not mention it leaves the API's default.
+    """
     keys = _SAMPLING_KEYS if generation.get("do_sample", False) else ()
+    greedy = {"temperature": 0.0} if generation.get("do_sample") is False else {}
     names = (*keys, "repetition_penalty", "max_new_tokens")
     given = {key: generation[key] for key in names if generation.get(key) is not None}
     for key, value in given.items():
@@ -129,7 +133,7 @@ def _defaults(generation: dict[str, Any]) -> dict[str, int | float]:
             raise ModelLoadError(f"{key} in generation_config.json is {str(value)[:80]}, not a number: correct it.")
     longest = int(given.pop("max_new_tokens", 0))
     defaults = {key: max(0, int(value)) if key == "top_k" else float(value) for key, value in given.items()}
-    return defaults | ({"max_tokens": longest} if longest > 0 else {})
+    return greedy | defaults | ({"max_tokens": longest} if longest > 0 else {})
 
 
 def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> tuple[Any, list[int]]:

@@ -8,7 +8,7 @@ from headrace_proto.errors import HeadraceError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.load import LoadedModel
 
-_PACKAGES = ("headrace", "torch", "transformers")
+_PACKAGES = ("headrace", "torch", "transformers", "llguidance")
 _REMEDY = "give every node of the replica the same packages and the same model files, and start it again"
 
 

@@ -90,7 +90,7 @@ class StageRunner:
                 owners = [int(self.runner.rows.uses[row]) for row in batch.sample_rows]
                 self._drawings[step.plan.step] = _Drawing(batch.sample_rows, batch.sample_positions, owners)
             return StageResult()
-        if not batch.sample_rows:
+        if not batch.sample_rows and not batch.scored_rows:
             return StageResult()
         if step.plan.guided and self._topology.samples:
             self._undrawn = batch, out
@@ -126,6 +126,8 @@ class StageRunner:
                 self.runner.check_device(error)
                 log.error("drawing_failed", error=type(error).__name__)
                 result.error = error
+        if not batch.sample_rows:
+            return result
         if self._topology.pp == 1:
             tokens = self._team.context.tp.all_gather(tokens.unsqueeze(0), 0)[0]
         elif not self._topology.samples:

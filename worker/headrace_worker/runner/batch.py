@@ -22,9 +22,11 @@ class Batch:
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
-    sample_index: Tensor  # [R] int64: index of each sampled row's last token among the T
+    sample_index: Tensor  # [R + P] int64: index of each sampled row's last token among the T, then of scored positions
     drawn_rows: Tensor  # [R] int64: rows of the tokens to sample
     drawn_positions: Tensor  # [R] int64
+    scored: Tensor  # [2, P] int64: rows and positions of the known tokens that get log-probabilities
+    scored_rows: list[int]  # [P] the rows for the host
     sample_rows: list[int]  # [R] the same for the host
     sample_positions: list[int]  # [R] position of the token to sample
     recorded: Any = None  # the recorded step that owns these buffers, if any
@@ -40,9 +42,10 @@ class HostBatch:
     seq_lens: NDArray[np.int32]  # [S]
     tables: list[NDArray[np.int32]]  # by cache group: [S, M]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
-    sample_index: NDArray[np.int64]  # [R]
+    sample_index: NDArray[np.int64]  # [R + P]
     drawn_rows: NDArray[np.int64]  # [R]
     drawn_positions: NDArray[np.int64]  # [R]
+    scored: NDArray[np.int64]  # [2, P]
     max_query_len: int
     max_seq_len: int
 
@@ -55,6 +58,7 @@ class HostBatch:
             self.sample_index,
             self.drawn_rows,
             self.drawn_positions,
+            self.scored,
             self.query_starts,
             self.seq_lens,
             *self.tables,
@@ -63,7 +67,9 @@ class HostBatch:
 
     def over(self, tensors: Sequence[Tensor]) -> Batch:
         """A batch of `arrays` that were copied to the device."""
-        token_rows, positions, sample_index, drawn_rows, drawn_positions, query_starts, seq_lens, *rest = tensors
+        token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, query_starts, seq_lens, *rest = (
+            tensors
+        )
         groups = len(self.tables)
         metas = [
             AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
@@ -76,6 +82,8 @@ class HostBatch:
             sample_index,
             drawn_rows,
             drawn_positions,
+            scored,
+            self.scored[0].tolist(),
             self.drawn_rows.tolist(),
             self.drawn_positions.tolist(),
         )
@@ -110,8 +118,11 @@ class HostBatch:
         )
 
 
-def flatten_work(work: Sequence[Work], rows: RowState, block_size: int) -> HostBatch:
-    """Concatenate the sequences of the work. No loop over tokens, and nothing read back from the device."""
+def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: bool = False) -> HostBatch:
+    """Concatenate the sequences of the work. No loop over tokens, and nothing read back from the device.
+
+    scores: whether some of it has `scored`.
+    """
     size = len(work)  # a column at a time: an array of tuples takes twice as long
     row = np.fromiter([item.row for item in work], np.int64, size)
     start = np.fromiter([item.start for item in work], np.int64, size)
@@ -123,6 +134,10 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int) -> HostB
     positions = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], count)
     drawing = np.flatnonzero(np.fromiter([item.sample for item in work], np.bool_, size))
     drawn_rows, drawn_positions = row[drawing], end[drawing]
+    scored = np.zeros(0, np.int64)
+    if scores:
+        counts = np.fromiter([item.scored for item in work], np.int64, size)
+        scored = np.repeat(offsets[:-1] + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
     longest = int(end.max(initial=0))
     entries = -(-longest // block_size)
     entry, offset = np.divmod(positions, block_size)
@@ -133,17 +148,18 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int) -> HostB
         seq_lens=end.astype(np.int32),
         tables=[table[row, :entries] for table in rows.tables],
         slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
-        sample_index=offsets[1:][drawing] - 1,
+        sample_index=np.concatenate([offsets[1:][drawing] - 1, scored]),
         drawn_rows=drawn_rows,
         drawn_positions=drawn_positions,
+        scored=np.stack([token_rows[scored], positions[scored] + 1]),
         max_query_len=int(count.max(initial=0)),
         max_seq_len=longest,
     )
 
 
-def gather(work: Sequence[Work], rows: RowState, block_size: int) -> Batch:
+def gather(work: Sequence[Work], rows: RowState, block_size: int, scores: bool = False) -> Batch:
     """A batch of exactly this work, on the device of the rows."""
-    host = flatten_work(work, rows, block_size)
+    host = flatten_work(work, rows, block_size, scores)
     return host.over(all_to_device(host.arrays, rows.device))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
+from headrace_worker.core.scheduled_step import SCORED_POSITIONS
 from headrace_worker.runner.model_runner import ModelRunner
 
 
@@ -32,9 +33,17 @@ OPTIONS = (
     RowSampling(temperature=1.0, top_p=0.9, logprobs=5),
 )
 LARGEST_OPTIONS = RowSampling(
-    temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+    temperature=1.0,
+    top_p=0.9,
+    top_k=20,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=20,
+    prompt_logprobs=20,
 )
 """What takes the most memory if all rows have it: defaults of a model apply to every request."""
+SCORED = RowSampling(temperature=0.0, prompt_logprobs=1)
 _FEW = (2, 8, 32, 64)  # tokens of a small prompt
 _SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the previous one
 
@@ -59,7 +68,8 @@ def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int)
     rows = min(max_rows, budget)
     each = max(1, min(max_len - 2, budget // rows))
     started = [_start(layout, row, each, max_len, LARGEST_OPTIONS) for row in range(rows)]
-    yield _step([Work(row, 0, each, True) for row in range(rows)], started)
+    scored = [max(0, min(each - 1, SCORED_POSITIONS - row * (each - 1))) for row in range(rows)]
+    yield _step([Work(row, 0, each, True, scored[row]) for row in range(rows)], started)
     yield _step([Work(row, each, 1, True) for row in range(rows)], [])
     long = min(budget, max_len - 2)
     yield _step([Work(0, 0, long, True)], [_start(layout, 0, long, max_len, LARGEST_OPTIONS)])
@@ -94,6 +104,7 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
         if few < min(max_len, budget):
             yield _step([Work(0, 0, few, True)], [start(0, few, OPTIONS[0])])
             yield _step([Work(0, 0, few, False)], [start(0, few + 1, OPTIONS[0])])
+            yield _step([Work(0, 0, few, False, few)], [start(0, few + 1, SCORED)])
             if rows > 1:
                 decoding = start(1, max_len - 1, OPTIONS[0])
                 chunk = start(0, few, OPTIONS[0])
@@ -122,7 +133,8 @@ def _tables(layout: CacheLayout, row: int, max_len: int) -> list[TableUpdate]:
 
 def _step(work: list[Work], started: list[tuple[RowInit, list[TableUpdate]]], guided: bool = False) -> StepPlan:
     inits = [init for init, _ in started]
-    return StepPlan(0, [], inits, [update for _, tables in started for update in tables], work, guided=guided)
+    tables = [update for _, updates in started for update in updates]
+    return StepPlan(0, [], inits, tables, work, guided=guided, scores=any(item.scored for item in work))
 
 
 def _rows(max_rows: int, max_len: int, budget: int) -> int:

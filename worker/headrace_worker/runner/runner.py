@@ -189,8 +189,8 @@ class Runner:
             self.rows.update_table(update)
         if not plan.work:
             return None
-        recorded = self._graphs.prepare(plan.work) if self._graphs is not None else None
-        return recorded or gather(plan.work, self.rows, self.layout.block_size)
+        recorded = self._graphs.prepare(plan.work) if self._graphs is not None and not plan.scores else None
+        return recorded or gather(plan.work, self.rows, self.layout.block_size, plan.scores)
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Where the hidden states [1, T, N] of a batch from the stage before are to be put, for `forward`."""
@@ -204,8 +204,8 @@ class Runner:
         """Run this rank's layers. All tensor-parallel ranks of a stage call it together.
 
         `hidden_in` is the batch's `hidden_buffer`, filled by the stage before (None on the first stage). The last stage
-        returns the sampled rows' logits [R, V] float32, None when there are none; other stages return hidden states
-        [1, T, N]. Of a recorded batch the output is valid until the next `forward`.
+        returns logits [R + P, V] float32 of the sampled rows and the scored positions, None when there are none; other
+        stages return hidden states [1, T, N]. Of a recorded batch the output is valid until the next `forward`.
         """
         try:
             if batch.recorded is not None and self._graphs is not None:
@@ -231,8 +231,16 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: Tensor, masks: Mapping[int, Mask] = NO_MASKS) -> SampleOutput:
-        """Sample a token for each of the R rows: on one rank of the last stage. Overwrites `logits` [R, V]."""
-        return self.sampler.sample(logits, batch.sample_rows, batch.sample_positions, self.rows.tokens, masks)
+        """Sample a token for each of the R rows, and score P known ones: on one rank of the last stage.
+
+        Overwrites `logits` [R + P, V].
+        """
+        drawn, scores = len(batch.sample_rows), None
+        if batch.scored_rows:
+            scores = self.sampler.score(logits[drawn:], batch.scored_rows, self.rows.gather_tokens(*batch.scored))
+        return self.sampler.sample(
+            logits[:drawn], batch.sample_rows, batch.sample_positions, self.rows.tokens, masks, scores
+        )
 
     @torch.inference_mode()
     def apply_tokens(self, batch: Batch, tokens: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits: the sampled token's and the best ones."""
+"""Log-probabilities of the raw logits: the sampled or known token's and the best ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,11 +45,15 @@ class RawLogits:
 
     def finish(self, tokens: Tensor, batch: SampleBatch) -> LogprobsOutput:
         """Log-probabilities once tokens [R] are sampled."""
-        chosen_ids = tokens[batch.tensor(self.index, torch.int64)][:, None]
-        log_total = row_logsumexp(self.logits)[:, None]
-        top, top_ids = self.logits.topk(max(self.counts), dim=-1)
-        chosen = (self.logits.gather(1, chosen_ids) - log_total)[:, 0]
-        return LogprobsOutput(self.index, self.counts, chosen, top_ids, top - log_total)
+        return _logprobs(self.logits, tokens[batch.tensor(self.index, torch.int64)], self.index, self.counts)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, index: Sequence[int], counts: Sequence[int]) -> LogprobsOutput:
+    """Of raw logits [A, V], for tokens [A]."""
+    log_total = row_logsumexp(logits)[:, None]
+    top, top_ids = logits.topk(max(counts), dim=-1)
+    chosen = (logits.gather(1, tokens[:, None]) - log_total)[:, 0]
+    return LogprobsOutput(index, counts, chosen, top_ids, top - log_total)
 
 
 class LogprobsState:
@@ -58,15 +62,23 @@ class LogprobsState:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, int] = {}
+        self._prompts: dict[int, int] = {}
 
     def init(self, init: RowInit) -> None:
         """Store a row's options."""
         if init.sampling.logprobs is not None:
             self._rows[init.row] = min(init.sampling.logprobs, self._vocab_size)
+        if init.sampling.prompt_logprobs is not None:
+            self._prompts[init.row] = min(init.sampling.prompt_logprobs, self._vocab_size)
 
     def free(self, row: int) -> None:
         """Remove a row's options."""
         self._rows.pop(row, None)
+        self._prompts.pop(row, None)
+
+    def score(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> LogprobsOutput:
+        """See `Sampler.score`."""
+        return _logprobs(logits, tokens, range(len(rows)), [self._prompts[row] for row in rows])
 
     def keep_raw(self, batch: SampleBatch) -> RawLogits | None:
         """A copy of the raw logits of the rows that request log-probabilities; None if there are none."""

@@ -29,16 +29,22 @@ class SampleOutput:
     finite: Tensor  # [R] bool
     logprobs: LogprobsOutput | None
     drawable: Tensor | None = None  # [R] bool; None when no row has a mask
+    scores: LogprobsOutput | None = None  # of known tokens, in order
     _copy: Download = field(init=False)
 
     def __post_init__(self) -> None:
         logprobs = self.logprobs.tensors if self.logprobs is not None else ()
         drawable = () if self.drawable is None else (self.drawable,)
-        self._copy = self.device.download((self.tokens, self.finite, *logprobs, *drawable))
+        scores = self.scores.tensors if self.scores is not None else ()
+        self._copy = self.device.download((self.tokens, self.finite, *scores, *logprobs, *drawable))
 
     def to_result(self, step: int) -> StepResult:
         """Everything on the host; waits for this step."""
         tokens, finite, *rest = self._copy.wait()
+        scored: list[SampledLogprobs] = []
+        if self.scores is not None:
+            scored = list(self.scores.read(*rest[:3]).values())
+            del rest[:3]
         drawable = rest.pop().tolist() if self.drawable is not None else ()
         failed = {index: NOTHING_ALLOWED for index, good in enumerate(drawable) if not good}
         not_finite = [index for index, good in enumerate(finite.tolist()) if not good]
@@ -46,4 +52,4 @@ class SampleOutput:
         logprobs: dict[int, SampledLogprobs] = {}
         if self.logprobs is not None:
             logprobs = {index: entry for index, entry in self.logprobs.read(*rest).items() if index not in failed}
-        return StepResult(step, tokens.tolist(), logprobs, failed, not_finite)
+        return StepResult(step, tokens.tolist(), logprobs, failed, not_finite, scored)

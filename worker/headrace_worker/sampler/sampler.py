@@ -19,7 +19,7 @@ from headrace_worker.core.plan import RowInit
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
-from headrace_worker.sampler.logprobs import LogprobsState
+from headrace_worker.sampler.logprobs import LogprobsOutput, LogprobsState
 from headrace_worker.sampler.masks import NO_MASKS, MaskState
 from headrace_worker.sampler.min_tokens import MinTokensState
 from headrace_worker.sampler.noise_key import absorb, row_key
@@ -67,12 +67,13 @@ class Sampler:
         positions: Sequence[int],
         token_rows: Tensor,
         masks: Mapping[int, Mask] = NO_MASKS,
+        scores: LogprobsOutput | None = None,
     ) -> SampleOutput:
         """Sample one token per row.
 
         logits: [R, V] float32, overwritten. rows: R row ids, each at most once. positions: of the tokens to sample;
         ``token_rows[row, :position]`` are the row's known tokens, outputs of earlier steps included. masks: by index
-        into rows, the allowed tokens.
+        into rows, the allowed tokens. scores: of `score`, passed on.
         """
         logits = logits.contiguous()  # a slice of a padded vocabulary is not contiguous
         batch = SampleBatch(self._device, logits, rows, positions, token_rows)
@@ -88,7 +89,14 @@ class Sampler:
         drawable = logits.amax(-1) > float("-inf") if masked else None
         tokens = self._draw(batch, best, drawing) if drawing else best
         logprobs = raw.finish(tokens, batch) if raw is not None else None
-        return SampleOutput(self._device, tokens, finite, logprobs, drawable)
+        return SampleOutput(self._device, tokens, finite, logprobs, drawable, scores)
+
+    def score(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> LogprobsOutput:
+        """Log-probabilities of known tokens [P], with the best ones that each one's row asks for.
+
+        logits: [P, V] float32. rows: P row ids.
+        """
+        return self._logprobs.score(logits.contiguous(), rows, tokens.long())
 
     def _draw(self, batch: SampleBatch, tokens: Tensor, drawing: list[int]) -> Tensor:
         """Random tokens for the rows ``drawing`` of the batch, the given ones for the rest."""

@@ -6,6 +6,7 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
 from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
+from headrace_worker.core.guide import TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.latency import StepCost
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
@@ -14,6 +15,7 @@ from headrace_worker.core.request_times import AttemptTimes
 
 _FINISH = {
     Finish.STOP: pb.FINISH_STOP,
+    Finish.COMPLETE: pb.FINISH_COMPLETE,
     Finish.LENGTH: pb.FINISH_LENGTH,
     Finish.CANCELLED: pb.FINISH_CANCELLED,
     Finish.DEADLINE: pb.FINISH_DEADLINE,
@@ -26,7 +28,15 @@ _FINISH = {
 _MAX_UINT32 = 2**32 - 1
 _LARGEST = 1e9  # of an option: far beyond any range, and a product with a logit is finite in float32
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_CONVERTED = {"top_p", "top_k", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs"}
+_CONVERTED = {
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "stop_token_ids",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+}
 _COPIED = tuple(name for name in RowSampling.__struct_fields__ if name not in _CONVERTED)
 
 
@@ -42,6 +52,7 @@ def to_request(
     vocab_size: int,
     eos_token_ids: Sequence[int],
     start_chain: Callable[[bytes, str], PrefixChain],
+    guide: TokenGuide | None = None,
 ) -> Request:
     """Checks a Submit and converts it to the engine's request. Raises InvalidSubmitError.
 
@@ -84,6 +95,7 @@ def to_request(
         expected_cached=min(submit.expected_cached_tokens, len(prompt)),
         source=submit.source.address,
         cached_only=submit.source.cached_only,
+        guide=guide,
     )
 
 
@@ -106,6 +118,7 @@ def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int
         stop_token_ids=stop_ids,
         logit_bias=tuple(sorted(options.logit_bias.items())),
         logprobs=options.logprobs if options.HasField("logprobs") else None,
+        prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
     )
 
 
@@ -123,6 +136,8 @@ def fill_delta(delta: pb.Delta, output: Output) -> None:
         delta.preemptions = output.preemptions
     if output.cached_tokens is not None:
         delta.cached_tokens = output.cached_tokens
+    if output.prompt_logprobs:
+        delta.prompt_logprobs.extend(to_logprobs(entry) for entry in output.prompt_logprobs)
     if output.queue_seconds is not None:
         delta.queue_us = min(max(0, int(output.queue_seconds * 1e6)), _MAX_UINT32)
     if output.times is not None:

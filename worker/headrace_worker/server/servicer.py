@@ -10,18 +10,21 @@ from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.caller_streams import CallerStreams
 from headrace_proto.callers import caller_name
+from headrace_proto.grammar import GrammarError
 from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit
 from headrace_worker.assembly.loop import IDLE_TICK, EngineLoop, StepReport
+from headrace_worker.core.guide import TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.load_reports import LoadReports, RouterReports
 from headrace_worker.core.report_pacer import EARLY_SECONDS
-from headrace_worker.core.request import Finish, Output
+from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.server.cache_events import CacheEventHub
 from headrace_worker.server.convert import InvalidSubmitError, to_load, to_request, tokens_to_compute
 from headrace_worker.server.description import Description
+from headrace_worker.server.grammars import Grammars
 from headrace_worker.server.outbox import Outbox
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_client import TransferClient
@@ -67,6 +70,8 @@ class Servicer(ReplicaServicer):
         self.caller_streams = CallerStreams(loop.clock)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
+        self._grammars = Grammars(description)
+        self._compiling: dict[bytes, asyncio.Task[None]] = {}  # by attempt
         self._reports = LoadReports(IDLE_TICK)
         self._last: StepReport | None = None
         self._last_at = loop.clock()
@@ -106,6 +111,7 @@ class Servicer(ReplicaServicer):
 
     async def close(self) -> None:
         """Ends the streams that this replica opened to others."""
+        self._grammars.close()
         await self._sources.close()
 
     async def Describe(
@@ -169,14 +175,15 @@ class Servicer(ReplicaServicer):
     async def _handle_frame(self, stream: _RouterStream, frame: pb.RouterFrame) -> None:
         for count, cancel in enumerate(frame.cancels, 1):
             if cancel.attempt_id in stream.attempts:
-                self._loop.cancel(cancel.attempt_id)
+                self._cancel(stream, cancel.attempt_id)
             if count % CANCELS_PER_TURN == 0:
                 await asyncio.sleep(0)
         for count, submit in enumerate(frame.submits, 1):
             if count % SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)
             refusal = self._submit(stream, submit)
-            self._reports.received(stream.reports, None if refusal is not None else tokens_to_compute(submit))
+            later = refusal is not None or submit.attempt_id in self._compiling
+            self._reports.received(stream.reports, None if later else tokens_to_compute(submit))
             if refusal is not None:
                 stream.outbox.put([refusal])
                 if self._last is not None:
@@ -212,25 +219,74 @@ class Servicer(ReplicaServicer):
             return _refusal(submit, Finish.REFUSED, "this replica serves another model, revision or adapter")
         if submit.attempt_id in self._owners:
             return _refusal(submit, Finish.REFUSED, "this attempt id is in use")
+        guide = self._grammars.known(submit.grammar) if submit.grammar else None
+        if submit.grammar and guide is None:
+            self._add(stream, submit.attempt_id)
+            compiling = asyncio.create_task(self._submit_compiled(stream, submit))
+            self._compiling[submit.attempt_id] = compiling
+            return None
+        request = self._request(submit, guide)
+        if isinstance(request, Output):
+            return request
+        self._add(stream, submit.attempt_id)
+        self._loop.submit(request)
+        return None
+
+    def _add(self, stream: _RouterStream, attempt_id: bytes) -> None:
+        self._owners[attempt_id] = stream
+        stream.attempts.add(attempt_id)
+
+    async def _submit_compiled(self, stream: _RouterStream, submit: pb.Submit) -> None:
+        """Submits a request once its grammar is compiled; other submits of the stream go on meanwhile."""
+        attempt_id, found = submit.attempt_id, None
         try:
-            request = to_request(
+            found = self._request(submit, await self._grammars.compile(submit.grammar))
+        except GrammarError as error:
+            found = _refusal(submit, Finish.ERROR, f"the grammar cannot be followed: {error}")
+        except Exception:
+            log.exception("submit_failed", request=submit.request_label)
+            found = _refusal(submit, Finish.ERROR, "the replica failed on this request; see its log")
+        del self._compiling[attempt_id]
+        if attempt_id not in stream.attempts:
+            return  # it was cancelled meanwhile
+        if isinstance(found, Output):
+            self._remove(stream, attempt_id)
+            stream.outbox.put([found])
+            return
+        self._reports.passed(stream.reports, tokens_to_compute(submit))
+        self._loop.submit(found)
+
+    def _remove(self, stream: _RouterStream, attempt_id: bytes) -> None:
+        self._owners.pop(attempt_id, None)
+        stream.attempts.discard(attempt_id)
+
+    def _cancel(self, stream: _RouterStream, attempt_id: bytes) -> None:
+        if attempt_id in self._compiling:
+            self._remove(stream, attempt_id)
+        else:
+            self._loop.cancel(attempt_id)
+
+    def _request(self, submit: pb.Submit, guide: TokenGuide | None) -> Request | Output:
+        """The engine's request, or why there is none."""
+        facts = self._description.facts
+        try:
+            return to_request(
                 submit,
                 now=self._loop.clock(),
                 max_model_len=facts.max_model_len,
                 vocab_size=facts.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 start_chain=self._start_chain,
+                guide=guide,
             )
         except InvalidSubmitError as error:
             return _refusal(submit, Finish.ERROR, str(error))
+        except GrammarError:  # tokens of an earlier attempt, by a replica whose library reads the grammar differently
+            return _refusal(submit, Finish.REFUSED, "the tokens so far do not follow the grammar here")
         except Exception:
             # It would end the router's stream, and with it all of its attempts.
             log.exception("submit_failed", request=submit.request_label)
             return _refusal(submit, Finish.ERROR, "the replica failed on this request; see its log")
-        self._owners[submit.attempt_id] = stream
-        stream.attempts.add(submit.attempt_id)
-        self._loop.submit(request)
-        return None
 
     def _by_stream(self, outputs: list[Output]) -> dict[_RouterStream, list[Output]]:
         """Outputs by the stream that owns the attempt; those of closed streams are dropped."""
@@ -249,9 +305,9 @@ class Servicer(ReplicaServicer):
         """The router has disconnected: cancels its attempts."""
         self._streams.discard(stream)
         self._reports.disconnect(stream.reports)
-        for attempt_id in stream.attempts:
+        for attempt_id in list(stream.attempts):
             self._owners.pop(attempt_id, None)
-            self._loop.cancel(attempt_id)
+            self._cancel(stream, attempt_id)
         stream.attempts.clear()
 
     def _load(self) -> pb.Load:

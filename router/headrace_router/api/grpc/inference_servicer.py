@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,8 +19,10 @@ from headrace_proto.inference_pb2 import (
     ListModelsRequest,
     ListModelsResponse,
     ModelInfo,
+    TokenProbability,
     Usage,
 )
+from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.access.auth import Authenticator, Tenant
 from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.grpc.call_shares import CallShares
@@ -166,7 +168,7 @@ class InferenceService:
                     for update in await running.take():
                         if waiting is not None:
                             yield waiting
-                        waiting = _event(update)
+                        waiting = _event(update, request.choices[update.index].prompt_token_ids)
                 last = waiting or GenerateEvent()
                 last.usage.CopyFrom(
                     Usage(
@@ -217,7 +219,9 @@ def _fields(options: Message) -> dict[str, Any]:
     """The options that were set, by name."""
     fields: dict[str, Any] = {}
     for descriptor, value in options.ListFields():
-        if descriptor.name == "logit_bias":
+        if descriptor.name == "structured_outputs":
+            fields["structured_outputs"] = _fields(value)
+        elif descriptor.name == "logit_bias":
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in value.items()}
         elif descriptor.is_repeated:
             fields[descriptor.name] = list(value)
@@ -226,13 +230,21 @@ def _fields(options: Message) -> dict[str, Any]:
     return fields
 
 
-def _event(update: ChoiceUpdate) -> GenerateEvent:
+def _probability(token_id: int, entry: TokenLogprobs) -> TokenProbability:
+    return TokenProbability(
+        token_id=token_id, logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs
+    )
+
+
+def _event(update: ChoiceUpdate, prompt: Sequence[int]) -> GenerateEvent:
+    """prompt: its token ids."""
     return GenerateEvent(
         choice_index=update.index,
         text=update.text,
         token_ids=update.token_ids,
         logprobs=[entry.logprob for entry in update.logprobs],
         finish_reason=update.finish_reason or "",
+        prompt_logprobs=[_probability(*pair) for pair in zip(prompt[1:], update.prompt_logprobs or (), strict=False)],
     )
 
 

@@ -18,6 +18,8 @@ class ChatFormat:
         self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
         self._logprobs = bool(body.logprobs)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._prompt = running.request.choices[0].prompt_token_ids
         self._ids = bool(body.return_token_ids)
         opening = {
             "id": self._common["id"],
@@ -70,6 +72,9 @@ class ChatFormat:
         }
         yield line_json(opening)[:-1] + b',"choices":'
         yield from array(self._choice(update) for update in updates)
+        if self._prompt_logprobs is not None:
+            yield b',"prompt_logprobs":'
+            yield from self._tokens.prompt_entries(self._prompt, updates[0].prompt_logprobs, self._prompt_logprobs)
         yield b',"usage":' + dumps(usage(running)) + b"}"
 
     def _choice(self, update: ChoiceUpdate) -> Iterator[bytes]:

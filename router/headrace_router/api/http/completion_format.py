@@ -17,23 +17,26 @@ class CompletionFormat:
         card = running.request.card
         self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
-        self._logprobs = body.logprobs is not None
+        self._logprobs = body.logprobs
+        self._prompt_logprobs = body.prompt_logprobs
+        self._choices = running.request.choices
+        self._table = card.tokens
         self._ids = bool(body.return_token_ids)
         self._echoes = running.request.echoes or ("",) * len(running.choices)
-        self._offsets = [len(text) for text in self._echoes]
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     def head(self) -> Iterator[bytes]:
-        """The prompts, when they are to be echoed."""
+        """The prompts, when they are to be echoed; those with log-probabilities come with the first tokens."""
         for index, text in enumerate(self._echoes):
-            if text:
+            if text and self._logprobs is None:
                 yield self._before + line_json({"index": index, "text": text, "logprobs": None, "finish_reason": None})
                 yield self._after
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        pieces = self._choice(update, update.text)
-        if self._logprobs:
+        echoed = self._echoes[update.index] if update.prompt_logprobs is not None else ""
+        pieces = self._choice(update, echoed + update.text)
+        if self._logprobs is not None:
             yield self._before
             yield from pieces
             yield self._after
@@ -50,7 +53,11 @@ class CompletionFormat:
 
     def _choice(self, update: ChoiceUpdate, text: str) -> Iterator[bytes]:
         yield b'{"index":%d,"text":%b,"logprobs":' % (update.index, line_json(text))
-        yield from self._entries(update) if self._logprobs else (b"null",)
+        yield from self._entries(update) if self._logprobs is not None else (b"null",)
+        if self._prompt_logprobs is not None:
+            prompt_ids = self._choices[update.index].prompt_token_ids
+            yield b',"prompt_logprobs":'
+            yield from self._tokens.prompt_entries(prompt_ids, update.prompt_logprobs, self._prompt_logprobs)
         if self._ids:
             yield b',"token_ids":' + dumps(update.token_ids)
         yield b',"finish_reason":' + dumps(update.finish_reason) + b"}"
@@ -58,24 +65,28 @@ class CompletionFormat:
     def _entries(self, update: ChoiceUpdate) -> Iterator[bytes]:
         """The legacy format: parallel lists. Offsets count characters from the start of the choice's text."""
         token_ids = update.token_ids[: len(update.logprobs)]  # the ending token has no entry
+        echo = self._echoes[update.index]
+        offsets = [len(echo) + offset for offset in update.offsets]
+        entries: list[TokenLogprobs | None] = list(update.logprobs)
+        if echo and update.prompt_logprobs is not None:
+            prompt = self._choices[update.index].prompt_token_ids
+            token_ids = [*prompt, *token_ids]
+            offsets = [min(offset, len(echo)) for offset in self._table.offsets(prompt)] + offsets
+            entries = [None, *update.prompt_logprobs, *entries]
         yield b'{"tokens":'
         yield from array((line_json(self._tokens.token(token_id).key),) for token_id in token_ids)
         yield b',"token_logprobs":'
-        yield from array((dumps(clean(entry.logprob)),) for entry in update.logprobs)
+        yield from array((b"null" if entry is None else dumps(clean(entry.logprob)),) for entry in entries)
         yield b',"top_logprobs":'
-        yield from array((self._top(*pair),) for pair in zip(token_ids, update.logprobs, strict=True))
-        yield b',"text_offset":'
-        yield from array(self._offset(update.index, token_id) for token_id in token_ids)
-        yield b"}"
+        yield from array((self._top(*pair),) for pair in zip(token_ids, entries, strict=True))
+        yield b',"text_offset":' + dumps(offsets) + b"}"
 
-    def _top(self, token_id: int, entry: TokenLogprobs) -> bytes:
+    def _top(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
+        if entry is None:
+            return b"null"
         listed = {
             self._tokens.token(other).key: clean(logprob)
-            for other, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            for other, logprob in list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._logprobs]
         }
         # The token that was chosen is always listed, as an extra one if it is not among the best.
         return line_json({**listed, self._tokens.token(token_id).key: clean(entry.logprob)})
-
-    def _offset(self, index: int, token_id: int) -> Iterator[bytes]:
-        yield b"%d" % self._offsets[index]
-        self._offsets[index] += len(self._tokens.token(token_id).text)

@@ -76,6 +76,29 @@ class TokenFormat:
         ]
         return self._chat_token(token_id, entry.logprob) + b',"top_logprobs":[' + b",".join(top) + b"]}"
 
+    def prompt_entries(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None, best: int
+    ) -> Iterator[bytes]:
+        """`prompt_logprobs` as in vLLM's API: null, then an object by token id for each token after the first.
+
+        best: alternatives to list. A token has a rank where it is among these.
+        """
+        yield b"[null"
+        for token_id, entry in zip(token_ids[1:], entries or (), strict=True):
+            listed = {token_id: (entry.logprob, None)} | {
+                other: (logprob, place + 1)
+                for place, (other, logprob) in enumerate(
+                    zip(entry.top_ids[:best], entry.top_logprobs[:best], strict=True)
+                )
+            }
+            yield b"," + line_json(
+                {
+                    str(other): {"logprob": clean(logprob), "rank": rank, "decoded_token": self.token(other).text}
+                    for other, (logprob, rank) in listed.items()
+                }
+            )
+        yield b"]"
+
     def _chat_token(self, token_id: int, logprob: float) -> bytes:
         token = self.token(token_id)
         return b'{"token":%b,"logprob":%b,"bytes":%b' % (token.text_json, dumps(clean(logprob)), token.bytes_json)

@@ -1,6 +1,7 @@
 """Strict JSON as in RFC 8259: input that parsers interpret differently is refused."""
 
 import json
+import math
 from typing import Any
 
 import orjson
@@ -17,7 +18,9 @@ class JsonError(InvalidRequestError, code="invalid_json"):
 
 
 def parse(body: bytes, max_depth: int, max_values: int) -> Any:
-    """The value. Refuses bad UTF-8, NaN, 1e400, half surrogates, duplicate keys and deep nesting: raises JsonError.
+    """The value. Refuses bad UTF-8, NaN, 1e400, half surrogates, duplicate keys and deep nesting.
+
+    Raises JsonError, or InvalidRequestError that names the field of a number that is not finite.
 
     max_values: numbers and strings; counted before the body is parsed. An object or array counts as 8.
     """
@@ -27,13 +30,12 @@ def parse(body: bytes, max_depth: int, max_values: int) -> Any:
     try:
         # The strict parser first: it is fast, and rejects NaN, surrogates and unlimited depth.
         orjson.loads(body)
-        value = json.loads(
-            body, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_refuse_constant
-        )
+        value = json.loads(body, object_pairs_hook=_object, parse_int=_int, parse_float=_float)
     except RecursionError:
         raise JsonError(f"The body is nested deeper than {max_depth} levels.") from None
     except ValueError as error:
         if isinstance(error, orjson.JSONDecodeError):
+            _check_numbers(body)
             raise JsonError(f"The body is not valid JSON (line {error.lineno}, column {error.colno}).") from None
         raise JsonError("The body is not valid JSON: a number in it is too long.") from None
     _check_depth(value, max_depth)
@@ -73,8 +75,27 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(_name: str) -> Any:
-    raise JsonError("The body contains NaN or Infinity, which JSON does not have.")
+def _check_numbers(body: bytes) -> None:
+    """Names the field of a number that is not finite, as Python writes NaN and Infinity. Raises InvalidRequestError."""
+    try:
+        level: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return
+    while level:
+        for path, value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InvalidRequestError(
+                    f"'{path[:100]}' is not valid: input should be a finite number.",
+                    param=path[:100] or None,
+                    code="invalid_value",
+                )
+        level = [member for path, value in level for member in _members(path, value)]
+
+
+def _members(path: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"{path}.{name}" if path else name, member) for name, member in value.items()]
+    return [(f"{path}[{index}]", member) for index, member in enumerate(value)] if isinstance(value, list) else []
 
 
 def _check_depth(value: Any, max_depth: int) -> None:

@@ -10,14 +10,12 @@ _ROUTER_PLACES = "The router places requests itself."
 
 BOTH: tuple[RestrictedField, ...] = (
     # Constraints on the output.
-    refused("structured_outputs", _OBJECT),
-    *(refused(f"guided_{what}", _STRING | _LIST | _OBJECT) for what in ("json", "regex", "choice", "grammar")),
-    refused("guided_decoding_backend", _STRING),
+    accepted("guided_decoding_backend", _STRING, "There is one."),
     refused("guided_whitespace_pattern", _STRING),
-    refused("regex", _STRING),
-    refused("ebnf", _STRING),
-    accepted_at("grammar", _STRING, ""),
-    refused("json_schema", _OBJECT | _STRING),
+    refused("regex", _STRING, "Send 'structured_outputs': {'regex': …}."),
+    refused("ebnf", _STRING, "Send 'structured_outputs': {'grammar': …}."),
+    accepted_at("grammar", _STRING, "", note="Send 'structured_outputs': {'grammar': …}."),
+    refused("json_schema", _OBJECT | _STRING, "Send 'response_format'."),
     refused("allowed_token_ids", _LIST),
     accepted_at("bad_words", _LIST, []),
     accepted_at("logits_processors", _LIST, []),
@@ -27,7 +25,6 @@ BOTH: tuple[RestrictedField, ...] = (
     refused("repetition_detection", _OBJECT),
     accepted_at("watermarking", _BOOLEAN, False),
     accepted_at("watermark", _BOOLEAN, False),
-    accepted_at("response_format", _OBJECT, {"type": "text"}),
     # Searches and samplers.
     accepted_at("use_beam_search", _BOOLEAN, False),
     accepted_at("length_penalty", _NUMBER, 1.0),
@@ -72,7 +69,6 @@ BOTH: tuple[RestrictedField, ...] = (
     accepted_at("n_discard", _INTEGER, 0),
     refused("num_ctx", _INTEGER, "The context is fixed when the server starts (--max-model-len)."),
     # Output besides the text.
-    refused("prompt_logprobs", _INTEGER),
     refused("logprob_token_ids", _LIST),
     accepted_at("n_probs", _INTEGER, 0, note="Send 'logprobs'."),
     accepted_at("post_sampling_probs", _BOOLEAN, False),

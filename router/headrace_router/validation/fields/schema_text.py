@@ -21,7 +21,8 @@ def _form_text(form: dict[str, Any]) -> str:
     if kind == "array":
         return "list of " + _many(schema_text(form["items"]))
     if kind == "object":
-        return "object of " + _many(schema_text(form["additionalProperties"]))
+        members = form.get("additionalProperties", True)
+        return "object of " + _many(schema_text(members)) if isinstance(members, dict) else "object"
     return kind + _range_text(form)
 
 

@@ -1,0 +1,58 @@
+"""Constraints as grammars: what is refused, and that a grammar without an end costs one process."""
+
+from typing import Any
+
+import pytest
+
+from headrace_router.core.errors import InvalidRequestError
+from headrace_router.text.grammar import GrammarCheck, choice_grammar, lark_grammar, regex_grammar, schema_grammar
+from headrace_router.text.grammar_process import TOO_LONG
+from headrace_worker.model.gguf_tokenizer import byte_tokenizer
+
+ENDLESS = schema_grammar({"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(300)]})
+
+
+@pytest.fixture
+def check() -> Any:
+    return GrammarCheck(byte_tokenizer(300).to_str, 300, [2])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (schema_grammar({"type": "nothing"}), "nothing"),
+        (schema_grammar({"enum": []}), ""),
+        (schema_grammar({"not": {}}), "not"),
+        (regex_grammar("(a"), "regex"),
+        (regex_grammar("a(?=b)"), "regex"),
+        (lark_grammar("start: other"), "other"),
+        (lark_grammar("start: start"), ""),
+    ],
+)
+def test_what_cannot_be_followed_is_named(check: GrammarCheck, grammar: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"'x' cannot be followed: .*{reason}") as raised:
+        check.check(grammar, "x", 10)
+    assert raised.value.param == "x" and not check.is_known(grammar)
+
+
+def test_an_endless_grammar_is_given_up_and_others_go_on(check: GrammarCheck) -> None:
+    right = choice_grammar(["a|b", "(c)"])
+    check.check(right, "x", 0.5)
+    with pytest.raises(InvalidRequestError, match=TOO_LONG):
+        check.check(ENDLESS, "x", 0.5)
+    assert check.is_known(right) and not check.is_known(ENDLESS)
+    check.check(regex_grammar("[a-z]+"), "x", 0.5)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"properties": {"a": ' * 70 + "{}" + "}}" * 70, "[" * 100_000, '{"type":', "5", [1]]
+)
+def test_a_text_that_is_no_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match=r"nest|object"):
+        schema_grammar(schema)
+
+
+def test_choices_need_a_text() -> None:
+    for choices in ([], [""], ["a", ""]):
+        with pytest.raises(ValueError, match="at least one"):
+            choice_grammar(choices)
