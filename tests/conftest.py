@@ -107,6 +107,8 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "kernels/test_compiles.py",
         "kernels/test_sanitizers.py",
         "kernels/test_splits.py",
+        "e2e/test_foreign_clients.py",
+        "router/test_schema_suite.py",
         "test_benchmarks.py",
         "test_gpu_benchmark.py",
         "test_gpu_packages.py",

@@ -32,6 +32,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_DEADLINE: _ClassVar[FinishReason]
     FINISH_ERROR: _ClassVar[FinishReason]
     FINISH_REFUSED: _ClassVar[FinishReason]
+    FINISH_INVALID: _ClassVar[FinishReason]
     FINISH_COMPLETE: _ClassVar[FinishReason]
 ROLE_UNSPECIFIED: Role
 ROLE_BOTH: Role
@@ -50,6 +51,7 @@ FINISH_CANCELLED: FinishReason
 FINISH_DEADLINE: FinishReason
 FINISH_ERROR: FinishReason
 FINISH_REFUSED: FinishReason
+FINISH_INVALID: FinishReason
 FINISH_COMPLETE: FinishReason
 
 class ReplicaIdentity(_message.Message):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.text.grammar import GrammarCheck, choice_grammar, lark_grammar, regex_grammar, schema_grammar
 from headrace_router.text.grammar_process import TOO_LONG
@@ -56,3 +57,24 @@ def test_choices_need_a_text() -> None:
     for choices in ([], [""], ["a", ""]):
         with pytest.raises(ValueError, match="at least one"):
             choice_grammar(choices)
+
+
+def _allows(schema: Any, text: str) -> bool:
+    tokenizer = byte_tokenizer(300)
+    matcher = compile_grammar(grammar_tokenizer(tokenizer.to_str(), 300, [2]), schema_grammar(schema))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def test_objects_have_the_properties_of_their_schema_alone() -> None:
+    number = {"type": "integer"}
+    plain = {"type": "object", "properties": {"a": number}}
+    assert _allows(plain, '{"a": 1}') and not _allows(plain, '{"a": 1, "b": 2}')
+    assert _allows(plain | {"additionalProperties": True}, '{"a": 1, "b": 2}')
+    nested = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"anyOf": [plain, {"type": "null"}]}}}}
+    assert _allows(nested, '[{"a": 1}, null]') and not _allows(nested, '[{"b": 1}]')
+    both = {"allOf": [plain, {"type": "object", "properties": {"b": number}, "required": ["b"]}]}
+    assert _allows(both, '{"a": 1, "b": 2}')
+    assert _allows({"const": {"properties": {"a": 1}}}, '{"properties": {"a": 1}}')
+    named = {"type": "object", "properties": {"properties": plain, "enum": plain}}
+    assert _allows(named, '{"properties": {"a": 1}}') and not _allows(named, '{"properties": {"b": 1}}')

@@ -82,7 +82,7 @@ class Limits(BaseModel):
     grammar_bytes: int = Field(
         default=64 << 10, ge=256, description="of a schema, pattern, list of choices or grammar of one request"
     )
-    grammar_seconds: float = Field(default=0.75, gt=0, description="for compiling such a grammar")
+    grammar_seconds: float = Field(default=0.4, gt=0, description="for compiling such a grammar")
     metadata_entries: int = Field(default=16, ge=0)
     label_bytes: int = Field(default=512, ge=1, description="of user, safety_identifier and metadata strings")
     max_concurrent_requests: int = Field(

@@ -9,12 +9,13 @@ from headrace_proto.replica_pb2 import (
     FINISH_COMPLETE,
     FINISH_DEADLINE,
     FINISH_ERROR,
+    FINISH_INVALID,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
     TokenLogprobs,
 )
-from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError
+from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError, InvalidRequestError
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.stop_strings import StopMatcher
@@ -32,6 +33,7 @@ class ChoiceUpdate:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as text-bearing token ids, when asked for
     offsets: list[int] = field(default_factory=list)  # with logprobs: where in the answer a token's character begins
+    ending: TokenLogprobs | None = None  # with logprobs: of the token that ended the answer and has no text
     # In the first update, when asked for: of all but the prompt's first token.
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -46,6 +48,7 @@ class ChoiceUpdate:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.offsets += later.offsets
+        self.ending = later.ending
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason = later.finish_reason
@@ -96,6 +99,9 @@ class Choice:
             if ending and not self.failure:
                 self.output_token_ids.append(token_ids[-1])
                 update.token_ids.append(token_ids[-1])
+                if logprobs:
+                    update.ending = logprobs[len(token_ids) - 1]
+                    update.offsets.append(self._raw_length)
         update.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         seen = update.pieces or update.token_ids or update.finish_reason or update.prompt_logprobs is not None
         return update if seen else None
@@ -130,6 +136,8 @@ class Choice:
             self.finish_reason = update.finish_reason = LENGTH if finish == FINISH_LENGTH else STOP
         elif finish == FINISH_DEADLINE:
             self.failure = DeadlineError("The request's deadline passed before the answer was complete.")
+        elif finish == FINISH_INVALID:
+            self.failure = InvalidRequestError(f"This request cannot be answered: {error}.", code="constraint_failed")
         elif finish in (FINISH_ERROR, FINISH_CANCELLED):
             self.failure = GenerationFailedError(
                 f"The replica could not finish this answer: {error or 'no reason given'}"

@@ -20,6 +20,9 @@ from headrace_router.text.grammar_process import GrammarProcess
 
 KEPT = 256  # grammars that are known to be right, of one model
 DEEPEST = 64  # arrays and objects in each other, in a schema
+_VALUES = ("const", "enum", "default", "examples")  # whose values are no schemas
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties")
 # These have precedence over `x-guidance` in a schema, which could ask for less than the whole schema.
 _OPTIONS: Any = {
     "whitespace_flexible": True,
@@ -40,6 +43,8 @@ def schema_grammar(schema: Any) -> str:
         raise ValueError("a JSON Schema is an object")
     if isinstance(schema, dict):
         _check_depth(schema)
+        if not _combines(schema):
+            schema = _closed(schema)
     grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
     return grammar
 
@@ -53,6 +58,35 @@ def _check_depth(schema: Any) -> None:
             raise ValueError(f"it is nested deeper than {DEEPEST} levels")
         inner = (part.values() if isinstance(part, dict) else part for part in level)
         level = [member for members in inner for member in members if isinstance(member, dict | list)]
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects with `properties` have no others, unless it says `additionalProperties`.
+
+    A model that has said everything would go on with properties of its own. All of its instances are the schema's.
+    """
+    if isinstance(schema, list):
+        return [_closed(member) for member in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: member if name in _VALUES else _closed(member) for name, member in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.keys().isdisjoint(_OPEN):
+        found["additionalProperties"] = False
+    return found
+
+
+def _combines(schema: Any) -> bool:
+    """Whether several parts of it may apply to one object, which then has the properties of all."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, dict):
+        return False
+    all_of = schema.get("allOf")
+    if isinstance(all_of, list) and (len(all_of) > 1 or "properties" in schema):
+        return True
+    if "properties" in schema and not schema.keys().isdisjoint(_COMBINING):
+        return True
+    return any(map(_combines, schema.values()))
 
 
 def regex_grammar(pattern: str) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 
 import structlog
 
-from headrace_worker.core.guide import Mask
+from headrace_worker.core.guide import GUIDE_FAILED, Mask
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.latency import StepCost, StepLatency
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.scheduled_step import ScheduledStep
-from headrace_worker.core.scheduler import GUIDE_FAILED, Scheduler
+from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange

@@ -5,6 +5,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+GUIDE_FAILED = (
+    "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
+)
+NOTHING_ALLOWED = (
+    "the constraint of this output allows no token that the other options leave: use a smaller min_tokens, no "
+    "logit_bias, or a constraint that the vocabulary can express"
+)
+
 Mask = NDArray[np.int32]
 """[ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t is allowed next. Missing words are 0."""
 

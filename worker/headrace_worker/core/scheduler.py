@@ -15,6 +15,7 @@ from headrace_worker.core.deadlines import Deadlines
 from headrace_worker.core.emitter import Emitter
 from headrace_worker.core.fair_shares import divide_budget
 from headrace_worker.core.followers import Followers
+from headrace_worker.core.guide import GUIDE_FAILED
 from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
 from headrace_worker.core.plan import StepResult, TableUpdate
 from headrace_worker.core.request import Finish, Output, Request
@@ -25,9 +26,6 @@ from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 
 LOOKED_UP_BLOCKS = 32_768  # by admissions of one step: some ten milliseconds; the others follow in the next steps
-GUIDE_FAILED = (
-    "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
-)
 
 
 class Scheduler:

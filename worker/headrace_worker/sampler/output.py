@@ -4,16 +4,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from headrace_worker.core.guide import NOTHING_ALLOWED
 from headrace_worker.core.plan import SampledLogprobs, StepResult
 from headrace_worker.device.rank_device import Download, RankDevice
 from headrace_worker.sampler.logprobs import LogprobsOutput
 
 NOT_FINITE = "the model computed values that are not finite; try --dtype float32, or another prompt if it persists"
-
-NOTHING_ALLOWED = (
-    "The constraint of this output allows no token that the other options leave: use a smaller min_tokens, no "
-    "logit_bias, or a constraint that the vocabulary can express."
-)
 
 
 @dataclass(slots=True)

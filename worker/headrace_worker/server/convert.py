@@ -6,7 +6,7 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
 from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
-from headrace_worker.core.guide import TokenGuide
+from headrace_worker.core.guide import GUIDE_FAILED, NOTHING_ALLOWED, TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.latency import StepCost
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
@@ -179,7 +179,8 @@ def _us(seconds: float) -> int:
 
 
 def _fill_end(delta: pb.Delta, finish: Finish, error: str) -> None:
-    delta.finish = _FINISH[finish]
+    failed = finish is Finish.ERROR and error in (GUIDE_FAILED, NOTHING_ALLOWED)
+    delta.finish = pb.FINISH_INVALID if failed else _FINISH[finish]
     delta.error = error
     delta.not_finite = finish is Finish.NOT_FINITE
 

@@ -64,10 +64,12 @@ class CompletionFormat:
 
     def _entries(self, update: ChoiceUpdate) -> Iterator[bytes]:
         """The legacy format: parallel lists. Offsets count characters from the start of the choice's text."""
-        token_ids = update.token_ids[: len(update.logprobs)]  # the ending token has no entry
+        entries: list[TokenLogprobs | None] = list(update.logprobs)
+        if update.ending is not None:  # tools that count one more entry than the prompt has rely on it
+            entries.append(update.ending)
+        token_ids = update.token_ids[: len(entries)]
         echo = self._echoes[update.index]
         offsets = [len(echo) + offset for offset in update.offsets]
-        entries: list[TokenLogprobs | None] = list(update.logprobs)
         if echo and update.prompt_logprobs is not None:
             prompt = self._choices[update.index].prompt_token_ids
             token_ids = [*prompt, *token_ids]
