@@ -44,7 +44,7 @@ RULES: dict[str, Schema] = {
     **dict.fromkeys(("className", "existingClaim", "existingSecret", "priorityClassName", "storageClass"), _NAME),
     **dict.fromkeys(("digest.router", "digest.workerCpu", "digest.workerCuda"), _DIGEST),
     **dict.fromkeys(("annotations", "labels", "nodeSelector"), _TEXT_MAP),
-    **dict.fromkeys(("capabilities", "hostnames", "pullSecrets"), _TEXTS),
+    **dict.fromkeys(("capabilities", "grpcHostnames", "hostnames", "pullSecrets"), _TEXTS),
     **dict.fromkeys(("memory", "size"), _QUANTITY),
     **dict.fromkeys(("resources", "controllerResources"), _RESOURCES),
     **dict.fromkeys(("httpPort", "grpcPort"), _between(1, 65535)),

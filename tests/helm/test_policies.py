@@ -288,13 +288,14 @@ def test_networks_are_open_where_they_must_be(values: str) -> None:
     clients, metrics = "team", "kubernetes.io/metadata.name"
     ray = {pod.name for pod in pods(objects) if is_ray(pod)}
     expected = {name: {pod: {(1, 65535)} for pod in ray} | {"router": {(8004, 8004), (32768, 60999)}} for name in ray}
-    if values == "external-keys":
-        expected["router"] = {clients: {(8000, 8000), (8001, 8001)}, metrics: {(8003, 8003)}}
+    restricted = values == "external-keys"
+    expected["router"] = {clients if restricted else "all": {(8000, 8000), (8001, 8001)}}
+    if restricted:
         expected["router"]["test"] = expected["router"][clients]
+    if restricted or values == "gateway":
+        expected["router"][metrics] = {(8003, 8003)}
         for name in ray:
             expected[name][metrics] = {(8080, 8080)}
-    else:
-        expected["router"] = {"all": {(8000, 8000), (8001, 8001)}}
     assert opened == expected
 
 

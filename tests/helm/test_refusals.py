@@ -43,6 +43,35 @@ ON_SERVING = {"node_labels": {"headrace.dev/group": "serving"}}
             {"workers__serving": {"gpus": 8, "shm": "512Mi"}, "spec__models": [{"source": "m", "tp": 2}]},
             "workers.serving.shm is 512Mi, but the 2 ranks of m communicate through it: set 1Gi or more",
         ),
+        (
+            {"extra__env": [{"name": "HF_HOME", "value": "/x"}]},
+            "extra.env sets HF_HOME, which the chart sets itself",
+        ),
+        (
+            {"workers__serving": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
+            "workers.serving.resources.limits has nvidia.com/gpu, of which Ray would not know: set cpus, memory or gpus",
+        ),
+        (
+            {"spec__models": [{"source": "/models/m", "cpu_share": 4}]},
+            "no volume of the workers is mounted at the source /models/m: set models.existingClaim",
+        ),
+        (
+            {"spec__models": [{"source": "/modelsx/m", "cpu_share": 4}], "models__existingClaim": "models"},
+            "no volume of the workers is mounted at the source /modelsx/m",
+        ),
+        (
+            {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}, "tls__existingSecret": "t"},
+            "end TLS at the Gateway",
+        ),
+        (
+            {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "grpcHostnames": ["a"]}},
+            "gateway.grpcHostnames needs gateway.hostnames",
+        ),
+        (
+            {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a"], "grpcHostnames": ["a"]}},
+            "a is in gateway.hostnames and in gateway.grpcHostnames",
+        ),
+        ({"monitoring__podMonitor": True}, "monitoring.podMonitor needs networkPolicy.monitoring"),
         ({"spec__models": [{"device": "cuda"}]}, "smollm2 has device: cuda, but no group where it may run has GPUs"),
         (
             {"spec__models": [{"cpu_share": 5}]},

@@ -23,7 +23,7 @@ from support.helm.chart import (
     run_helm,
     values_file,
 )
-from support.helm.schemas import GATEWAY, KUBERAY, cluster_errors, errors
+from support.helm.schemas import FOREIGN, KUBERAY, cluster_errors, errors
 
 VERSIONS = ("1.30", "1.33", "1.37")
 
@@ -39,7 +39,7 @@ def test_the_page_of_deployment_installs_each_values_file() -> None:
     assert len(commands) == 1 + len(CI_FILES)
     for values in CI_FILES:
         (section,) = re.findall(rf"^#### {values}: (.*?)(?=^#)", page, re.MULTILINE | re.DOTALL)
-        assert f"helm install headrace helm/headrace -f helm/headrace/ci/{values}-values.yaml\n" in section
+        assert f" -f helm/headrace/ci/{values}-values.yaml\n" in section
     for command in commands:
         arguments = shlex.split(command.replace("$REGISTRY", "registry.example.com"))
         run_helm("template", *(str(ROOT / word) if word.startswith("helm/") else word for word in arguments))
@@ -61,7 +61,7 @@ def test_install_shows_the_next_three_commands(values: str) -> None:
 @pytest.mark.parametrize("values", CI_FILES)
 def test_objects_match_their_schemas(values: str, release: str) -> None:
     objects = render(values, release)
-    known = [found for found in objects if found["kind"] != "RayCluster" and found["apiVersion"] != GATEWAY]
+    known = [found for found in objects if found["kind"] != "RayCluster" and found["apiVersion"] not in FOREIGN]
     ray = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod.name}, "spec": pod.spec} for pod in pods(objects)
     ]
@@ -148,7 +148,8 @@ def test_routes_lead_to_the_ports_of_the_service() -> None:
     for kind, port in (("HTTPRoute", "http"), ("GRPCRoute", "grpc")):
         (rule,) = named(objects, kind)["spec"]["rules"]
         assert rule["backendRefs"] == [{"name": "headrace", "port": ports[port]}]
-        assert named(objects, kind)["spec"]["hostnames"] == ["llm.example.com"]
+        host = "llm.example.com" if kind == "HTTPRoute" else "grpc.llm.example.com"
+        assert named(objects, kind)["spec"]["hostnames"] == [host]
     assert named(objects, "HTTPRoute")["spec"]["rules"][0]["timeouts"] == {"request": "0s"}
     backend = named(objects, "Ingress")["spec"]["rules"][0]["http"]["paths"][0]["backend"]
     assert backend == {"service": {"name": "headrace", "port": {"name": "http"}}}
@@ -164,3 +165,15 @@ def test_without_tls_grpc_is_http_2_in_clear_text() -> None:
 def test_an_older_kubernetes_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"1\.30"):
         run_helm("template", "headrace", str(CHART), "--kube-version", "1.29.9")
+
+
+def test_a_pod_monitor_reads_the_routers_with_their_key() -> None:
+    objects = render("gateway")
+    monitor, router = named(objects, "PodMonitor"), named(objects, "Deployment")["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= router["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [port["name"] for port in router["spec"]["containers"][0]["ports"]]
+    credentials = endpoint["authorization"]["credentials"]
+    secret = named(objects, "Secret")
+    assert credentials["name"] == secret["metadata"]["name"] and credentials["key"] in secret["data"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"

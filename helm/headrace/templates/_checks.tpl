@@ -26,6 +26,53 @@
 {{- if and $values.tls.clientCa (or $values.ingress.enabled $values.gateway.enabled) -}}
 {{- fail "tls.clientCa requires the client's own certificate, which an Ingress or Gateway does not pass on: verify client certificates there, or turn ingress and gateway off" -}}
 {{- end -}}
+{{- if $values.gateway.enabled -}}
+{{- if $values.tls.existingSecret -}}
+{{- fail "a Gateway sends requests to the routers in clear text: end TLS at the Gateway, and leave tls.existingSecret empty" -}}
+{{- end -}}
+{{- if and $values.gateway.grpcHostnames (not $values.gateway.hostnames) -}}
+{{- fail "gateway.grpcHostnames needs gateway.hostnames: without them HTTP has all hosts, and a Gateway accepts only one of two routes for the same host" -}}
+{{- end -}}
+{{- range $values.gateway.grpcHostnames -}}
+{{- if has . $values.gateway.hostnames -}}
+{{- fail (printf "%s is in gateway.hostnames and in gateway.grpcHostnames, but a Gateway accepts only one of two routes for the same host: give gRPC its own" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.monitoring.podMonitor $values.networkPolicy.enabled (not $values.networkPolicy.monitoring) -}}
+{{- fail "monitoring.podMonitor needs networkPolicy.monitoring: name the peers that may read metrics, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- end -}}
+{{- $own := list -}}
+{{- range (include "headrace.rayEnv" (mustMergeOverwrite (deepCopy .) (dict "Values" (mustMergeOverwrite (deepCopy $values) (dict "extra" (dict "env" list)))))) | fromYamlArray -}}
+{{- $own = append $own .name -}}
+{{- end -}}
+{{- range $values.extra.env -}}
+{{- if has .name $own -}}
+{{- fail (printf "extra.env sets %s, which the chart sets itself: remove it; HF_HOME follows from cache, HF_HUB_OFFLINE from hub.offline" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- $mounts := list -}}
+{{- if $values.models.existingClaim -}}{{- $mounts = append $mounts $values.models.mountPath -}}{{- end -}}
+{{- range $values.extra.volumeMounts -}}{{- $mounts = append $mounts .mountPath -}}{{- end -}}
+{{- range $name, $group := $groups -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $key, $_ := get $group.resources $kind | default dict -}}
+{{- if or (has $key (list "cpu" "memory" $group.gpuResource)) (hasSuffix "/gpu" $key) -}}
+{{- fail (printf "workers.%s.resources.%s has %s, of which Ray would not know: set cpus, memory or gpus of the group (and gpuResource) instead" $name $kind $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $values.spec.models | default list -}}
+{{- $source := .source | default "" -}}
+{{- if hasPrefix "/" $source -}}
+{{- $mounted := false -}}
+{{- range $mounts -}}{{- if hasPrefix (printf "%s/" (trimSuffix "/" .)) (printf "%s/" $source) -}}{{- $mounted = true -}}{{- end -}}{{- end -}}
+{{- if not $mounted -}}
+{{- fail (printf "no volume of the workers is mounted at the source %s: set models.existingClaim, whose folders are below %s, or extra.volumes and extra.volumeMounts" $source $values.models.mountPath) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $needs := dict -}}
 {{- range $model := $values.spec.models | default (list dict) -}}
 {{- $shape := dict "model" ($model.name | default $model.source | default "smollm2") "device" ($model.device | default "auto") "share" ($model.cpu_share | default 0.05) -}}

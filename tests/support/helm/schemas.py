@@ -11,7 +11,7 @@ from referencing import Registry, Resource
 from support.helm.chart import ROOT, Object
 
 KUBERAY = ROOT.parent / "shared" / "kuberay" / "raycluster-v1.openapi.json"  # beside the checkout, if at all
-GATEWAY = "gateway.networking.k8s.io/v1"  # no schemas of it are available here
+FOREIGN = ("gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1")  # no schemas of these are available here
 
 
 def errors(document: Object, version: str) -> list[str]:
