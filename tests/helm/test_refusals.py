@@ -49,7 +49,7 @@ ON_SERVING = {"node_labels": {"headrace.dev/group": "serving"}}
         ),
         (
             {"workers__serving": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
-            "workers.serving.resources.limits has nvidia.com/gpu, of which Ray would not know: set cpus, memory or gpus",
+            "workers.serving.resources.limits has nvidia.com/gpu, of which Ray would not know: set cpus, memory",
         ),
         (
             {"spec__models": [{"source": "/models/m", "cpu_share": 4}]},
