@@ -59,6 +59,7 @@ RULES: dict[str, Schema] = {
     "preStopSeconds": _between(1, 300),
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "runtimeClassName": _NAME,
+    "registry": {"pattern": "^([^:]|:[0-9])*$"},  # host and path, without https://
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "shm": _SHM,
     "storage": {"enum": ["rocksdb", "none"]},

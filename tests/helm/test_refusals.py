@@ -71,6 +71,7 @@ ON_SERVING = {"node_labels": {"headrace.dev/group": "serving"}}
             {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a"], "grpcHostnames": ["a"]}},
             "a is in gateway.hostnames and in gateway.grpcHostnames",
         ),
+        ({"image__registry": "https://registry.example.com"}, "/image/registry"),
         ({"monitoring__podMonitor": True}, "monitoring.podMonitor needs networkPolicy.monitoring"),
         ({"spec__models": [{"device": "cuda"}]}, "smollm2 has device: cuda, but no group where it may run has GPUs"),
         (

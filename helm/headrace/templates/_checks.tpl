@@ -141,7 +141,7 @@
 {{- $where := join " and workers." $names -}}
 {{- if lt (int $fits) (mul (int $pool.replicas) (int $pool.pp) | int) -}}
 {{- $each := $onGpus | ternary (printf "%d GPUs" $tp) (printf "%v CPUs" (mulf $pool.share $tp)) -}}
-{{- fail (printf "%s needs %d times %s, each within one pod, but there is room for %d in workers.%s: raise replicas or %s there, or lower replicas, tp or pp in spec.models" $pool.model (mul (int $pool.replicas) (int $pool.pp) | int) $each (int $fits) $where ($onGpus | ternary "gpus" "cpus")) -}}
+{{- fail (printf "%s needs %d times %s, each within one pod, but there is room for %d in workers.%s: raise replicas or %s there, or lower replicas, %stp or pp in spec.models" $pool.model (mul (int $pool.replicas) (int $pool.pp) | int) $each (int $fits) $where ($onGpus | ternary "gpus" "cpus") ($onGpus | ternary "" "cpu_share, ")) -}}
 {{- end -}}
 {{- if $onGpus -}}
 {{- $key := join " " $names -}}
