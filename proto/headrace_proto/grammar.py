@@ -44,4 +44,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def _reason(error: str) -> str:
-    return (error.strip().splitlines() or [""])[0][:MAX_REASON].rstrip(": ")
+    """The first line, and of a pattern what is wrong with it; not how the library is told to approximate it."""
+    lines = error.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf").splitlines()
+    found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return ": ".join([*(lines or [""])[:1], *found[:1]])[:MAX_REASON].strip().rstrip(":. ")

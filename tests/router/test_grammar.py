@@ -6,7 +6,7 @@ import pytest
 
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.grammar import GrammarCheck, choice_grammar, lark_grammar, regex_grammar, schema_grammar
+from headrace_router.text.grammar import GrammarCheck, choice_grammar, regex_grammar, schema_grammar, text_grammar
 from headrace_router.text.grammar_process import TOO_LONG
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 
@@ -25,15 +25,25 @@ def check() -> Any:
         (schema_grammar({"enum": []}), ""),
         (schema_grammar({"not": {}}), "not"),
         (regex_grammar("(a"), "regex"),
-        (regex_grammar("a(?=b)"), "regex"),
-        (lark_grammar("start: other"), "other"),
-        (lark_grammar("start: start"), ""),
+        (regex_grammar("a(?=b)"), "look-around"),
+        (text_grammar("start: other"), "other"),
+        (text_grammar("start: start"), ""),
+        (text_grammar("hello"), ""),
+        (text_grammar('root = "a"'), ""),
+        (text_grammar("root ::= thing"), "GBNF"),
+        (text_grammar('root ::= ("a"'), "GBNF"),
+        (text_grammar('foo ::= "a"'), "GBNF"),
+        (text_grammar("root ::= " + "(" * 30_000), "GBNF|too long"),
+        (regex_grammar("(a)\\1"), "backreferences"),
+        (schema_grammar({"type": "string", "pattern": "^(?!a)b"}), "look-around"),
+        (schema_grammar({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "Use anyOf"),
+        (schema_grammar({"type": "string", "format": "regex"}), "regex"),
     ],
 )
 def test_what_cannot_be_followed_is_named(check: GrammarCheck, grammar: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"'x' cannot be followed: .*{reason}") as raised:
         check.check(grammar, "x", 10)
-    assert raised.value.param == "x" and not check.is_known(grammar)
+    assert raised.value.param == "x" and not check.known(grammar)
 
 
 def test_an_endless_grammar_is_given_up_and_others_go_on(check: GrammarCheck) -> None:
@@ -41,7 +51,7 @@ def test_an_endless_grammar_is_given_up_and_others_go_on(check: GrammarCheck) ->
     check.check(right, "x", 0.5)
     with pytest.raises(InvalidRequestError, match=TOO_LONG):
         check.check(ENDLESS, "x", 0.5)
-    assert check.is_known(right) and not check.is_known(ENDLESS)
+    assert check.known(right) and not check.known(ENDLESS)
     check.check(regex_grammar("[a-z]+"), "x", 0.5)
 
 
@@ -78,3 +88,33 @@ def test_objects_have_the_properties_of_their_schema_alone() -> None:
     assert _allows({"const": {"properties": {"a": 1}}}, '{"properties": {"a": 1}}')
     named = {"type": "object", "properties": {"properties": plain, "enum": plain}}
     assert _allows(named, '{"properties": {"a": 1}}') and not _allows(named, '{"properties": {"b": 1}}')
+
+
+def test_lark_and_gbnf(check: GrammarCheck) -> None:
+    lark = '?start: "a" | b\nb: "c"'
+    assert check.check(lark, "x", 10) == check.known(lark) == lark
+    assert "::=" not in check.check('root ::= "a" | b\nb ::= [0-9]{2}', "x", 10)
+    for wrong in ("", "  ", '{"grammars": []}'):
+        with pytest.raises(ValueError, match="no grammar"):
+            text_grammar(wrong)
+
+
+def test_many_blank_lines_are_converted_in_the_process(check: GrammarCheck) -> None:
+    with pytest.raises(InvalidRequestError):
+        check.check("\n" * 60_000 + 'root = "a"\n#::=', "x", 10)
+
+
+def test_digits_are_those_of_ascii() -> None:
+    tokenizer = byte_tokenizer(300)
+    matcher = compile_grammar(grammar_tokenizer(tokenizer.to_str(), 300, [2]), regex_grammar(r"\d[\d.]\\d\[\d"))
+    for text, right in ((r"12\d[3", True), (r"1.\d[0", True), ("٣٤", False)):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        copy = matcher.deep_copy()
+        assert (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()) == right
+
+
+def test_annotations_do_not_matter() -> None:
+    for extra in ({"format": "password"}, {"format": "binary"}):
+        assert _allows({"type": "string", **extra}, '"x"')
+    assert _allows({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}')
+    assert _allows({"const": {"format": "password"}}, '{"format": "password"}')

@@ -66,9 +66,9 @@ class Preparer:
         grammar, field = grammar_of(body, self._limits.grammar_bytes)
         if grammar:
             check, seconds = self._fleet.card(body.model).grammars, self._limits.grammar_seconds
-            if not check.is_known(grammar):
-                await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
-        return grammar
+            known = check.known(grammar)
+            return known or await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
+        return ""
 
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
         limits = self._limits

@@ -13,7 +13,6 @@ from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.text.grammar_process import GrammarProcess
@@ -21,6 +20,10 @@ from headrace_router.text.grammar_process import GrammarProcess
 KEPT = 256  # grammars that are known to be right, of one model
 DEEPEST = 64  # arrays and objects in each other, in a schema
 _VALUES = ("const", "enum", "default", "examples")  # whose values are no schemas
+_FORMATS = (  # of JSON Schema: what the library does not know of these is refused
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties")
 # These have precedence over `x-guidance` in a schema, which could ask for less than the whole schema.
@@ -43,6 +46,7 @@ def schema_grammar(schema: Any) -> str:
         raise ValueError("a JSON Schema is an object")
     if isinstance(schema, dict):
         _check_depth(schema)
+        schema = _without_annotations(schema)
         if not _combines(schema):
             schema = _closed(schema)
     grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
@@ -58,6 +62,20 @@ def _check_depth(schema: Any) -> None:
             raise ValueError(f"it is nested deeper than {DEEPEST} levels")
         inner = (part.values() if isinstance(part, dict) else part for part in level)
         level = [member for members in inner for member in members if isinstance(member, dict | list)]
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Without keywords that say nothing about an answer, which the library refuses: `format: password` and the like."""
+    if isinstance(schema, list):
+        return [_without_annotations(member) for member in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: member if name in _VALUES else _without_annotations(member) for name, member in schema.items()}
+    if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
+        del found["format"]
+    if found.get("propertyNames") in ({"type": "string"}, {}, True):
+        del found["propertyNames"]
+    return found
 
 
 def _closed(schema: Any) -> Any:
@@ -90,9 +108,22 @@ def _combines(schema: Any) -> bool:
 
 
 def regex_grammar(pattern: str) -> str:
-    """In the syntax of Rust's regex crate: without look-around and back-references."""
-    grammar: str = LLMatcher.grammar_from_regex(pattern)
+    r"""In the syntax of Rust's regex crate: without look-around and back-references.
+
+    `\d` is a digit from 0 to 9, as in the patterns of schemas: models do write the digits of other scripts.
+    """
+    grammar: str = LLMatcher.grammar_from_regex(_ascii_digits(pattern))
     return grammar
+
+
+def _ascii_digits(pattern: str) -> str:
+    r"""The pattern with `[0-9]` for each `\d`."""
+    in_class = False
+    found: list[str] = []
+    for part in re.findall(r"\\.|.", pattern, re.DOTALL):
+        in_class = part == "[" or (in_class and part != "]")
+        found.append(("0-9" if in_class else "[0-9]") if part == r"\d" else part)
+    return "".join(found)
 
 
 def choice_grammar(choices: list[str]) -> str:
@@ -102,10 +133,11 @@ def choice_grammar(choices: list[str]) -> str:
     return regex_grammar("|".join(map(re.escape, choices)))
 
 
-def lark_grammar(text: str) -> str:
-    """In Lark's or GBNF's syntax. Raises ValueError."""
-    grammar: str = LLMatcher.grammar_from_lark(any_to_lark(text))
-    return grammar
+def text_grammar(text: str) -> str:
+    """In Lark's syntax, or in GBNF's, which `GrammarCheck` converts. Raises ValueError."""
+    if not text.strip() or text.lstrip().startswith("{"):
+        raise ValueError("it is no grammar in the syntax of Lark or GBNF")
+    return text
 
 
 class GrammarCheck:
@@ -117,19 +149,20 @@ class GrammarCheck:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._process: GrammarProcess | None = None
-        self._right: OrderedDict[str, None] = OrderedDict()
+        self._right: OrderedDict[str, str] = OrderedDict()  # by what was asked for
         self._lock = Lock()
 
-    def is_known(self, grammar: str) -> bool:
-        """Whether it was found to be right; of the latest ones."""
+    def known(self, grammar: str) -> str:
+        """What replicas get for it, if it was found to be right and is one of the latest; else empty."""
         with self._lock:
-            known = grammar in self._right
-            if known:
+            if grammar in self._right:
                 self._right.move_to_end(grammar)
-            return known
+            return self._right.get(grammar, "")
 
-    def check(self, grammar: str, field: str, seconds: float) -> None:
-        """Compiles it and takes its first mask. Slow: call off the event loop. Raises InvalidRequestError.
+    def check(self, grammar: str, field: str, seconds: float) -> str:
+        """Compiles it and takes its first mask; returns what replicas get for it. Slow: call off the event loop.
+
+        Raises InvalidRequestError.
 
         seconds: that it may take; those of the first call hold for later ones.
         """
@@ -138,9 +171,11 @@ class GrammarCheck:
                 self._process = GrammarProcess(self._tokenizer_json(), self._vocab_size, self._eos_token_ids, seconds)
                 weakref.finalize(self, self._process.close)
             process = self._process
-        if problem := process.problem(grammar):
+        problem, converted = process.check(grammar)
+        if problem:
             raise InvalidRequestError(f"'{field}' cannot be followed: {problem}.", param=field)
         with self._lock:
-            self._right[grammar] = None
+            self._right[grammar] = converted
             if len(self._right) > KEPT:
                 self._right.popitem(last=False)
+        return converted

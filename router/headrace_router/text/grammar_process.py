@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import IO
 
-from headrace_proto.grammar import GrammarError, compile_grammar, grammar_tokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from headrace_proto.grammar import MAX_REASON, GrammarError, compile_grammar, grammar_tokenizer
 
 START_SECONDS = 30.0  # for the tokenizer: some tenths on an idle machine
 MEMORY_BYTES = 2 << 30
@@ -32,13 +34,14 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
-    def problem(self, grammar: str) -> str:
-        """Why no answer can follow the grammar; empty if one can."""
+    def check(self, grammar: str) -> tuple[str, str]:
+        """Why no answer can follow the grammar, empty if one can, and the grammar without GBNF."""
         with self._lock:
             if self._process is None:
                 self._process = self._start()
-                if problem := self._answer(self._settings, START_SECONDS):
-                    return problem
+                problem, _ = self._answer(self._settings, START_SECONDS)
+                if problem:
+                    return problem, ""
             return self._answer(grammar, self._seconds)
 
     def close(self) -> None:
@@ -52,7 +55,7 @@ class GrammarProcess:
         command = [sys.executable, "-m", "headrace_router.text.grammar_process"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
-    def _answer(self, question: object, seconds: float) -> str:
+    def _answer(self, question: object, seconds: float) -> tuple[str, str]:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -63,30 +66,42 @@ class GrammarProcess:
             line, ready = b"", [self._process.stdout]
         if not line:  # it runs on, or a library ended it
             self.close()
-            return "it takes too much memory to compile; simplify it" if ready else TOO_LONG
-        problem: str = json.loads(line)
-        return problem
+            return ("it takes too much memory to compile; simplify it" if ready else TOO_LONG), ""
+        problem, grammar = json.loads(line)
+        return problem, grammar
 
 
 def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    """The process: first the tokenizer, then grammars, a line each; answers a problem, or an empty text."""
+    """The process: first the tokenizer, then grammars, a line each; answers a problem, or none, and the grammar."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     tokenizer = None
     for line in questions:
         problem, question = "", json.loads(line)
+        grammar = ""
         try:
             if tokenizer is None:
                 tokenizer = grammar_tokenizer(*question)
             else:
-                matcher = compile_grammar(tokenizer, question)
+                grammar = _without_gbnf(question)
+                matcher = compile_grammar(tokenizer, grammar)
                 if not any(matcher.compute_bitmask()) or matcher.is_error():
                     problem = "no answer can begin so that it follows this"
         except GrammarError as error:
             problem = str(error)
-        answers.write(json.dumps(problem).encode() + b"\n")
+        answers.write(json.dumps([problem, grammar]).encode() + b"\n")
         answers.flush()
+
+
+def _without_gbnf(grammar: str) -> str:
+    """A grammar in GBNF's syntax as one in Lark's; others unchanged. Raises GrammarError."""
+    if grammar.startswith("{") or "::=" not in grammar:
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # of the converter: several kinds of its own and of Python's
+        raise GrammarError(f"it is not valid GBNF: {str(error)[:MAX_REASON]}") from error
 
 
 if __name__ == "__main__":

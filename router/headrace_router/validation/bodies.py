@@ -15,6 +15,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     WithJsonSchema,
+    model_validator,
 )
 
 from headrace_router.core.sampling_options import WHOLE, Number, SamplingOptions, TokenCount, whole
@@ -73,6 +74,17 @@ class JsonSchemaFormat(_Body):
 class ResponseFormat(_Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(default=None, description="with type json_schema only")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="as llama.cpp has it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_place(cls, value: Any) -> Any:
+        inner = value.get("json_schema") if isinstance(value, dict) else None
+        if isinstance(inner, dict) and "schema" not in inner and inner.keys() & {"type", "properties", "anyOf", "$ref"}:
+            raise ValueError("the schema belongs into 'json_schema': {'name': …, 'schema': …}")
+        if isinstance(value, dict) and "value" in value:
+            raise ValueError("send the schema as 'json_schema': {'name': …, 'schema': …}, with the type json_schema")
+        return value
 
 
 class StructuredOutputs(_Body):
@@ -85,6 +97,11 @@ class StructuredOutputs(_Body):
         default=None, description="one of these texts"
     )
     grammar: StrictStr | None = Field(default=None, description="in Lark's or GBNF's syntax")
+    disable_fallback: StrictBool | None = Field(default=None, description="there is none")
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
 
 
 class RequestOptions(_Body, SamplingOptions):

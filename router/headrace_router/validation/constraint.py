@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.grammar import choice_grammar, lark_grammar, regex_grammar, schema_grammar
+from headrace_router.text.grammar import choice_grammar, regex_grammar, schema_grammar, text_grammar
 from headrace_router.validation.bodies import RequestOptions
 
 
@@ -35,10 +35,17 @@ def _constraints(body: RequestOptions) -> dict[str, tuple[Callable[[Any], str], 
     """By the name of the field: how its grammar is made, and its value."""
     found: dict[str, tuple[Callable[[Any], str], Any] | None] = {}
     response = body.response_format
+    schema = None
+    if response is not None:
+        schema = response.schema_ if response.json_schema is None else response.json_schema.schema_
+    if response is not None and response.json_schema is not None and response.type != "json_schema":
+        raise InvalidRequestError(
+            "'response_format.json_schema' needs 'response_format.type' to be json_schema.",
+            param="response_format.type",
+        )
     if response is not None and response.type == "json_object":
-        found["response_format"] = schema_grammar, {"type": "object"}
+        found["response_format"] = schema_grammar, {"type": "object"} if schema is None else schema
     elif response is not None and response.type == "json_schema":
-        schema = response.json_schema.schema_ if response.json_schema is not None else None
         if schema is None:
             raise InvalidRequestError(
                 "'response_format.json_schema.schema' is missing: it is the JSON Schema of the answer.",
@@ -52,7 +59,7 @@ def _constraints(body: RequestOptions) -> dict[str, tuple[Callable[[Any], str], 
             "structured_outputs.json_object": (schema_grammar, {"type": "object"}) if wanted.json_object else None,
             "structured_outputs.regex": (regex_grammar, wanted.regex) if wanted.regex is not None else None,
             "structured_outputs.choice": (choice_grammar, wanted.choice) if wanted.choice is not None else None,
-            "structured_outputs.grammar": (lark_grammar, wanted.grammar) if wanted.grammar is not None else None,
+            "structured_outputs.grammar": (text_grammar, wanted.grammar) if wanted.grammar is not None else None,
         }
         if not any(members.values()):
             raise InvalidRequestError(
@@ -64,7 +71,7 @@ def _constraints(body: RequestOptions) -> dict[str, tuple[Callable[[Any], str], 
         "json": schema_grammar,
         "regex": regex_grammar,
         "choice": choice_grammar,
-        "grammar": lark_grammar,
+        "grammar": text_grammar,
     }
     for name, make in makers.items():
         value = getattr(body, f"guided_{name}")
