@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import machine
@@ -102,7 +103,7 @@ class EmbeddedModel:
         return [self._answer(completion) for completion in self._engine.generate(prompts)]
 
     def _encode(self, question: str) -> list[int]:
-        text = self._template.render([{"role": "user", "content": question}])
+        text = self._template.render([{"role": "user", "content": question}], datetime.now())
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _answer(self, completion: Completion) -> Answer:

@@ -81,11 +81,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "router/test_write_watch.py",
     ),
     "helm": ("helm/test_first_run.py",),
-    "templates": (
-        "router/test_template_bounds.py",
-        "router/test_template_costs.py",
-        "router/test_template_nesting.py",
-    ),
     "ranks": (
         "worker/test_gpu_faults.py",
         "worker/parallel/test_death.py",
@@ -109,6 +104,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "kernels/test_splits.py",
         "e2e/test_foreign_clients.py",
         "router/test_schema_suite.py",
+        "router/test_templates.py",
         "test_benchmarks.py",
         "test_gpu_benchmark.py",
         "test_gpu_packages.py",

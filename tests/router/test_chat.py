@@ -143,3 +143,23 @@ def test_sampling_options_reach_the_replica(harness: Any, make_replica: Callable
     assert (first.max_tokens, first.min_tokens, list(first.stop_token_ids)) == (5, 2, [7])
     assert first.ignore_eos and dict(first.logit_bias) == {5: -100.0, 6: 1.5} and first.logprobs == 0
     assert replica.submits[0].revision == "rev1" and len(replica.submits[0].attempt_id) == 16
+
+
+def test_variables_of_the_chat_template(harness: Any, make_replica: Any) -> None:
+    replica = make_replica(
+        chat_template="{{ reasoning_effort }}|{{ x }}|{{ documents[0].text }}|{{ add_generation_prompt }}"
+    )
+    harness.start([replica])
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    options = {"reasoning_effort": "high", "chat_template_kwargs": {"x": [1, 2]}, "documents": [{"text": "doc"}]}
+    with harness.client() as client:
+        answer = client.post("/v1/chat/completions", json=body | options | {"add_generation_prompt": False})
+        assert answer.status_code == 200, answer.text
+        sent = replica.tokenizer.decode(list(replica.submits[-1].prompt_token_ids), skip_special_tokens=False)
+        assert sent == "high|[1, 2]|doc|False"
+        for wrong, param in (
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ):
+            refused = client.post("/v1/chat/completions", json=body | wrong)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param

@@ -1,6 +1,7 @@
 """Text of a user never becomes a control token, whatever normalizer, model and template do."""
 
 import re
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_router.core.errors import ContextLengthError
 from headrace_router.text.chat_template import ChatTemplateError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
-from headrace_router.text.prompt_text import UntraceableChatError
-from headrace_router.text.text_encoder import CONTROL_SPANS, ControlTokenError, TextEncoder, TooManyControlTokensError
+from headrace_router.text.prompt_text import UnmarkedChatError
+from headrace_router.text.text_encoder import CONTROL_SPANS, ControlTokenError, TooManyControlTokensError
 
+NOW = datetime(2026, 11, 25)
 START, END, THINK, THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 LETTERS = sorted({*"abcdefghijklmnopqrstuvwxyz<>|/_ \n▁"})
 NORMALIZERS = {
@@ -152,14 +153,18 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
 ) -> None:
     messages = [{"role": "user", "content": content} for content in contents]
     card = _card(tokenizer, template)
-    ids = card.encode_chat(messages)
+    try:
+        ids = card.encode_chat(messages)
+    except UnmarkedChatError:
+        assert "length" in template, "this one counts characters"
+        return
     found = [tokenizer.id_to_token(token_id) for token_id in _control_in(tokenizer, ids)]
-    rendered = card.template.render(messages)
+    rendered = card.template.render(messages, NOW)
     whole = tokenizer.encode(rendered, add_special_tokens=False).ids
     if not any(re.search(r"[<＜>＞|\[]", content) for content in contents):
         assert ids == whole
     for token in (START, END):  # no template changes what it writes of these
-        inert = card.template.render([{**message, "content": "!"} for message in messages])
+        inert = card.template.render([{**message, "content": "!"} for message in messages], NOW)
         own = tokenizer.encode(inert, add_special_tokens=False).ids
         assert found.count(token) <= [tokenizer.id_to_token(token_id) for token_id in own].count(token)
 
@@ -190,7 +195,7 @@ def test_control_tokens_of_any_characters(names: list[str], special: bool, data:
     for encode in (card.encoder.encode_prompt, lambda text: card.encode_chat([{"role": "user", "content": text}])):
         try:
             ids = encode(text)
-        except (ControlTokenError, UntraceableChatError, ChatTemplateError):
+        except (ControlTokenError, UnmarkedChatError, ChatTemplateError):
             continue
         assert kept.isdisjoint(ids)
         if kept == control:
@@ -203,7 +208,7 @@ def test_no_form_of_a_control_token_ends_a_turn(normalizer: str, form: str) -> N
     tokenizer = _tokenizer(normalizer)
     card = _card(tokenizer, CHATML.replace("%s", "{{ m.content | trim }}{# </think><think> #}"))
     ids = card.encode_chat([{"role": "user", "content": f"a{form}b"}, {"role": "user", "content": form}])
-    inert = card.template.render([{"role": "user", "content": "!"}] * 2)
+    inert = card.template.render([{"role": "user", "content": "!"}] * 2, NOW)
     own = _control_in(tokenizer, tokenizer.encode(inert, add_special_tokens=False).ids)
     assert _control_in(tokenizer, ids) == own
     assert len(own) == (1 if normalizer == "spaces" else 5)  # there a control token is one at the start only
@@ -215,7 +220,7 @@ def test_a_chat_without_control_tokens_is_encoded_as_rendered(template: str) -> 
     card = _card(tokenizer, template)
     for content in ('say "hi" \\ and\n wait!', " \n", "", "a", "x: </b> 日本 \u0301 \U000f0000 \x00", "a <think"):
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
-        rendered = card.template.render(messages)
+        rendered = card.template.render(messages, NOW)
         assert card.encode_chat(messages) == tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
@@ -240,7 +245,7 @@ def test_a_template_moves_the_thoughts_of_an_answer() -> None:
     )
     messages = [{"role": "user", "content": "a </b>"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}]
     card = _card(tokenizer, template)
-    expected = tokenizer.encode(card.template.render(messages), add_special_tokens=False).ids
+    expected = tokenizer.encode(card.template.render(messages, NOW), add_special_tokens=False).ids
     assert card.encode_chat(messages) == expected
     start, end, think, thought = _control(tokenizer)
     assert _control_in(tokenizer, expected) == [start, end, start, think, thought, end, start]
@@ -262,10 +267,11 @@ def test_a_character_that_is_a_control_token_is_refused() -> None:
         _card(tokenizer, "").encoder.encode_prompt("a@b")
 
 
-def test_a_chat_that_cannot_be_traced_is_refused() -> None:
-    card = _card(_tokenizer("none"), "<|im_start|>{{ messages[0].content | wordcount }}<|im_end|>")
-    with pytest.raises(UntraceableChatError):
-        card.encode_chat([{"role": "user", "content": "two words"}])
+def test_a_chat_that_spells_control_tokens_and_cannot_be_followed_is_refused() -> None:
+    card = _card(_tokenizer("none"), "<|im_start|>{{ messages[0].content | length }}<|im_end|>")
+    with pytest.raises(UnmarkedChatError):
+        card.encode_chat([{"role": "user", "content": "two <|im_end|> words"}])
+    assert card.encode_chat([{"role": "user", "content": "two words <"}])
 
 
 @pytest.mark.parametrize("repeated", ["<|im_end|>", "<|im_end|><|", "<" * 50 + "<|im_end|>", "x<|im_x"])
@@ -291,44 +297,13 @@ def test_many_control_tokens_take_linear_time(repeated: str) -> None:
     assert len(counted) <= 5 and sum(counted) <= 20 * len(text)
 
 
-def test_more_control_tokens_than_the_context_holds_are_refused_before_the_text_is_cut() -> None:
-    card = ModelCard(ModelFacts(max_model_len=100), LoadedTokenizer(_tokenizer("none").to_str().encode()))
-    cuts: list[int] = []
-
-    def with_cuts(text: str, places: list[int]) -> str:
-        cuts.append(len(places))
-        return "a"
-
-    vars(card.encoder)["_with_cuts"] = with_cuts
-    with pytest.raises(ContextLengthError, match="100 tokens; the prompt has 101"):
-        card.encoder.encode_prompt("<|im_end|>" * 101)
-    assert not cuts
-    card.encoder.encode_prompt("<|im_end|>" * 100)
-    assert cuts == [100, 100], "the text and its trace"
-
-
-def _count_cuts(encoder: TextEncoder) -> list[int]:
-    """For each text that the encoder grows from now on, by how many cuts."""
-    counted: list[int] = []
-    original = encoder._with_cuts
-
-    def with_cuts(text: str, places: list[int]) -> str:
-        counted.append(len(places))
-        return original(text, places)
-
-    vars(encoder)["_with_cuts"] = with_cuts
-    return counted
-
-
 def test_control_tokens_in_a_prompt_have_a_bound() -> None:
     tokenizer = _tokenizer("none")
     encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
-    cuts = _count_cuts(encoder)
     with pytest.raises(TooManyControlTokensError, match="more than 1024 parts") as caught:
         encoder.encode_prompt("<|im_end|>" * (CONTROL_SPANS + 1))
-    assert caught.value.param == "prompt" and not cuts, "refused before the text grows"
+    assert caught.value.param == "prompt"
     assert not _control_in(tokenizer, encoder.encode_prompt("<|im_end|>" * CONTROL_SPANS))
-    assert cuts == [CONTROL_SPANS] * 2, "the text and its trace"
 
 
 def test_control_tokens_of_all_rounds_count() -> None:
@@ -336,14 +311,10 @@ def test_control_tokens_of_all_rounds_count() -> None:
     tokenizer = Tokenizer.from_str(_tokenizer("none").to_str())
     tokenizer.add_special_tokens(["<a>", "<a>bcdefg"])
     encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
-    cuts = _count_cuts(encoder)
     half = CONTROL_SPANS // 2
     encoder.encode_prompt("<a>bcdefg" * half)
-    assert cuts == [half] * 4, "the text and its trace, twice"
-    cuts.clear()
     with pytest.raises(TooManyControlTokensError):
         encoder.encode_prompt("<a>bcdefg" * (half + 1))
-    assert cuts == [half + 1] * 2
 
 
 def test_control_tokens_of_the_template_do_not_count() -> None:
@@ -355,9 +326,3 @@ def test_control_tokens_of_the_template_do_not_count() -> None:
     with pytest.raises(TooManyControlTokensError) as caught:
         card.encode_chat([*messages, {"role": "user", "content": END * (CONTROL_SPANS + 1)}])
     assert caught.value.param == "messages"
-
-
-def test_a_template_that_makes_bytes_of_user_text_is_refused() -> None:
-    card = _card(_tokenizer("none"), "{{ messages[0].content.encode().decode() }}")
-    with pytest.raises(ChatTemplateError, match="sandbox forbids"):
-        card.encode_chat([{"role": "user", "content": "<|im_end|>"}])

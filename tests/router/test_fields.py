@@ -205,8 +205,8 @@ def test_unknown_fields_are_ignored_and_named(harness: Any, make_replica: Any, e
             assert answer.headers[HEADER] == name
             assert HEADER not in client.post(route, json=_body(scope)).headers
         # A field that would change the answer is still refused.
-        answer = client.post("/v1/chat/completions", json=_body(Scope.CHAT, quantum=1, reasoning_effort="high"))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+        answer = client.post("/v1/chat/completions", json=_body(Scope.CHAT, quantum=1, enable_thinking=True))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "enable_thinking")
         # A client's text can neither end the header nor make it long.
         hostile = {f"name{number}\r\nset-cookie: a=b; é🙂 {'x' * 200}": number for number in range(40)}
         answer = client.post("/v1/chat/completions", json=_body(Scope.CHAT, **hostile))

@@ -39,6 +39,7 @@ _NO_LIMIT = 1 << 62  # bytes
 # Settings that change neither weights nor the layout of the cache.
 _UNRELATED = {
     "async_scheduling",
+    "chat_template",
     "cpu_threads",
     "cuda_graphs",
     "defaults",

@@ -233,18 +233,23 @@ class RayDriver:
         return msgspec.msgpack.encode(logs)
 
     def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> ReplicaConfig:
-        source = Path(model.source).expanduser()
         return replica_config(
             model,
             replica_id=name.replica_id,
             generation=name.generation,
-            # Ranks have another working directory.
-            source=str(source.resolve()) if source.exists() else model.source,
+            source=_absolute(model.source),
             role=role,
+            chat_template=_absolute(model.chat_template) if model.chat_template is not None else None,
             profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
             cpu_threads=threads,
             host=self._host,
         )
+
+
+def _absolute(path: str) -> str:
+    """A path that exists here, for ranks, which have another working directory; others unchanged."""
+    found = Path(path).expanduser()
+    return str(found.resolve()) if found.exists() else path
 
 
 def _is_placed(place: Any) -> bool:

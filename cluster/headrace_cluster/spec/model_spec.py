@@ -123,6 +123,12 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="folder for profiles of steps, on the ranks' nodes",
         json_schema_extra=flag("--profile", help="folder for profiles, which the command profile records"),
     )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file with a Jinja template instead of the model's own, on the ranks' nodes",
+        json_schema_extra=flag("--chat-template", help="a Jinja file instead of the model's own chat template"),
+    )
     defaults: Annotated[DefaultsSpec, BeforeValidator(partial(json_object, example=_DEFAULTS))] = Field(
         default=DefaultsSpec(),
         description="for requests that do not set max_tokens, temperature and so on",

@@ -18,6 +18,7 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ModelCard
+from headrace_router.text.prompt_text import strings
 from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 from headrace_router.validation.constraint import grammar_of
@@ -92,7 +93,10 @@ class Preparer:
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
-        prompt = await self._pool.run(lambda: hasher.prompt(card.encode_chat(messages)), tenant.name, chars)
+        options = _template_options(body)
+        chars += sum(map(len, strings(options)))
+        self._check_chars(chars, "messages")
+        prompt = await self._pool.run(lambda: hasher.prompt(card.encode_chat(messages, **options)), tenant.name, chars)
         asked = body.max_completion_tokens or body.max_tokens
         return self._request(body, card, [prompt], sampling, asked, None, tenant, label)
 
@@ -322,6 +326,33 @@ def count_choices(body: ChatBody | CompletionBody) -> int:
         return body.n or 1
     texts, ids = _prompts(body.prompt)
     return (body.n or 1) * (len(texts) + len(ids))
+
+
+_TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now")
+
+
+def _template_options(body: ChatBody) -> dict[str, Any]:
+    """Variables of the chat template that a body sets. Raises InvalidRequestError."""
+    options = dict(body.chat_template_kwargs or {})
+    if own := [name for name in _TEMPLATE_OWN if name in options]:
+        raise InvalidRequestError(
+            f"'chat_template_kwargs' has '{own[0]}', which is no variable of its own: send it as a field, if at all.",
+            param="chat_template_kwargs",
+        )
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise InvalidRequestError(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other: send one of them.",
+                param="continue_final_message",
+            )
+        options["continue_final_message"] = True
+    elif body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.documents:
+        options["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    return options
 
 
 def _as_template_sees(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A router's data on a model: facts, tokenizer and chat template, as a replica describes them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -9,17 +10,13 @@ from tokenizers import Tokenizer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
-from headrace_proto.tokenizer_bounds import TokenizerBoundsError, read_tokenizer
 from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate
-from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.grammar import GrammarCheck
-from headrace_router.text.normalized_size import NormalizedSize, normalizer_steps
 from headrace_router.text.prompt_text import RenderedChat
 from headrace_router.text.text_encoder import TextEncoder
-from headrace_router.text.token_reach import token_reach
 
 
 class ModelFactsError(HeadraceError):
@@ -32,14 +29,10 @@ class LoadedTokenizer:
     def __init__(self, tokenizer_json: bytes) -> None:
         """Raises ModelFactsError."""
         try:
-            spec = read_tokenizer(text := tokenizer_json.decode())
+            spec = json.loads(text := tokenizer_json.decode())
             with panics_as_errors():
                 self.tokenizer = Tokenizer.from_str(text)
-                self.size = NormalizedSize(normalizer_steps(spec))
             self.unknown = _unknown_token(spec)
-            self.reach = token_reach(spec)
-        except TokenizerBoundsError as error:
-            raise ModelFactsError(str(error)) from error
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelFactsError("the replica's tokenizer.json is not valid") from error
         self.tokenizer.no_truncation()
@@ -63,20 +56,21 @@ class ModelCard:
         self._tokenizer = loaded.tokenizer
         self.grammars = GrammarCheck(loaded.tokenizer.to_str, self.vocab_size, sorted(self.eos_token_ids))
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
-        length = self.max_model_len or None
-        context = ContextSize(tokens=length, chars=loaded.reach * length if loaded.reach and length else None)
         try:
             with panics_as_errors():
                 control = ControlTokens(loaded.tokenizer, facts.chat_template, loaded.unknown)
                 bos = facts.bos_token_id if facts.add_bos and facts.HasField("bos_token_id") else None
-                self.encoder = TextEncoder(loaded.tokenizer, control, context, loaded.size, bos)
+                self.encoder = TextEncoder(loaded.tokenizer, control, bos)
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop.
+
+        options: of the template.
+        """
         known = self.with_known_roles(messages)
-        return self.encoder.encode_chat(RenderedChat(self.template, known, datetime.now()))
+        return self.encoder.encode_chat(RenderedChat(self.template, known, datetime.now(), **options))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids without special tokens. Slow for long lists: call off the event loop."""

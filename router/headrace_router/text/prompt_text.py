@@ -1,21 +1,27 @@
-"""The text of a prompt, and which of its characters are the user's."""
+"""The text of a prompt, and which of its characters are the client's."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
-from headrace_router.text.traced_text import TextTrace, UntraceableTextError
+
+CLIENT, TEMPLATE = "c", "t"
+_BEGIN, _END = "\U0010fffc", "\U0010fffd"  # private characters, which no template knows
+_OPEN = "\U0010fffb "  # where a message is to be continued; its space shows whether the template trims
 
 
-class UntraceableChatError(InvalidRequestError, code="chat_not_traceable"):
-    """Which text of a rendered chat is the user's is not known, so it may contain control tokens of the user."""
+class UnmarkedChatError(InvalidRequestError, code="control_token_in_text"):
+    """Text of a client spells a control token, and where the template puts this text is not known."""
 
     def __init__(self) -> None:
         super().__init__(
-            "The model's chat template changes these messages in a way that cannot be followed, so control tokens in "
-            "them would not be found: use plainer text, or /v1/completions with a prompt in the model's own format.",
+            "These messages spell one of the model's control tokens, and the model's chat template changes them in a "
+            "way that cannot be followed: remove what looks like a control token.",
             param="messages",
         )
 
@@ -26,51 +32,114 @@ class PromptText(Protocol):
     @property
     def text(self) -> str: ...
 
-    def trace(self) -> str:
-        """Text of the same length, in parts of which `is_user` recognizes the user's characters."""
-        ...
-
-    def is_user(self, traced: str) -> bool:
-        """Whether any of these characters of the trace is the user's."""
+    def origins(self, tags: Sequence[str] = ()) -> str:
+        """For each character of the text, CLIENT or TEMPLATE. Raises UnmarkedChatError."""
         ...
 
 
-class UserText:
-    """A bare prompt: all of it is the user's."""
+class ClientText:
+    """A bare prompt: all of it is the client's."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def trace(self) -> str:
-        """The text itself."""
-        return self.text
-
-    def is_user(self, traced: str) -> bool:
-        """Always."""
-        return True
+    def origins(self, tags: Sequence[str] = ()) -> str:
+        """CLIENT everywhere."""
+        return CLIENT * len(self.text)
 
 
 class RenderedChat:
-    """A chat in the model's own format. It is rendered again only for the trace, with the same date."""
+    """A chat in the model's own format. It is rendered again with marks around the client's strings."""
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], now: datetime) -> None:
-        """now: the date that the template may write. Raises ChatTemplateError."""
-        self.text = template.render(messages, now)
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], now: datetime, **options: Any
+    ) -> None:
+        """now, options: as for `ChatTemplate.render`, and `continue_final_message`: the answer goes on with its text.
+
+        Raises ChatTemplateError.
+        """
         self._template = template
         self._messages = messages
         self._now = now
-        self._trace = TextTrace()
+        self._continues = options.pop("continue_final_message", False)
+        self._options = options
+        self.text = self._render(messages, options)
 
-    def trace(self) -> str:
-        """The rendering of marked messages. Raises UntraceableChatError."""
+    def strings(self) -> list[str]:
+        """All strings of the client but roles and types."""
+        return strings([self._messages, self._options])
+
+    def origins(self, tags: Sequence[str] = ()) -> str:
+        """What is between the marks around a client's string is the client's. See PromptText.
+
+        tags: an assistant's message has these as tokens: the model wrote them.
+        """
+        if any(_BEGIN in text or _END in text for text in self.strings()):
+            raise UnmarkedChatError
+        around = re.compile("|".join(map(re.escape, tags)) if tags else r"(?!)")
+        mark_own = partial(_mark, around=around)
+        messages = [_each(one, mark_own if one.get("role") == "assistant" else _mark) for one in self._messages]
+        options = _each(self._options, _mark)
         try:
-            traced = self._template.render(self._trace.mark(self._messages), self._now)
-        except (ChatTemplateError, UntraceableTextError):
-            traced = ""
-        if self._trace.plain(traced) != self.text:
-            raise UntraceableChatError
-        return traced
+            marked = self._render(messages, options)
+        except ChatTemplateError:
+            raise UnmarkedChatError from None
+        if marked.replace(_BEGIN, "").replace(_END, "") != self.text:
+            raise UnmarkedChatError
+        edges = [place for place, char in enumerate(marked) if char in (_BEGIN, _END)]
+        found: list[str] = []
+        depth = 0
+        for start, end in pairwise([-1, *edges, len(marked)]):
+            if start >= 0:
+                depth += 1 if marked[start] == _BEGIN else -1
+            found.append((CLIENT if depth > 0 else TEMPLATE) * (end - start - 1))
+        return "".join(found)
 
-    def is_user(self, traced: str) -> bool:
-        """See PromptText."""
-        return self._trace.is_user(traced)
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        if not self._continues:
+            return self._template.render(messages, self._now, **options)
+        last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_OPEN}"}
+        rendered = self._template.render([*messages[:-1], last], self._now, **options, add_generation_prompt=False)
+        place = rendered.rfind(_OPEN.strip())
+        if place < 0:
+            raise ChatTemplateError("The model's chat template does not show the last message.", param="messages")
+        kept = rendered[:place]
+        return kept if rendered.startswith(_OPEN, place) else kept.rstrip()
+
+
+def _mark(text: str, around: re.Pattern[str] | None = None) -> str:
+    """The text between marks, which are inside of the white space around it: templates trim.
+
+    around: what is left without marks.
+    """
+    if around is not None:
+        rest = iter(around.findall(text))
+        return "".join(_mark(piece) + next(rest, "") for piece in around.split(text))
+    inner = text.strip()
+    if not inner:
+        return text
+    start = text.index(inner)
+    return f"{text[:start]}{_BEGIN}{inner}{_END}{text[start + len(inner) :]}"
+
+
+def strings(value: Any) -> list[str]:
+    """All strings in a JSON value but roles and types."""
+    found: list[str] = []
+
+    def keep(text: str) -> str:
+        found.append(text)
+        return text
+
+    _each(value, keep)
+    return found
+
+
+def _each(value: Any, change: Callable[[str], str], name: str = "") -> Any:
+    """The value with each string but roles and types changed; names of fields are not."""
+    if isinstance(value, str):
+        return value if name in ("role", "type") else change(value)
+    if isinstance(value, Mapping):
+        return {key: _each(member, change, key) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(member, change, name) for member in value]
+    return value

@@ -6,17 +6,14 @@ from itertools import pairwise
 from tokenizers import AddedToken, Tokenizer
 
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.context_size import ContextSize
 from headrace_router.text.control_tokens import ControlTokens
-from headrace_router.text.normalized_size import NormalizedSize
-from headrace_router.text.prompt_text import PromptText, RenderedChat, UserText
+from headrace_router.text.prompt_text import CLIENT, ClientText, PromptText, RenderedChat, UnmarkedChatError
 
+_GROWING_CHARS = 50_000  # of a text whose normalized length is checked
+_GROWTH = 3  # normalized characters for each
+_PIECE_CHARS = 4096  # normalized at a time
 _ROUNDS = 32  # each one at least halves the spans that it found
 CONTROL_SPANS = 1024  # of users in one prompt: the text grows by a cut for each, and is encoded again
-# A text with twice as many characters for each token of the context is first tokenized up to here: memory is
-# proportional to what is tokenized. Beyond the cut tokens may join, but never as many as the margin.
-_SAMPLE_CHARS = 8
-_SAMPLE_MARGIN = 1.5
 
 
 class ControlTokenError(InvalidRequestError, code="control_token_in_text"):
@@ -27,6 +24,16 @@ class ControlTokenError(InvalidRequestError, code="control_token_in_text"):
             "This text would become a control token of the model, and no other encoding of it was found: "
             "remove what looks like one of the model's control tokens.",
             param=param,
+        )
+
+
+class GrownTextError(InvalidRequestError, code="text_grows"):
+    """The model's tokenizer would make a text too long."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"The model's tokenizer replaces characters of this text by longer ones, more than {_GROWTH} for each: "
+            "send less of them."
         )
 
 
@@ -48,18 +55,9 @@ class TextEncoder:
     other text is encoded once, unchanged.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        control: ControlTokens,
-        context: ContextSize,
-        size: NormalizedSize,
-        bos: int | None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, control: ControlTokens, bos: int | None) -> None:
         """bos: the token that begins each bare prompt; none if the model needs none."""
         self._control = control
-        self._context = context
-        self._size = size
         # An added token between two characters keeps the tokenizer from joining them. No text contains its random name.
         self._cut = f"\U0010fffe{secrets.token_hex(16)}\U0010fffe"
         self._tokenizer = _copy(tokenizer)
@@ -72,65 +70,75 @@ class TextEncoder:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one.
 
-        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, GrownTextError.
+        Raises ControlTokenError, TooManyControlTokensError.
         """
-        self._check_length(text, "prompt")
-        # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = self._plain(text)
         if not self._control.isdisjoint(ids):
-            ids = self._encode(UserText(text), "prompt")
+            ids = self._encode(ClientText(text), "prompt")
         return [*self._prefix, *ids, *self._suffix]
 
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
-        Raises ControlTokenError, TooManyControlTokensError, ContextLengthError, GrownTextError, UntraceableChatError.
+        Raises ControlTokenError, TooManyControlTokensError, UnmarkedChatError.
         """
-        self._check_length(chat.text, "messages")
-        return self._encode(chat, "messages")
+        try:
+            return self._encode(chat, "messages")
+        except UnmarkedChatError:
+            strings = chat.strings()
+            if self._control.are_spelled([*strings, "".join(strings)]):
+                raise
+            return self._plain(chat.text)
 
-    def _check_length(self, text: str, param: str) -> None:
-        self._context.check_chars(len(text), param)
-        self._size.check(text, param)
-        if self._context.tokens is None:
+    def _plain(self, text: str) -> list[int]:
+        self._check_growth(text)
+        # Unlike `encode`, the batch functions let other threads run meanwhile; the fast one has no offsets.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _check_growth(self, text: str) -> None:
+        """Compatibility forms of Unicode make up to 18 characters of one, and tokenizing takes memory for each.
+
+        Raises GrownTextError.
+        """
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None or len(text) < _GROWING_CHARS or text.isascii():
             return
-        sample = _SAMPLE_CHARS * self._context.tokens
-        if len(text) > 2 * sample:
-            count = len(self._tokenizer.encode_batch_fast([text[:sample]], add_special_tokens=False)[0])
-            if count > _SAMPLE_MARGIN * self._context.tokens:
-                raise self._context.too_long(
-                    f"the first {sample} of the prompt's {len(text)} characters have {count}", param
-                )
+        left = max(_GROWING_CHARS, len(text)) * _GROWTH
+        for start in range(0, len(text), _PIECE_CHARS):
+            left -= len(normalizer.normalize_str(text[start : start + _PIECE_CHARS]))
+            if left < 0:
+                raise GrownTextError
 
     def _encode(self, prompt: PromptText, param: str) -> list[int]:
-        text, traced = prompt.text, ""  # the trace is made if there are control tokens
+        self._check_growth(prompt.text)
+        text, origins = prompt.text, prompt.origins(self._control.tags)
         cuts = 0
         for _ in range(_ROUNDS):
             encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
             ids = encoding.ids
-            spans: list[tuple[int, int]] = []
-            for start, end in self._control.spans(text, ids, encoding):
-                if not traced:
-                    self._context.check_tokens(len(ids), param)  # the text grows with each control token
-                    traced = prompt.trace()
-                # A control token whose place in the text is not known counts as the user's.
-                if start == end or prompt.is_user(traced[start:end]):
-                    spans.append((start, end))
-                    if cuts + len(spans) > CONTROL_SPANS:
-                        raise TooManyControlTokensError(param)
+            # A control token whose place in the text is not known counts as the client's.
+            spans = [
+                (start, end)
+                for start, end in self._control.spans(text, ids, encoding)
+                if start == end or CLIENT in origins[start:end]
+            ]
             if not spans:
                 return [token_id for token_id in ids if token_id != self._cut_id]
             if any(end - start < 2 for start, end in spans):
                 break
             cuts += len(spans)
+            if cuts > CONTROL_SPANS:
+                raise TooManyControlTokensError(param)
             places = [(start + end) // 2 for start, end in spans]
-            text, traced = self._with_cuts(text, places), self._with_cuts(traced, places)
-            del encoding, ids  # before the next ones are made
+            text, origins = _joined(self._cut, text, places), _joined("t" * len(self._cut), origins, places)
         raise ControlTokenError(param)
 
-    def _with_cuts(self, text: str, places: list[int]) -> str:
-        edges = [0, *places, len(text)]
-        return self._cut.join(text[start:end] for start, end in pairwise(edges))
+
+def _joined(cut: str, text: str, places: list[int]) -> str:
+    """The text with a cut at each place."""
+    edges = [0, *places, len(text)]
+    return cut.join(text[start:end] for start, end in pairwise(edges))
 
 
 def _copy(tokenizer: Tokenizer) -> Tokenizer:

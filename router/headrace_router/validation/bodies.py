@@ -159,6 +159,13 @@ class ChatBody(RequestOptions):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=UINT32_MAX, description="with logprobs only"), WHOLE] | None = (
         None
     )
+    documents: list[dict[str, Any]] | None = Field(default=None, description="for the chat template")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
+    reasoning_effort: Annotated[StrictStr, Field(max_length=64, description="for the chat template")] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = Field(
+        default=None, description="the answer goes on with the text of the last message"
+    )
     metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
     safety_identifier: StrictStr | None = Field(default=None, description="a label")
     prompt_cache_key: StrictStr | None = Field(

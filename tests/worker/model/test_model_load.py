@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_proto.errors import DeviceError, ModelLoadError, ModelUnsupportedError
 from headrace_worker.core.config import ReplicaConfig
@@ -92,29 +92,6 @@ def test_damaged_file(folder: Path, replica: Replica) -> None:
 def test_missing_tokenizer(folder: Path, replica: Replica) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelLoadError, match="has no tokenizer"):
-        load(replica(folder))
-
-
-def test_a_tokenizer_that_routers_refuse_is_not_read(
-    folder: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers would tokenize with it, which takes all memory."""
-    path = folder / "tokenizer.json"
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 4000}
-    spec = json.loads(path.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": [step] * 3}}
-    path.write_text(json.dumps(spec))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(ModelLoadError, match="normalizer can make a text much longer"):
-        load(replica(folder))
-
-
-def test_what_transformers_makes_of_a_tokenizer_is_checked(
-    folder: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Replace("a", "a" * 4000)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    with pytest.raises(ModelLoadError, match="decoder can make a text much longer"):
         load(replica(folder))
 
 
@@ -207,6 +184,14 @@ def test_defaults_of_a_generation_config(
 ) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
     assert load(replica(folder)).facts.defaults == defaults
+
+
+def test_a_file_replaces_the_chat_template(folder: Path, replica: Replica, tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("{{ messages[0].content }} é")
+    assert load(replica(folder, chat_template=str(path))).facts.chat_template == "{{ messages[0].content }} é"
+    with pytest.raises(ModelLoadError, match=r"--chat-template .*none\.jinja cannot be read \(No such file"):
+        load(replica(folder, chat_template=str(tmp_path / "none.jinja")))
 
 
 def test_defaults_of_the_spec_override_the_files(folder: Path, replica: Replica) -> None:

@@ -147,6 +147,7 @@ class ReplicaConfig(ReplicaSettings):
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port: int = 0  # 0 = any free one
     defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
+    chat_template: str | None = None  # path of a file, instead of the model's own
 
 
 class Rendezvous(Struct, frozen=True):

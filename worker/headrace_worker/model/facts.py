@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
 from headrace_proto.rust_panic import panics_as_errors
-from headrace_proto.tokenizer_bounds import read_tokenizer
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_metadata import flag, optional_number, text, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
@@ -47,14 +47,13 @@ def read_facts(
 ) -> ModelFacts:
     """Collect the facts. `vocab_size` is the number of logits that the model computes.
 
-    Raises ModelLoadError, also for a tokenizer that routers would refuse.
+    Raises ModelLoadError.
     """
     if gguf is not None:
         defaults = _EMBEDDED_DEFAULTS if source.embedded else {}
         facts = _gguf_facts(config, gguf, vocab_size, defaults)
     else:
         facts = _folder_facts(source, config, vocab_size, trust_remote_code)
-    read_tokenizer(facts.tokenizer_json.decode())
     return facts
 
 
@@ -167,6 +166,17 @@ def _backend(tokenizer: Any) -> Tokenizer:
     return backend
 
 
+def read_template(path: Path) -> str:
+    """The text of a chat template's file. Raises ModelLoadError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise ModelLoadError(
+            f"--chat-template {path} cannot be read ({reason}): name a file on the rank's node."
+        ) from error
+
+
 def has_tokenizer(source: ModelSource) -> bool:
     """Whether a folder has tokenizer files. Raises ModelLoadError when it has none; a dummy model needs none."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -179,10 +189,10 @@ def has_tokenizer(source: ModelSource) -> bool:
 
 
 def check_tokenizer_file(source: ModelSource) -> None:
-    """Raises ModelLoadError for a tokenizer.json that is not to be read: reading it may take all memory."""
+    """Raises ModelLoadError for a tokenizer.json that is not JSON."""
     path = source.path / "tokenizer.json"
     if path.is_file():
-        read_tokenizer(path.read_bytes().decode("utf-8", "replace"))
+        read_object(path, source.name)
 
 
 def _ids(*values: object) -> tuple[int, ...]:

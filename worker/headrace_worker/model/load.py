@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
-from headrace_worker.model.facts import ModelFacts, read_facts
+from headrace_worker.model.facts import ModelFacts, read_facts, read_template
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.sharding.shard import Sharding, shard
@@ -99,6 +100,8 @@ def load(
         sharding.connect(model)
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
+        if config.chat_template is not None:
+            facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
     if source.kind == "dummy":
         notes.append("Weights are random (--load-format dummy): the output is meaningless.")
     notes.extend(facts.notes)

@@ -142,7 +142,6 @@ CHAT: tuple[RestrictedField, ...] = (
     accepted_at("prompt_cache_retention", _STRING, "in_memory"),
     accepted_at("prompt_cache_options", _OBJECT, {}, {"mode": "implicit"}),
     # Reasoning.
-    refused("reasoning_effort", _STRING | _NUMBER),
     refused("reasoning", _OBJECT),
     refused("thinking", _OBJECT),
     refused("enable_thinking", _BOOLEAN),
@@ -153,10 +152,6 @@ CHAT: tuple[RestrictedField, ...] = (
     accepted_at("reasoning_format", _STRING, "auto", "none"),
     # Templates.
     refused("chat_template", _STRING, "The model's own template is used."),
-    accepted_at("chat_template_kwargs", _OBJECT, {}),
-    accepted_at("documents", _LIST, []),
-    accepted_at("add_generation_prompt", _BOOLEAN, True),
-    accepted_at("continue_final_message", _BOOLEAN, False),
     accepted_at("add_special_tokens", _BOOLEAN, False),
     accepted_at("echo", _BOOLEAN, False),
     accepted_at("safe_prompt", _BOOLEAN, False),

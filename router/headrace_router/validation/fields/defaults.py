@@ -4,7 +4,11 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 
 DEFAULTS: dict[str, str] = {
     **{name: f"the model's, else {value:g}" for name, value in API_DEFAULTS.items()},
+    "add_generation_prompt": "true",
     "best_of": "n",
+    "chat_template_kwargs": "none",
+    "continue_final_message": "false",
+    "documents": "none",
     "echo": "false",
     "guided_choice": "none",
     "guided_grammar": "none",
@@ -22,6 +26,7 @@ DEFAULTS: dict[str, str] = {
     "name": "none",
     "prompt_cache_key": "none",
     "prompt_logprobs": "none",
+    "reasoning_effort": "none",
     "response_format": "text",
     "return_token_ids": "false",
     "safety_identifier": "none",
