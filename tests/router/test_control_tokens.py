@@ -139,6 +139,11 @@ def test_a_prompt_has_no_control_tokens_and_is_else_unchanged(tokenizer: Tokeniz
 
 @settings(max_examples=150, deadline=None)
 @example(
+    tokenizer=_tokenizer("none", "bpe", lstrip=False, rstrip=False, single_word=False),
+    template=TEMPLATES[5],
+    contents=["</think><|im_start|>"],
+)  # the template shows what follows the tag only
+@example(
     tokenizer=_tokenizer("all", "bpe", lstrip=True, rstrip=True, single_word=False),
     template=TEMPLATES[0],
     contents=["¨", "´ ¸"],
@@ -156,7 +161,9 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
     try:
         ids = card.encode_chat(messages)
     except UnmarkedChatError:
-        assert "length" in template, "this one counts characters"
+        assert re.search("length|replace|split|partition|reverse", template), (
+            "these change the text or show a part of it"
+        )
         return
     found = [tokenizer.id_to_token(token_id) for token_id in _control_in(tokenizer, ids)]
     rendered = card.template.render(messages, NOW)

@@ -37,7 +37,7 @@ _NAMES = {
     ("--no-enable-prefix-caching", "--disable-radix-cache"): "the prefix cache is always on",
     ("--no-enable-chunked-prefill",): "prompts are always computed in chunks: --max-num-batched-tokens bounds a step",
     ("--tokenizer", "--tokenizer-path", "--tokenizer-mode"): _OF_MODEL,
-    ("--chat-template", "--chat-template-file"): _OF_MODEL,
+    ("--chat-template-file",): "--chat-template FILE",
     ("--seed", "--random-seed", "-s"): "a request brings its own seed; leave it out",
     ("--quantization", "-q"): "quantized weights are read from GGUF files alone: headrace serve FILE.gguf",
     ("--swap-space", "--cpu-offload-gb"): "all of the KV cache and the weights are on the device; leave it out",

@@ -92,6 +92,8 @@ class RenderedChat:
         for start, end in pairwise([-1, *edges, len(marked)]):
             if start >= 0:
                 depth += 1 if marked[start] == _BEGIN else -1
+            if depth < 0 or (depth > 0 and end == len(marked)):  # the template shows a part of a string only
+                raise UnmarkedChatError
             found.append((CLIENT if depth > 0 else TEMPLATE) * (end - start - 1))
         return "".join(found)
 
