@@ -119,7 +119,7 @@ class DescribeChunk(_message.Message):
     def __init__(self, facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "cache_key")
+    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "tool_parser", "reasoning_parser", "cache_key")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,8 @@ class ModelFacts(_message.Message):
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_PARSER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     identity: ReplicaIdentity
     max_model_len: int
@@ -156,8 +158,10 @@ class ModelFacts(_message.Message):
     kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    tool_parser: str
+    reasoning_parser: str
     cache_key: bytes
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., cache_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., cache_key: _Optional[bytes] = ...) -> None: ...
 
 class GenerationDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")

@@ -82,6 +82,11 @@ class RouterSettings(BaseModel):
             "--unknown-fields", help="fields of requests that no table has; ignored ones are listed in a header"
         ),
     )
+    reasoning_field: Literal["reasoning_content", "reasoning"] = Field(
+        default="reasoning_content",
+        description="the field of a chat's answer that has the model's reasoning",
+        json_schema_extra=flag("--reasoning-field"),
+    )
     keep_alive_seconds: float = Field(
         default=15, gt=0, description="seconds without a token after which a comment is sent on a stream"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_proto.grammar import GrammarError, compile_grammar, grammar_tokenizer
-from headrace_router.text.grammar import schema_grammar
+from headrace_router.answer.grammar import schema_grammar
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 
 VERSION = "4.26.0"  # of jsonschema, whose source distribution contains the suite

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.grammar import GrammarError
-from headrace_router.text.grammar import choice_grammar, regex_grammar, schema_grammar
+from headrace_router.answer.grammar import choice_grammar, regex_grammar, schema_grammar
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 from headrace_worker.server import grammars
 from headrace_worker.server.description import Description

@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
 from headrace_proto import replica_pb2 as pb
-from headrace_router.text.grammar import schema_grammar
+from headrace_router.answer.grammar import schema_grammar
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish

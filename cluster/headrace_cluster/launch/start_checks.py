@@ -48,6 +48,8 @@ _UNRELATED = {
     "max_num_seqs",
     "max_waiting",
     "rank_interface",
+    "reasoning_parser",
+    "tool_parser",
 }
 
 

@@ -3,15 +3,18 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace_router.core.errors import InvalidRequestError
+from headrace_router.text.tool_prompt import with_tools
 
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
@@ -24,6 +27,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self.source = source
+        self._knows_tools = False
         self._template: jinja2.Template | None = None
         self._problem = ""
         if not source:
@@ -33,17 +37,22 @@ class ChatTemplate:
             return
         try:
             self._template = _environment().from_string(source)
+            self._knows_tools = "tools" in find_undeclared_variables(_environment().parse(source))
         except Exception:  # beside jinja2's own errors: deep nesting, numbers of thousands of digits
             self._problem = "This model's chat template is not valid Jinja: use /v1/completions instead."
 
     def render(self, messages: Sequence[Mapping[str, Any]], now: datetime, **options: Any) -> str:
         """The prompt's text. Raises ChatTemplateError with the template's message.
 
-        now: the date that the template may write. options: `tools`, `documents`, `add_generation_prompt` (true without
-        it), and the template's own.
+        messages: the arguments of calls are objects. now: the date that the template may write. options: `tools`,
+        `documents`, `add_generation_prompt` (true without it), and the template's own.
         """
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
+        if not self._knows_tools:
+            messages = with_tools(messages, options.pop("tools", None))
+        elif self._takes_text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens, **options}
         try:
             return self._template.render(messages=messages, strftime_now=now.strftime, **given)
@@ -60,6 +69,36 @@ class ChatTemplate:
             ) from None
         except Exception:  # of filters, methods and operators
             raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from None
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Whether it fails on the arguments of a call unless they are JSON text, as some templates do."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+        probe: list[Mapping[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "d", "tool_call_id": "call00000", "name": "a"},
+        ]
+        tools = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {"type": "object"}}}]
+        given = {"tools": tools, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+        assert self._template is not None
+        for messages, takes in ((probe, False), ([_with_text_arguments(message) for message in probe], True)):
+            try:
+                self._template.render(messages=messages, strftime_now=datetime.now().strftime, **given)
+            except Exception:  # of templates, filters and operators
+                continue
+            return takes
+        return False
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 class _GenerationTag(Extension):

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -86,11 +86,17 @@ class TokenTable:
             yield complete
             complete += len(stream.push((token_id,)))
 
-    def stream(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A detokenizer for the tokens that follow a prompt."""
+    def stream(self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] | None = None) -> Detokenizer:
+        """A detokenizer for the tokens that follow a prompt.
+
+        shown: the text of tokens that are shown in another way.
+        """
+        stream: Detokenizer
         if self._byte_level:
-            return _ByteLevel(self)
-        return _General(self._tokenizer, self._special, prompt_token_ids[-CONTEXT_TOKENS:])
+            stream = _ByteLevel(self)
+        else:
+            stream = _General(self._tokenizer, self._special, prompt_token_ids[-CONTEXT_TOKENS:])
+        return _Showing(stream, shown) if shown else stream
 
 
 class _ByteLevel:
@@ -105,6 +111,20 @@ class _ByteLevel:
         if len(token_ids) == 1:
             return self._decoder.decode(text_bytes(token_ids[0]))
         return self._decoder.decode(b"".join(map(text_bytes, token_ids)))
+
+
+class _Showing:
+    """Shows some tokens by another text than their own."""
+
+    def __init__(self, stream: Detokenizer, shown: Mapping[int, str]) -> None:
+        self._stream = stream
+        self._shown = shown
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if self._shown.keys().isdisjoint(token_ids):
+            return self._stream.push(token_ids)
+        shown = self._shown
+        return "".join([shown[one] if one in shown else self._stream.push((one,)) for one in token_ids])
 
 
 class _General:

@@ -10,11 +10,12 @@ from tokenizers import Tokenizer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
+from headrace_router.answer.grammar import GrammarCheck
+from headrace_router.answer.parser import syntax_of
 from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
-from headrace_router.text.grammar import GrammarCheck
 from headrace_router.text.prompt_text import RenderedChat
 from headrace_router.text.text_encoder import TextEncoder
 
@@ -56,6 +57,14 @@ class ModelCard:
         self._tokenizer = loaded.tokenizer
         self.grammars = GrammarCheck(loaded.tokenizer.to_str, self.vocab_size, sorted(self.eos_token_ids))
         self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        added = loaded.tokenizer.get_added_tokens_decoder()
+        self.syntax = syntax_of(
+            facts.chat_template,
+            facts.tool_parser,
+            facts.reasoning_parser,
+            {token.content: token_id for token_id, token in added.items()},
+            {token_id for token_id, token in added.items() if token.special},
+        )
         try:
             with panics_as_errors():
                 control = ControlTokens(loaded.tokenizer, facts.chat_template, loaded.unknown)
@@ -65,12 +74,17 @@ class ModelCard:
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The token ids of `chat`."""
+        return self.chat(messages, **options)[0]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], bool]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop.
 
-        options: of the template.
+        options: of the template. Returns the token ids, and whether the answer begins inside of the reasoning.
         """
         known = self.with_known_roles(messages)
-        return self.encoder.encode_chat(RenderedChat(self.template, known, datetime.now(), **options))
+        rendered = RenderedChat(self.template, known, datetime.now(), **options)
+        return self.encoder.encode_chat(rendered), self.syntax.begins_in_reasoning(rendered.text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids without special tokens. Slow for long lists: call off the event loop."""

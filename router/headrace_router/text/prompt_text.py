@@ -69,6 +69,10 @@ class RenderedChat:
         """All strings of the client but roles and types."""
         return strings([self._messages, self._options])
 
+    def names(self) -> list[str]:
+        """Names of fields that the client chose, such as those of a tool's parameters."""
+        return names([self._options, *(message.get("tool_calls") for message in self._messages)])
+
     def origins(self, tags: Sequence[str] = ()) -> str:
         """What is between the marks around a client's string is the client's. See PromptText.
 
@@ -134,6 +138,13 @@ def strings(value: Any) -> list[str]:
 
     _each(value, keep)
     return found
+
+
+def names(value: Any) -> list[str]:
+    """The names of all fields in a JSON value."""
+    if isinstance(value, Mapping):
+        return [*map(str, value), *(name for member in value.values() for name in names(member))]
+    return [name for member in value for name in names(member)] if isinstance(value, list | tuple) else []
 
 
 def _each(value: Any, change: Callable[[str], str], name: str = "") -> Any:

@@ -82,6 +82,9 @@ class TextEncoder:
 
         Raises ControlTokenError, TooManyControlTokensError, UnmarkedChatError.
         """
+        names = chat.names()  # templates compare them, so they cannot be marked
+        if names and self._control.are_spelled(["\n".join(names)]):
+            raise UnmarkedChatError
         try:
             return self._encode(chat, "messages")
         except UnmarkedChatError:

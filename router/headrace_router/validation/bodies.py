@@ -144,10 +144,68 @@ class TextPart(_Body):
     text: StrictStr
 
 
+class CalledFunction(_Body):
+    name: StrictStr = Field(min_length=1, max_length=256)
+    arguments: StrictStr = Field(description="a JSON object, as text")
+
+
+class ToolCall(_Body):
+    """A call that the assistant made."""
+
+    id: StrictStr = Field(default="", max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: StrictInt | None = Field(default=None, description="part of a streamed answer that is sent back")
+
+
 class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="may be left out of an assistant's message with `tool_calls`"
+    )
     name: StrictStr | None = Field(default=None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = Field(
+        default=None, description="of an assistant"
+    )
+    tool_call_id: StrictStr | None = Field(
+        default=None, max_length=256, description="of a tool: the call whose result this is"
+    )
+    reasoning_content: StrictStr | None = Field(default=None, description="of an assistant; for the chat template")
+    reasoning: StrictStr | None = Field(default=None, description="as `reasoning_content`")
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("'tool_calls' belong into messages of the role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("'tool_call_id' belongs into messages of the role tool")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("'content' is missing")
+        return self
+
+
+class FunctionTool(_Body):
+    name: StrictStr = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema of an object")
+    strict: StrictBool | None = Field(default=None, description="the arguments always follow the schema")
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: FunctionTool
+    cache_control: Any = Field(default=None, description="prefixes are always cached")
+
+
+class ToolName(_Body):
+    name: StrictStr
+
+
+class ToolChoice(_Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatBody(RequestOptions):
@@ -166,6 +224,16 @@ class ChatBody(RequestOptions):
     continue_final_message: StrictBool | None = Field(
         default=None, description="the answer goes on with the text of the last message"
     )
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(
+        default=None, description="that the model may call; see docs/tools.md"
+    )
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        default=None, description="auto if there are tools"
+    )
+    parallel_tool_calls: StrictBool | None = Field(
+        default=None, description="false: the answer ends with its first call"
+    )
+    include_reasoning: StrictBool | None = Field(default=None, description="false: the answer's reasoning is left out")
     metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
     safety_identifier: StrictStr | None = Field(default=None, description="a label")
     prompt_cache_key: StrictStr | None = Field(

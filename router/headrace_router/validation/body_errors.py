@@ -13,7 +13,7 @@ from headrace_router.validation.fields.scope import Scope
 
 Body = TypeVar("Body", ChatBody, CompletionBody)
 
-UNSUPPORTED_ROLES = ("tool", "function")
+UNSUPPORTED_ROLES = ("function",)
 PART_KINDS = ("image_url", "input_audio", "file", "video_url", "refusal")
 
 
@@ -60,7 +60,7 @@ def _check_counts(messages: list[Any], limits: Limits) -> None:
 
 
 def _check_message(message: Any, index: int) -> None:
-    """Refuses messages of tools, and content that is not text."""
+    """Refuses messages of functions, and content that is not text."""
     if not isinstance(message, dict):
         return
     role, content = message.get("role"), message.get("content")

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from headrace_router.answer.grammar import choice_grammar, regex_grammar, schema_grammar, text_grammar
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.grammar import choice_grammar, regex_grammar, schema_grammar, text_grammar
 from headrace_router.validation.bodies import RequestOptions
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 from pydantic import Field
 
 from headrace_proto.flag import flag
+from headrace_proto.parsers import ReasoningParser, ToolParser
 from headrace_proto.role import Role
 
 LOCAL_CACHE_KEY = bytes(32)  # of the block hash, where no other process uses the cache
@@ -123,6 +124,20 @@ class ReplicaSettings:
             json_schema_extra=flag("--deterministic"),
         ),
     ] = False
+    tool_parser: Annotated[
+        ToolParser,
+        Field(
+            description="how the model writes calls of tools; auto: as its chat template says",
+            json_schema_extra=flag("--tool-parser", values="NAME", help="how the model writes calls of tools"),
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Field(
+            description="how the model writes its reasoning; auto: as its chat template says",
+            json_schema_extra=flag("--reasoning-parser", values="NAME", help="how the model writes its reasoning"),
+        ),
+    ] = "auto"
     trust_remote_code: Annotated[
         bool,
         Field(

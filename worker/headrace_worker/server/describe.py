@@ -40,6 +40,8 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_ke
         kv_blocks=assembly.size.num_blocks - 1,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
         cache_key=cache_key,
     )
     return Description(message, facts.tokenizer_json)

@@ -30,7 +30,7 @@ class ChoiceRequest:
     priority: int = 0
     deadline_seconds: float | None = None  # since `ChoiceRun.begin`
     session: str = ""  # of the client, if it named one
-    grammar: str = ""  # of the output; see `text/grammar.py`
+    grammar: str = ""  # of the output; see `answer/grammar.py`
     blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # of the prompt; none where not needed
 
 

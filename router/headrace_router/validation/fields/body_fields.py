@@ -124,12 +124,9 @@ BOTH: tuple[RestrictedField, ...] = (
 
 CHAT: tuple[RestrictedField, ...] = (
     # Tools.
-    accepted_at("tools", _LIST, []),
-    accepted_at("tool_choice", _STRING | _OBJECT, "none", "auto"),
-    accepted("parallel_tool_calls", _BOOLEAN, "There are no tool calls."),
-    accepted_at("functions", _LIST, []),
-    accepted_at("function_call", _STRING | _OBJECT, "none", "auto"),
-    accepted("tool_prompt", _STRING, "There are no tool calls."),
+    accepted_at("functions", _LIST, [], note="Send 'tools'."),
+    accepted_at("function_call", _STRING | _OBJECT, "none", "auto", note="Send 'tool_choice'."),
+    refused("tool_prompt", _STRING, "The model's own template is used."),
     refused("web_search_options", _OBJECT),
     # Kinds of answers.
     accepted_at("modalities", _LIST, ["text"]),
@@ -146,10 +143,9 @@ CHAT: tuple[RestrictedField, ...] = (
     refused("thinking", _OBJECT),
     refused("enable_thinking", _BOOLEAN),
     refused("think", _BOOLEAN | _STRING),
-    accepted_at("include_reasoning", _BOOLEAN, True),
-    accepted("separate_reasoning", _BOOLEAN, "Reasoning that a model writes is part of the content."),
+    accepted_at("separate_reasoning", _BOOLEAN, True),
     accepted_at("stream_reasoning", _BOOLEAN, True),
-    accepted_at("reasoning_format", _STRING, "auto", "none"),
+    accepted_at("reasoning_format", _STRING, "auto", "deepseek"),
     # Templates.
     refused("chat_template", _STRING, "The model's own template is used."),
     accepted_at("add_special_tokens", _BOOLEAN, False),

@@ -11,15 +11,11 @@ STREAM_OPTIONS: tuple[RestrictedField, ...] = (
 )
 
 MESSAGE: tuple[RestrictedField, ...] = (
-    accepted_at("tool_calls", JsonKind.LIST, []),
-    refused("tool_call_id", JsonKind.STRING),
     refused("function_call", JsonKind.OBJECT),
     accepted_at("tools", JsonKind.LIST, []),
     refused("audio", JsonKind.OBJECT),
     accepted_at("refusal", JsonKind.STRING, ""),
     accepted("annotations", JsonKind.LIST, "Part of an answer that is sent back; not passed to templates."),
-    accepted_at("reasoning_content", JsonKind.STRING, ""),
-    accepted_at("reasoning", JsonKind.STRING, ""),
     accepted_at("thinking_blocks", JsonKind.LIST, []),
     accepted("provider_specific_fields", JsonKind.OBJECT, "Part of an answer that is sent back."),
     accepted("cache_control", JsonKind.OBJECT, _CACHED),

@@ -14,8 +14,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from headrace_router.answer.grammar_process import GrammarProcess
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.text.grammar_process import GrammarProcess
 
 KEPT = 256  # grammars that are known to be right, of one model
 DEEPEST = 64  # arrays and objects in each other, in a schema
@@ -44,13 +44,17 @@ def schema_grammar(schema: Any) -> str:
             raise ValueError("it is no JSON text, or its nesting is too deep") from None
     if not isinstance(schema, dict | bool):
         raise ValueError("a JSON Schema is an object")
-    if isinstance(schema, dict):
-        _check_depth(schema)
-        schema = _without_annotations(schema)
-        if not _combines(schema):
-            schema = _closed(schema)
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
+    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(prepared_schema(schema)), overrides=_OPTIONS)
     return grammar
+
+
+def prepared_schema(schema: Any) -> Any:
+    """As a part of a grammar, with the options of all of them. Raises ValueError."""
+    if not isinstance(schema, dict):
+        return schema
+    _check_depth(schema)
+    schema = _without_annotations(schema)
+    return {**(schema if _combines(schema) else _closed(schema)), "x-guidance": _OPTIONS}
 
 
 def _check_depth(schema: Any) -> None:

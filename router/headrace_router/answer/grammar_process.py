@@ -52,7 +52,7 @@ class GrammarProcess:
             self._process = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "headrace_router.text.grammar_process"]
+        command = [sys.executable, "-m", "headrace_router.answer.grammar_process"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def _answer(self, question: object, seconds: float) -> tuple[str, str]:

@@ -1,0 +1,475 @@
+"""Readers of a call's arguments: text in, parts of a JSON object out, as they arrive."""
+
+import ast
+import html
+import json
+from collections.abc import Container, Iterator, Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+import regex
+
+from headrace_router.answer.events import Args, CallEnd, CallStart, Event
+
+
+class State(Enum):
+    """Of a reader."""
+
+    READING = 0
+    DONE = 1  # the calls are complete
+    FAILED = 2  # it was no call: no event was made of it, and all of it is in `rest`
+
+
+class Reader(Protocol):
+    """Reads from where a call begins. rest: what is not read yet. certain: whether an event was made."""
+
+    state: State
+    rest: str
+    certain: bool
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """text: what was left, and what was added to it."""
+
+
+class JsonEnd:
+    """Finds the end of a JSON object or array, which may be in several pieces."""
+
+    _OUTSIDE = regex.compile(r'[{}\[\]"]')
+    _INSIDE = regex.compile(r'["\\]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._skip = 0  # characters after a backslash
+
+    def find(self, piece: str) -> int:
+        """Where the value ends in this piece, -1 if it goes on."""
+        place, self._skip = self._skip, 0
+        while found := (self._INSIDE if self._in_string else self._OUTSIDE).search(piece, place):
+            place = found.end()
+            char = found[0]
+            if char == "\\":
+                place += 1
+            elif char == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth <= 0:
+                    return int(place)
+        self._skip = max(0, place - len(piece))
+        return -1
+
+
+class _Base:
+    def __init__(self) -> None:
+        self.state = State.READING
+        self.rest = ""
+        self.certain = False
+
+
+class JsonReader(_Base):
+    """One JSON object, passed on as it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._end = JsonEnd()
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """See Reader."""
+        if not self.certain:
+            self.certain = True
+            yield CallStart(self._name)
+        end = self._end.find(text)
+        part, self.rest = (text, "") if end < 0 else (text[:end], text[end:])
+        if part:
+            yield Args(part)
+        if end >= 0:
+            self.state = State.DONE
+            yield CallEnd()
+
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = regex.compile(
+    rf'\{{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*{_STRING}\s*,\s*)*"(?:tool_)?name"\s*:\s*(?P<name>{_STRING})\s*,\s*'
+    rf'(?:"(?:id|type)"\s*:\s*{_STRING}\s*,\s*)*"(?:arguments|parameters)"\s*:\s*(?=\{{)',
+    regex.DOTALL,
+)
+_TAIL = regex.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)*\}}', regex.DOTALL)
+_OPEN = regex.compile(r"(?P<array>\[\s*)?(?=\{)")
+_NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
+_CLOSE = regex.compile(r"\s*\]")
+
+
+class ObjectsReader(_Base):
+    """Objects such as {"name": …, "arguments": {…}}: one, or several in an array or after each other.
+
+    Where the name comes first, the arguments are passed on as they arrive; else when the object is complete.
+    """
+
+    def __init__(self, names: Container[str] | None) -> None:
+        """names: of the tools, where an object is a call only if it names one."""
+        super().__init__()
+        self._names = names
+        self._array = ""  # what opened it
+        self._end = JsonEnd()  # of the arguments
+        self._step = self._open
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """See Reader."""
+        self.rest = text
+        while self.state is State.READING:
+            step = self._step
+            yield from step()
+            if self._step == step:  # it needs more text
+                return
+
+    def _open(self) -> Iterator[Event]:
+        found = _OPEN.match(self.rest, partial=True)
+        if found is None:
+            self._fail()
+        elif not found.partial:
+            self._array = found["array"] or ""
+            self.rest = self.rest[found.end() :]
+            self._step = self._object
+        yield from ()
+
+    def _object(self) -> Iterator[Event]:
+        """At the brace that opens an object."""
+        found = _HEAD.match(self.rest, partial=True)
+        if found is not None and found.partial:
+            return
+        if found is not None:
+            name = _string(found["name"])
+            if not self._is_tool(name):
+                self._fail()
+                return
+            self.certain = True
+            self.rest = self.rest[found.end() :]
+            self._end = JsonEnd()
+            self._step = self._arguments
+            yield CallStart(name or "")
+            return
+        end = JsonEnd().find(self.rest)
+        if end < 0:
+            return
+        call = _call(self.rest[:end])
+        if call is None or not self._is_tool(call[0]):
+            self._fail()
+            return
+        self.certain = True
+        self.rest = self.rest[end:]
+        self._step = self._between
+        yield CallStart(call[0])
+        yield Args(call[1])
+        yield CallEnd()
+
+    def _arguments(self) -> Iterator[Event]:
+        end = self._end.find(self.rest)
+        part, self.rest = (self.rest, "") if end < 0 else (self.rest[:end], self.rest[end:])
+        if part:
+            yield Args(part)
+        if end >= 0:
+            self._step = self._tail
+            yield CallEnd()
+
+    def _tail(self) -> Iterator[Event]:
+        """After the arguments: the rest of the object."""
+        found = _TAIL.match(self.rest, partial=True)
+        if found is None:
+            self.state = State.DONE
+        elif not found.partial:
+            self.rest = self.rest[found.end() :]
+            self._step = self._between
+        yield from ()
+
+    def _between(self) -> Iterator[Event]:
+        """After an object: another one may follow."""
+        found = _NEXT.match(self.rest, partial=True)
+        if found is None:
+            closed = _CLOSE.match(self.rest) if self._array else None
+            self.rest = self.rest[closed.end() :] if closed else self.rest
+            self.state = State.DONE
+        elif not found.partial:
+            self.rest = self.rest[found.end() :]
+            self._step = self._object
+        yield from ()
+
+    def _is_tool(self, name: str | None) -> bool:
+        return name is not None and (self._names is None or name in self._names)
+
+    def _fail(self) -> None:
+        self.rest = self._array + self.rest if not self.certain else self.rest
+        self.state = State.DONE if self.certain else State.FAILED
+
+
+def _string(text: str) -> str | None:
+    """Of a JSON string."""
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return None
+
+
+def _call(text: str) -> tuple[str, str] | None:
+    """The name and the arguments of an object that is a call."""
+    try:
+        value = json.loads(text)
+        name = value.get("name", value.get("tool_name"))
+        given = value.get("arguments", value.get("parameters"))
+        if isinstance(given, str):  # JSON in JSON
+            given = json.loads(given)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(given, dict | None):
+        return None
+    return name, json.dumps(given or {}, ensure_ascii=False)
+
+
+class TaggedReader(_Base):
+    """Arguments between tags. A string is passed on as it arrives, any other value when it is complete."""
+
+    def __init__(
+        self, name: str, schema: Mapping[str, Any], tags: tuple["regex.Pattern[str]", ...], before: str
+    ) -> None:
+        """schema: of the parameters. tags: of a key, of the end of a value, of the end of the call. before: a value."""
+        super().__init__()
+        self._name = html.unescape(name)
+        self._schema = schema
+        self._key, self._close, end = tags
+        self._key_or_end = regex.compile(f"(?P<end>{end.pattern})|{self._key.pattern}", regex.DOTALL)
+        self._before = before
+        self._value: _Value | None = None
+        self._count = 0
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """See Reader."""
+        self.rest = text
+        if not self.certain:
+            self.certain = True
+            yield CallStart(self._name)
+        while self.state is State.READING:
+            value = self._value
+            found = (self._key_or_end if value is None else self._close).search(self.rest, partial=True)
+            end = len(self.rest) if found is None else found.start()
+            if value is not None and (part := value.add(self.rest[:end])):
+                yield Args(part)
+            self.rest = self.rest[end:]
+            if found is None or found.partial:
+                return
+            self.rest = self.rest[len(found[0]) :]
+            if value is not None:
+                self._value = None
+                yield Args(value.finish())
+            elif found["end"] is not None:
+                self.state = State.DONE
+                yield Args("}" if self._count else "{}")
+                yield CallEnd()
+            else:
+                yield Args(self._begin(found))
+
+    def _begin(self, found: "regex.Match[str]") -> str:
+        key = html.unescape(found["key"].strip())
+        kind = found.groupdict().get("kind")
+        properties = self._schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        self._value = _Value(kind, schema if isinstance(schema, Mapping) else {}, self._before)
+        self._count += 1
+        return ("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+
+
+class _Value:
+    """One tagged value as JSON."""
+
+    def __init__(self, kind: str | None, schema: Mapping[str, Any], before: str) -> None:
+        """kind: its type, or whether it is a string, as the model says. before: what it does not begin with."""
+        self._before = before
+        types = value_types(schema)
+        self._text = kind in ("true", "string") or (kind is None and types == {"string"})
+        self._types = types if kind is None else {"string", kind} if kind != "false" else set()
+        self._buffer = ""
+        self._begun = False
+
+    def add(self, text: str) -> str:
+        """What is certain of it."""
+        if text and self._before:
+            text, self._before = text.removeprefix(self._before), ""
+        if not self._text:
+            self._buffer += text
+            return ""
+        begun, self._begun = self._begun, True
+        return ("" if begun else '"') + json.dumps(text, ensure_ascii=False)[1:-1]
+
+    def finish(self) -> str:
+        """The rest of it."""
+        return self.add("") + '"' if self._text else _typed(self._buffer, self._types)
+
+
+def value_types(schema: Mapping[str, Any]) -> set[str]:
+    """That a value of the schema may have; empty if it doesn't say."""
+    found = schema.get("type", [])
+    types = {found} if isinstance(found, str) else {one for one in found if isinstance(one, str)}
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if isinstance(part, Mapping):
+            types |= value_types(part)
+    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
+        types.add(_type(value))
+    return types
+
+
+def _type(value: Any) -> str:
+    for kind, name in ((bool, "boolean"), (str, "string"), (dict, "object"), (list, "array"), (int, "integer")):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else "number"
+
+
+def _typed(text: str, types: set[str]) -> str:
+    """A tagged value as JSON: a value of one of the types, a string if it is none."""
+    bare = text.strip()
+    value: Any
+    try:
+        value, bare = json.loads(bare, parse_constant=_refuse), bare
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(bare)
+            bare = _dumped(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+    kind = _type(value)
+    fits = not types or kind in types or (kind in ("integer", "number") and types & {"number", "integer"})
+    return bare if fits else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+class PythonReader(_Base):
+    """A list of calls in Python's syntax. Each is passed on when it is complete."""
+
+    _HEAD = regex.compile(r"\s*(?:(?P<end>\])|[\[,]?\s*(?P<name>[A-Za-z_][\w.]*)\()")
+    _PART = regex.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()]|[^'"()]+""", regex.DOTALL)
+
+    def __init__(self, names: Container[str] | None) -> None:
+        """names: of the tools, where it is a call only if it names one."""
+        super().__init__()
+        self._names = names
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """See Reader."""
+        self.rest = text
+        while self.state is State.READING:
+            found = self._HEAD.match(self.rest, partial=True)
+            if found is not None and found.partial:
+                return
+            if found is None or (found["name"] and self._names is not None and found["name"] not in self._names):
+                self._fail()
+                return
+            if found["end"]:
+                self.rest = self.rest[found.end() :]
+                self.state = State.DONE
+                return
+            end = self._closing(found.end())
+            if end < 0:
+                return
+            given = _python(self.rest[found.end() : end - 1])
+            if given is None:
+                self._fail()
+                return
+            self.certain = True
+            self.rest = self.rest[end:]
+            yield CallStart(found["name"])
+            yield Args(given)
+            yield CallEnd()
+
+    def _closing(self, start: int) -> int:
+        """Where the call that is open at `start` ends, -1 if it goes on."""
+        depth = 1
+        while found := self._PART.match(self.rest, start):
+            start = found.end()
+            depth += {"(": 1, ")": -1}.get(found[0], 0)
+            if not depth:
+                return start
+        return -1
+
+    def _fail(self) -> None:
+        self.state = State.DONE if self.certain else State.FAILED
+
+
+def _python(arguments: str) -> str | None:
+    """Keyword arguments as a JSON object."""
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        return _dumped(found) if len(found) == len(call.keywords) else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _dumped(value: Any) -> str:
+    """As JSON. Raises ValueError or TypeError where JSON has no such value."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+class GemmaReader(_Base):
+    """An object with bare keys and bare words, and strings between quote markers."""
+
+    def __init__(self, name: str, quote: str) -> None:
+        super().__init__()
+        self._name = name
+        self._quote = regex.compile(regex.escape(quote))
+        self._part = regex.compile(rf"(?P<quote>{regex.escape(quote)})|[{{}}\[\],:]")
+        self._in_string = False
+        self._word = ""  # not passed on: it may be a key
+        self._depth: list[str] = []
+
+    def feed(self, text: str) -> Iterator[Event]:
+        """See Reader."""
+        self.rest = text
+        if not self.certain:
+            self.certain = True
+            yield CallStart(self._name)
+        found: list[str] = []
+        while self.state is State.READING and (part := self._next()) is not None:
+            found.append(part)
+        if text := "".join(found):
+            yield Args(text)
+        if self.state is State.DONE:
+            yield CallEnd()
+
+    def _next(self) -> str | None:
+        """The next part as JSON; None if more text is needed."""
+        found = (self._quote if self._in_string else self._part).search(self.rest, partial=True)
+        end = len(self.rest) if found is None else found.start()
+        before, self.rest = self.rest[:end], self.rest[end:]
+        if self._in_string:
+            shown = json.dumps(before, ensure_ascii=False)[1:-1]
+            if found is None or found.partial:
+                return shown or None
+            self.rest = self.rest[len(found[0]) :]
+            self._in_string = False
+            return shown + '"'
+        self._word += before
+        if found is None or found.partial:
+            return None
+        self.rest = self.rest[len(found[0]) :]
+        if found["quote"]:
+            self._in_string, self._word = True, ""
+            return '"'
+        word, self._word = self._word.strip(), ""
+        sign = found[0]
+        if sign == ":" and self._depth and self._depth[-1] == "{" and word:
+            return json.dumps(word, ensure_ascii=False) + sign
+        if sign in "{[":
+            self._depth.append(sign)
+        elif sign in "}]":
+            self._depth = self._depth[:-1]
+            if not self._depth:
+                self.state = State.DONE
+        return (_typed(word, set()) if word else "") + sign
+
+
+FAILED, DONE = State.FAILED, State.DONE

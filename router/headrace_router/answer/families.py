@@ -1,0 +1,330 @@
+"""How models of each family write reasoning and calls of tools: one row each.
+
+Patterns are regular expressions in which ⟦…⟧ surrounds a marker. Where the model's vocabulary has the marker as a token
+of its own, only this token matches; else its text does. In the answer such a token is one private character, from
+U+F0000 on, which no name contains. The names of rows are those of vLLM's parsers, so that its users find theirs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import regex
+
+MARKER = regex.compile("⟦(.+?)⟧")
+QUOTE = '<|"|>'  # of Form.GEMMA
+
+
+class Form(Enum):
+    """How a call's arguments are written after what begins it."""
+
+    JSON = auto()  # one JSON object: the pattern has the name
+    OBJECTS = auto()  # one or several objects that have a name and arguments
+    TAGGED = auto()  # each argument between tags
+    PYTHON = auto()  # a list of calls in Python's syntax
+    GEMMA = auto()  # an object with bare keys, and strings between markers
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Of Form.TAGGED. key: its groups are `key` and, where the model says it, `kind`: the type of the value.
+
+    before: what is between a key and its value, and belongs to neither.
+    """
+
+    key: str
+    close: str
+    end: str
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFamily:
+    """call: begins a call wherever it is in the text; its group `name` is the tool's. start: begins one at the start of
+    an answer, if the name is that of a tool. noise: what belongs to no text. written: how a call is written, for
+    grammars: from what begins it to what ends it, with `{name}` and `{args}`; `wrapper` is around all calls, `between`
+    is between two. seen: what the chat templates of such models contain.
+    """
+
+    names: tuple[str, ...]
+    seen: tuple[str, ...]
+    form: Form
+    call: str = ""
+    start: str = ""
+    noise: str = ""
+    tags: Tags | None = None
+    ends_reasoning: bool = False
+    written: str = ""
+    wrapper: tuple[str, str] = ("", "")
+    between: str = ""
+    value: tuple[str, str] = ("", "")  # of Form.TAGGED: around a value; `{key}` is its name
+
+
+@dataclass(frozen=True)
+class ReasoningFamily:
+    """open, close: around the reasoning. prefix: what a rendered prompt ends with where the answer begins inside of it.
+    noise: what belongs to no text. dropped: begins text that is for nobody. written: what is around the reasoning, for
+    grammars; answer: what the text of the answer begins with.
+    """
+
+    names: tuple[str, ...]
+    seen: tuple[str, ...]
+    open: str
+    close: str
+    prefix: str
+    written: tuple[str, str]
+    noise: str = ""
+    dropped: str = ""
+    answer: str = ""
+
+
+_DSML = r"<⟦｜DSML｜⟧ ?"
+_DSML_END = r"</⟦｜DSML｜⟧ ?"
+_NAME = r"(?P<name>[^\s<>\[\]{}\"\U000f0000-\U000f00ff]+)"
+_CHANNEL = r"(?:⟦<|start|>⟧assistant)?"
+_TO = r"\s*to=functions\.(?P<name>[^\s<\U000f0000-\U000f00ff]+)"
+_OTHER = r"\s*to=(?!functions\.)[^\s<\U000f0000-\U000f00ff]+"  # tools of the model's makers
+_JSON_TYPE = r"\s*(?:⟦<|constrain|>⟧)?\s*(?:json)?\s*⟦<|message|>⟧"
+
+# The first row that fits a template is taken.
+TOOLS: tuple[ToolFamily, ...] = (
+    ToolFamily(
+        ("openai", "gpt_oss"),
+        ("<|channel|>", "<|constrain|>"),
+        Form.JSON,
+        start=rf"{_TO}⟦<|channel|>⟧\w+{_JSON_TYPE}",
+        call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧\w+|⟦<|channel|>⟧\w+{_TO}){_JSON_TYPE}",
+        written="⟦<|channel|>⟧commentary to=functions.{name} ⟦<|constrain|>⟧json⟦<|message|>⟧{args}",
+        between="⟦<|call|>⟧⟦<|start|>⟧assistant",
+    ),
+    ToolFamily(
+        ("kimi_k3",),
+        ("<|open|>", "<|sep|>"),
+        Form.TAGGED,
+        call=r'⟦<|open|>⟧call tool="(?P<name>[^"]*)"[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧',
+        tags=Tags(
+            r'⟦<|open|>⟧argument key="(?P<key>[^"]*)"(?: type="(?P<kind>\w+)")?⟦<|sep|>⟧',
+            r"⟦<|close|>⟧argument⟦<|sep|>⟧(?=⟦<|open|>⟧argument|⟦<|close|>⟧call)",
+            r"⟦<|close|>⟧call⟦<|sep|>⟧",
+        ),
+        noise=r"(?:⟦<|open|>⟧|⟦<|close|>⟧)(?:tools|response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧",
+        wrapper=("⟦<|open|>⟧tools⟦<|sep|>⟧", "⟦<|close|>⟧tools⟦<|sep|>⟧"),
+        written='⟦<|open|>⟧call tool="{name}"⟦<|sep|>⟧{args}⟦<|close|>⟧call⟦<|sep|>⟧',
+        value=('⟦<|open|>⟧argument key="{key}"⟦<|sep|>⟧', "⟦<|close|>⟧argument⟦<|sep|>⟧"),
+    ),
+    ToolFamily(
+        ("kimi_k2",),
+        ("<|tool_call_argument_begin|>",),
+        Form.JSON,
+        call=r"⟦<|tool_call_begin|>⟧\s*(?:functions\.)?(?P<name>[^\s:<\U000f0000-\U000f00ff]+)(?::\d+)?\s*"
+        r"⟦<|tool_call_argument_begin|>⟧\s*(?=\{)",
+        noise=r"⟦<|tool_call_end|>⟧|⟦<|tool_calls_section_begin|>⟧|⟦<|tool_calls_section_end|>⟧",
+        wrapper=("⟦<|tool_calls_section_begin|>⟧", "⟦<|tool_calls_section_end|>⟧"),
+        written="⟦<|tool_call_begin|>⟧functions.{name}:0⟦<|tool_call_argument_begin|>⟧{args}⟦<|tool_call_end|>⟧",
+    ),
+    ToolFamily(
+        ("deepseek_v32", "deepseek_v4"),
+        ("｜DSML｜",),
+        Form.TAGGED,
+        call=rf'{_DSML}invoke name="(?P<name>[^"]+)"\s*(?:>|(?=/>))',
+        tags=Tags(
+            rf'{_DSML}parameter name="(?P<key>[^"]*)"(?: string="(?P<kind>\w+)")?>',
+            rf"{_DSML_END}parameter>",
+            rf"/>|{_DSML_END}invoke>",
+        ),
+        noise=rf"{_DSML}(?:function_calls|tool_calls|calls)>|{_DSML_END}(?:function_calls|tool_calls|calls)>",
+        wrapper=("<⟦｜DSML｜⟧function_calls>\n", "</⟦｜DSML｜⟧function_calls>"),
+        written='<⟦｜DSML｜⟧invoke name="{name}">\n{args}</⟦｜DSML｜⟧invoke>\n',
+        value=('<⟦｜DSML｜⟧parameter name="{key}" string="{string}">', "</⟦｜DSML｜⟧parameter>\n"),
+    ),
+    ToolFamily(
+        ("deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁sep｜>", "```json"),
+        Form.JSON,
+        call=r"⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧(?P<name>[^\n]+)\n```json\n\s*(?=\{)",
+        noise=r"(?:\n```)?⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
+        wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
+        written="⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧{name}\n```json\n{args}\n```⟦<｜tool▁call▁end｜>⟧",
+        between="\n",
+    ),
+    ToolFamily(
+        ("deepseek_v31",),
+        ("<｜tool▁sep｜>",),
+        Form.JSON,
+        call=r"⟦<｜tool▁call▁begin｜>⟧(?P<name>[^\n\U000f0000-\U000f00ff]+?)⟦<｜tool▁sep｜>⟧\s*(?=\{)",
+        noise=r"⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
+        wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
+        written="⟦<｜tool▁call▁begin｜>⟧{name}⟦<｜tool▁sep｜>⟧{args}⟦<｜tool▁call▁end｜>⟧",
+    ),
+    ToolFamily(
+        ("gemma4",),
+        ("<|tool_call>", "call:"),
+        Form.GEMMA,
+        call=r"⟦<|tool_call>⟧call:(?P<name>[^\s{\U000f0000-\U000f00ff]+)(?=\{)",
+        noise=r"⟦<tool_call|>⟧",
+    ),
+    ToolFamily(
+        ("glm45", "glm47"),
+        ("<arg_key>",),
+        Form.TAGGED,
+        call=r"⟦<tool_call>⟧\s*(?P<name>[^\s<{\U000f0000-\U000f00ff]+)\s*(?=⟦<arg_key>⟧|⟦</tool_call>⟧)",
+        tags=Tags(
+            r"⟦<arg_key>⟧(?P<key>.*?)⟦</arg_key>⟧\s*⟦<arg_value>⟧",
+            r"⟦</arg_value>⟧(?=\s*(?:⟦<arg_key>⟧|⟦</tool_call>⟧))",
+            r"⟦</tool_call>⟧",
+        ),
+        written="⟦<tool_call>⟧{name}\n{args}⟦</tool_call>⟧",
+        between="\n",
+        value=("⟦<arg_key>⟧{key}⟦</arg_key>⟧\n⟦<arg_value>⟧", "⟦</arg_value>⟧\n"),
+    ),
+    ToolFamily(
+        ("qwen3_coder", "qwen3_xml"),
+        ("<function=", "<parameter="),
+        Form.TAGGED,
+        call=r"(?:⟦<tool_call>⟧\s*)?<function=(?P<name>[^>\n]+)>",
+        tags=Tags(
+            r"<parameter=(?P<key>[^>\n]+)>",
+            r"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))"
+            r"|\n(?=<parameter=[^>\n]+>\n)|\n(?=</function>\s*⟦</tool_call>⟧)",
+            r"</function>",
+            before="\n",
+        ),
+        noise=r"⟦</tool_call>⟧",
+        ends_reasoning=True,
+        written="⟦<tool_call>⟧\n<function={name}>\n{args}</function>\n⟦</tool_call>⟧",
+        between="\n",
+        value=("<parameter={key}>\n", "\n</parameter>\n"),
+    ),
+    ToolFamily(
+        ("mistral",),
+        ("[TOOL_CALLS]",),
+        Form.JSON,
+        call=rf"⟦[TOOL_CALLS]⟧(?:\s*(?=\[\s*\{{)|\s*{_NAME}\s*(?:⟦[CALL_ID]⟧\w+)?(?:⟦[ARGS]⟧)?\s*(?=\{{))",
+        written="⟦[TOOL_CALLS]⟧{name}⟦[ARGS]⟧{args}",
+    ),
+    ToolFamily(
+        ("granite",),
+        ("<|tool_call|>",),
+        Form.OBJECTS,
+        call=r"⟦<|tool_call|>⟧\s*(?=\[|\{)",
+        wrapper=("⟦<|tool_call|>⟧[", "]"),
+        written='{"name": "{name}", "arguments": {args}}',
+        between=", ",
+    ),
+    ToolFamily(
+        ("command",),
+        ("<|START_ACTION|>",),
+        Form.OBJECTS,
+        call=r"⟦<|START_ACTION|>⟧\s*(?=\[|\{)",
+        noise=r"⟦<|END_ACTION|>⟧",
+        wrapper=("⟦<|START_ACTION|>⟧[", "]⟦<|END_ACTION|>⟧"),
+        written='{"tool_call_id": "0", "tool_name": "{name}", "parameters": {args}}',
+        between=",\n",
+    ),
+    ToolFamily(
+        ("llama4_pythonic", "pythonic"),
+        ("<|python_start|>",),
+        Form.PYTHON,
+        start=r"\s*(?:⟦<|python_start|>⟧)?\s*(?=\[\s*[A-Za-z_][\w.]*\()",
+        noise=r"⟦<|python_end|>⟧",
+    ),
+    ToolFamily(
+        ("llama3_json",),
+        ("<|python_tag|>", '"parameters"'),
+        Form.OBJECTS,
+        start=r"\s*(?=\{)",
+        call=r"⟦<|python_tag|>⟧\s*(?=\{)",
+        written='{"name": "{name}", "parameters": {args}}',
+        between="; ",
+    ),
+    ToolFamily(
+        ("hermes", "qwen"),
+        ("<tool_call>",),
+        Form.OBJECTS,
+        call=r"⟦<tool_call>⟧\s*(?=\{|\[)",
+        noise=r"⟦</tool_call>⟧",
+        written='⟦<tool_call>⟧\n{"name": "{name}", "arguments": {args}}\n⟦</tool_call>⟧',
+        between="\n",
+    ),
+)
+
+REASONING: tuple[ReasoningFamily, ...] = (
+    ReasoningFamily(
+        ("openai_gptoss", "gpt_oss"),
+        ("<|channel|>", "analysis"),
+        open=rf"{_CHANNEL}⟦<|channel|>⟧analysis\s*⟦<|message|>⟧",
+        close=r"⟦<|end|>⟧|⟦<|return|>⟧|⟦<|call|>⟧|(?=⟦<|start|>⟧)",
+        prefix="<|channel|>analysis<|message|>",
+        written=("⟦<|channel|>⟧analysis⟦<|message|>⟧", "⟦<|end|>⟧⟦<|start|>⟧assistant"),
+        answer="⟦<|channel|>⟧final⟦<|message|>⟧",
+        noise=rf"{_CHANNEL}⟦<|channel|>⟧(?:final|commentary)\s*(?:⟦<|constrain|>⟧)?\s*(?:json)?\s*⟦<|message|>⟧"
+        r"|⟦<|end|>⟧|⟦<|return|>⟧|⟦<|call|>⟧",
+        dropped=rf"{_CHANNEL}(?:{_OTHER}⟦<|channel|>⟧\w+|⟦<|channel|>⟧\w+{_OTHER}"
+        r"|⟦<|channel|>⟧(?!analysis|final|commentary)\w+)"
+        r"[^<\U000f0000-\U000f00ff]*(?:⟦<|constrain|>⟧[^<\U000f0000-\U000f00ff]*)?⟦<|message|>⟧",
+    ),
+    ReasoningFamily(
+        ("kimi_k3",),
+        ("<|open|>", "think"),
+        open=r"⟦<|open|>⟧think⟦<|sep|>⟧",
+        close=r"⟦<|close|>⟧think⟦<|sep|>⟧|(?=⟦<|open|>⟧response)",
+        prefix="<|open|>think<|sep|>",
+        written=("⟦<|open|>⟧think⟦<|sep|>⟧", "⟦<|close|>⟧think⟦<|sep|>⟧"),
+        answer="⟦<|open|>⟧response⟦<|sep|>⟧",
+        noise=r"⟦<|open|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧|⟦<|close|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧",
+    ),
+    ReasoningFamily(
+        ("gemma4",),
+        ("<|channel>", "<channel|>"),
+        open=r"⟦<|channel>⟧thought\n",
+        close=r"⟦<channel|>⟧",
+        prefix="<|channel>thought\n",
+        written=("⟦<|channel>⟧thought\n", "⟦<channel|>⟧"),
+    ),
+    ReasoningFamily(
+        ("mistral", "magistral"),
+        ("[THINK]",),
+        open=r"⟦[THINK]⟧",
+        close=r"⟦[/THINK]⟧",
+        prefix="[THINK]",
+        written=("⟦[THINK]⟧", "⟦[/THINK]⟧"),
+    ),
+    ReasoningFamily(
+        ("seed_oss",),
+        ("<seed:think>",),
+        open=r"⟦<seed:think>⟧",
+        close=r"⟦</seed:think>⟧",
+        prefix="<seed:think>",
+        written=("⟦<seed:think>⟧", "⟦</seed:think>⟧"),
+    ),
+    ReasoningFamily(
+        ("cohere", "command"),
+        ("<|START_THINKING|>",),
+        open=r"⟦<|START_THINKING|>⟧",
+        close=r"⟦<|END_THINKING|>⟧",
+        prefix="<|START_THINKING|>",
+        written=("⟦<|START_THINKING|>⟧", "⟦<|END_THINKING|>⟧"),
+        answer="⟦<|START_RESPONSE|>⟧",
+        noise=r"⟦<|START_RESPONSE|>⟧|⟦<|END_RESPONSE|>⟧|⟦<|START_TEXT|>⟧|⟦<|END_TEXT|>⟧",
+    ),
+    ReasoningFamily(
+        ("think", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax", "granite"),
+        ("<think>",),
+        open=r"⟦<think>⟧",
+        close=r"⟦</think>⟧",
+        prefix="<think>",
+        written=("⟦<think>⟧", "⟦</think>⟧"),
+        noise=r"⟦</think>⟧",
+    ),
+)
+
+
+def markers() -> Iterator[str]:
+    """All markers of all rows."""
+    yield QUOTE
+    for row in (*TOOLS, *REASONING):
+        for value in vars(row).values():
+            patterns = vars(value).values() if isinstance(value, Tags) else (value,)
+            for pattern in patterns:
+                if isinstance(pattern, str):
+                    yield from MARKER.findall(pattern)

@@ -1,0 +1,252 @@
+"""A model's answer as events, from its text in pieces of any size: the result doesn't depend on how it was split.
+
+The text of marker tokens is replaced by one private character each (see `families`), which are spelled out again in
+all that leaves this module.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, TypeVar
+
+import regex
+
+from headrace_router.answer.arguments import (
+    GemmaReader,
+    JsonReader,
+    ObjectsReader,
+    PythonReader,
+    Reader,
+    State,
+    TaggedReader,
+)
+from headrace_router.answer.events import Args, CallEnd, Event, Reasoning, Text, merged
+from headrace_router.answer.families import MARKER, QUOTE, REASONING, TOOLS, Form, ReasoningFamily, ToolFamily, markers
+
+FIRST_TOKEN = 0xF0000  # the private character of the first marker
+NOTHING = r"(?!)"
+
+
+class Syntax:
+    """How one model writes its answers, compiled for its vocabulary. Immutable."""
+
+    def __init__(
+        self,
+        tools: ToolFamily | None,
+        reasoning: ReasoningFamily | None,
+        tokens: Mapping[str, int] | None = None,
+        special: Container[int] = (),
+    ) -> None:
+        """tokens: ids of the vocabulary's added tokens, by text. special: those that are no text."""
+        self.tools = tools
+        self.reasoning = reasoning
+        self.special = {marker: token_id for marker, token_id in (tokens or {}).items() if token_id in special}
+        found = sorted({marker for marker in markers() if marker in (tokens or {})})
+        self.chars = {(tokens or {})[marker]: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
+        self._char_of = {marker: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
+        self._spelled = {FIRST_TOKEN + place: marker for place, marker in enumerate(found)}
+        noise = [row.noise for row in (tools, reasoning) if row is not None and row.noise]
+        plain = {
+            "think": reasoning.open if reasoning else NOTHING,
+            "noise": "|".join(noise) or NOTHING,
+            "dropped": (reasoning and reasoning.dropped) or NOTHING,
+        }
+        call = (tools and tools.call) or NOTHING
+        self.start = self.compiled((tools and tools.start) or NOTHING)
+        self.text = self._of(plain)
+        self.text_with_calls = self._of({"call": call, **plain})
+        thinking = {"noise": reasoning.close if reasoning else NOTHING}
+        self.thinking = self._of(thinking)
+        self.thinking_with_calls = self._of({"call": call, **thinking} if tools and tools.ends_reasoning else thinking)
+        every = [self._marker(marker) for pattern in (call, *plain.values()) for marker in MARKER.findall(pattern)]
+        self.marker = regex.compile("|".join(every) or NOTHING)
+        self.form = tools.form if tools else Form.JSON
+        self.tags = (
+            tuple(map(self.compiled, (tools.tags.key, tools.tags.close, tools.tags.end)))
+            if tools and tools.tags
+            else ()
+        )
+        self.before = tools.tags.before if tools and tools.tags else ""
+        self.quote = self._char_of.get(QUOTE, QUOTE)
+
+    def compiled(self, pattern: str) -> "regex.Pattern[str]":
+        """Of a row's pattern."""
+        return regex.compile(MARKER.sub(lambda found: self._marker(found[1]), pattern), regex.DOTALL)
+
+    def begins_in_reasoning(self, prompt: str) -> bool:
+        """Whether the answer to this rendered prompt does."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.prefix.rstrip())
+
+    def spelled(self, text: str) -> str:
+        """Text with the private characters replaced by their markers."""
+        return text.translate(self._spelled)
+
+    def _marker(self, marker: str) -> str:
+        return self._char_of.get(marker) or regex.escape(marker)
+
+    def _of(self, rules: Mapping[str, str]) -> "regex.Pattern[str]":
+        return self.compiled("|".join(f"(?P<{name}>{pattern})" for name, pattern in rules.items()))
+
+
+Row = TypeVar("Row", ToolFamily, ReasoningFamily)
+
+
+def syntax_of(
+    template: str, tool_parser: str, reasoning_parser: str, tokens: Mapping[str, int], special: Container[int]
+) -> Syntax:
+    """Of a model, from its chat template or the names of parsers. Where the template knows no tools, it is `hermes`."""
+    tools = _row(TOOLS, tool_parser, template)
+    if tools is None and tool_parser != "none":
+        tools = _row(TOOLS, "hermes", template)
+    return Syntax(tools, _row(REASONING, reasoning_parser, template), tokens, special)
+
+
+def _row(rows: Sequence[Row], name: str, template: str) -> Row | None:
+    if name not in ("", "auto"):
+        return next((row for row in rows if name in row.names), None)
+    return next((row for row in rows if all(part in template for part in row.seen)), None)
+
+
+class AnswerParser:
+    """The state of one answer."""
+
+    def __init__(
+        self, syntax: Syntax, tools: Mapping[str, Mapping[str, Any]] | None, *, thinking: bool, one_call: bool = False
+    ) -> None:
+        """tools: the JSON Schema of the parameters of each; without it, calls are text. thinking: whether the prompt
+        ends inside of the reasoning. one_call: the answer ends with the first call.
+        """
+        self._syntax = syntax
+        self._tools = tools
+        self._one_call = one_call
+        self._buffer = ""
+        self._reader: Reader | None = None
+        self._opening = ""  # what began the call that is not certain yet
+        self._at_start = tools is not None
+        self._thinking = thinking
+        self._dropping = False
+        self._space = ""  # white space that is text only if text follows
+        self._space_before = ""  # the last marker, if no text was shown after it
+        self._trims = thinking  # white space before the next text is dropped
+        self._text = syntax.text if tools is None else syntax.text_with_calls
+        self._thoughts = syntax.thinking if tools is None else syntax.thinking_with_calls
+        self.calls = 0  # complete ones
+
+    @property
+    def full(self) -> bool:
+        """Whether the answer is complete, whatever follows."""
+        return self._one_call and self.calls > 0
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text completes."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back, at the end of the answer."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> list[Event]:
+        events: list[Event] = []
+        while self._step(events, final) and not self.full:
+            pass
+        if final and self._space and not self.calls and not self._thinking:
+            events.append(Text(self._space))
+            self._space = ""
+        return merged(events)
+
+    def _step(self, events: list[Event], final: bool) -> bool:
+        """Handles the next part of the buffer; False if more text is needed."""
+        if self._reader is not None:
+            return self._read(self._reader, events, final)
+        if self._at_start and not self._thinking:
+            found = self._syntax.start.match(self._buffer, partial=not final)
+            if found is not None and found.partial and self._buffer:
+                return False
+            self._at_start = False
+            if found is not None and not found.partial:
+                self._begin_call(found, known=True)
+                return True
+        pattern = self._thoughts if self._thinking or self._dropping else self._text
+        found = pattern.search(self._buffer, partial=True)
+        if final and found is not None and found.partial and not self._syntax.marker.match(self._buffer, found.start()):
+            found = None  # it was no marker after all
+        end = len(self._buffer) if found is None else found.start()
+        self._show(events, self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if found is None or found.partial:
+            return False
+        self._take(found)
+        return True
+
+    def _take(self, found: "regex.Match[str]") -> None:
+        """Of a match at the start of the buffer."""
+        self._space = self._space_before or self._space
+        self._space_before = self._space
+        if _has(found, "call"):
+            self._thinking = self._dropping = False
+            self._begin_call(found, known=False)
+            return
+        self._buffer = self._buffer[len(found[0]) :]
+        if self._thinking or self._dropping:
+            self._thinking = self._dropping = False
+            self._space, self._trims = "", True
+        elif _has(found, "think"):
+            self._thinking = True
+            self._trims = True
+        elif _has(found, "dropped"):
+            self._dropping = True
+
+    def _begin_call(self, found: "regex.Match[str]", *, known: bool) -> None:
+        """known: it is a call only if there is a tool of this name."""
+        self._opening = found[0]
+        self._buffer = self._buffer[len(found[0]) :]
+        self._reader = self._reader_of(found, known)
+
+    def _reader_of(self, found: "regex.Match[str]", known: bool) -> Reader:
+        tools, form = self._tools or {}, self._syntax.form
+        name = found.group("name") if _has(found, "name") else None
+        names = tools if known else None
+        if form is Form.PYTHON:
+            return PythonReader(names)
+        if name is None:
+            return ObjectsReader(names)
+        name = name.strip()
+        if form is Form.TAGGED:
+            return TaggedReader(name, tools.get(name, {}), self._syntax.tags, self._syntax.before)
+        if form is Form.GEMMA:
+            return GemmaReader(name, self._syntax.quote)
+        return JsonReader(name)
+
+    def _read(self, reader: Reader, events: list[Event], final: bool) -> bool:
+        for event in reader.feed(self._buffer):
+            if isinstance(event, Args):
+                event = Args(self._syntax.spelled(event.text))
+            events.append(event)
+            self.calls += isinstance(event, CallEnd)
+            if self.full:
+                return False
+        self._buffer = reader.rest
+        if final and not reader.certain and not self._syntax.marker.match(self._opening.lstrip()):
+            reader.state = State.FAILED
+        if reader.state is State.FAILED:
+            self._show(events, self._opening)
+        if reader.state is not State.READING:
+            self._reader = None
+        return reader.state is not State.READING
+
+    def _show(self, events: list[Event], text: str) -> None:
+        """Text outside of calls."""
+        if self._dropping or not text:
+            return
+        text = self._space + self._syntax.spelled(text)
+        if self._trims:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._trims = False
+            self._space_before = ""
+            events.append(Reasoning(shown) if self._thinking else Text(shown))
+
+
+def _has(found: "regex.Match[str]", name: str) -> bool:
+    return name in found.re.groupindex and found.group(name) is not None

@@ -1,0 +1,185 @@
+"""One grammar for a whole answer: its reasoning, then calls of tools in the model's own syntax, text, or a constraint.
+
+In the syntax of llguidance: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from headrace_router.answer.arguments import value_types
+from headrace_router.answer.families import MARKER, Form
+from headrace_router.answer.grammar import prepared_schema
+from headrace_router.answer.parser import Syntax
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class UnforceableCallsError(ValueError):
+    """The calls of this model cannot be described by a grammar."""
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool, and whether the arguments of its calls must follow the schema."""
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool
+
+
+def whole_grammar(
+    syntax: Syntax,
+    tools: Sequence[OfferedTool],
+    *,
+    constraint: str = "",
+    required: bool = False,
+    one_call: bool = False,
+    thinking: bool = False,
+) -> str:
+    """Empty where an answer may be anything. Raises ValueError for schemas that cannot be followed.
+
+    constraint: the grammar of an answer without a call. required: the answer is a call. thinking: it begins inside of
+    the reasoning.
+    """
+    if not required and not any(tool.strict for tool in tools) and not (constraint and (tools or syntax.reasoning)):
+        return constraint
+    rules = _Rules(syntax)
+    begin = rules.reasoning(thinking)
+    if not tools:
+        body = f"{rules.answer} @constraint"
+    elif required:
+        body = f"{rules.head} {rules.calls(tools, one_call)}"
+    elif constraint:
+        body = f"({rules.head} {rules.calls(tools, one_call)} | {rules.answer} @constraint)"
+    else:
+        body = rules.text_or(rules.calls(tools, one_call))
+    text = "\n".join([f"start: {begin} {body}", *rules.lines])
+    return json.dumps({"grammars": [{"lark_grammar": text}, *(_named(constraint) if "@" in body else [])]})
+
+
+def _named(grammar: str) -> list[dict[str, Any]]:
+    """The grammar under the name `constraint`."""
+    if not grammar.startswith("{"):
+        return [{"name": "constraint", "lark_grammar": grammar}]
+    first, *others = json.loads(grammar)["grammars"]
+    return [{**first, "name": "constraint"}, *others]
+
+
+class _Rules:
+    """Collects the rules of one grammar. head: the marker that begins the calls; `calls` are what follows it."""
+
+    def __init__(self, syntax: Syntax) -> None:
+        self._syntax = syntax
+        self._row = syntax.tools
+        begin = (self._row.wrapper[0] or self._row.written) if self._row else ""
+        found = MARKER.match(begin)
+        self._head = found[0] if found else ""
+        self.head = self._pieces(self._head)
+        self.answer = self._pieces(syntax.reasoning.answer) if syntax.reasoning else ""
+        self.lines: list[str] = []
+
+    def reasoning(self, thinking: bool) -> str:
+        """What an answer begins with."""
+        row = self._syntax.reasoning
+        if row is None:
+            return ""
+        self._until("thought", row.written[1])
+        self._add("white", r"/\s{0,2}/")
+        return "thought white" if thinking else f"({self._pieces(row.written[0])} thought white)?"
+
+    def calls(self, tools: Sequence[OfferedTool], one_call: bool) -> str:
+        """The rule of one or several calls without the head."""
+        row = self._row
+        if row is None or not row.written:
+            raise UnforceableCallsError
+        self._add("body", " | ".join(self._call(place, tool) for place, tool in enumerate(tools)))
+        opened, closed = row.wrapper
+        first = f"{self._pieces(opened.removeprefix(self._head))} body" if opened else "body"
+        again = "body" if opened else f"{self.head} body"
+        more = "" if one_call else f"({self._pieces(row.between)} {again})*"
+        self._add("calls", f"{first} {more} {self._pieces(closed)}")
+        return "calls"
+
+    def text_or(self, calls: str) -> str:
+        """Text, with calls after it or without."""
+        marker = self._head[1:-1]
+        if not marker:
+            raise UnforceableCallsError
+        if marker in self._syntax.special:
+            self._add("TEXT", "/(?s:.*)/")
+            if self.answer:
+                return f"({self.answer} TEXT | {self.head} {calls})"
+            return f"TEXT ({self.head} {calls})?"
+        literal = regex.escape(marker).replace("/", r"\/")
+        self._add("TEXT", rf"/(?s:.*)/ & ~/(?s:.*){literal}(?s:.*)/")
+        self._until("before", self._head)
+        return f"(TEXT | before {calls})"
+
+    def _until(self, name: str, end: str) -> None:
+        """Adds the rule of any text up to this end, which belongs to it."""
+        found = MARKER.search(end)
+        if found is not None and found[1] in self._syntax.special:
+            before = regex.escape(end[: found.start()]).replace("/", r"\/")
+            self._add(name, f"/(?s:.*){before}/ {self._pieces(end[found.start() :])}")
+        else:
+            plain = MARKER.sub(r"\1", end)
+            self._add(f"{name}[suffix={json.dumps(plain, ensure_ascii=False)}]", "/(?s:.*)/")
+
+    def _call(self, place: int, tool: OfferedTool) -> str:
+        row = self._row
+        assert row is not None
+        before, after = row.written.split("{args}")
+        if not row.wrapper[0]:
+            before = before.removeprefix(self._head)
+        before = before.replace("{name}", tool.name)
+        if row.form is Form.TAGGED:
+            arguments = self._tagged(place, tool.schema)
+        else:
+            arguments = f"args_{place}"
+            schema = {"type": "object", **tool.schema} if tool.strict else _ANY_OBJECT
+            self._add(arguments, f"%json {json.dumps(prepared_schema(schema))}")
+        self._add(f"call_{place}", f"{self._pieces(before)} {arguments} {self._pieces(after)}")
+        return f"call_{place}"
+
+    def _tagged(self, place: int, schema: Mapping[str, Any]) -> str:
+        """The arguments in the order of the schema; those that are not required may be left out."""
+        row = self._row
+        assert row is not None
+        parts: list[str] = []
+        properties = schema.get("properties")
+        for number, (key, value) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+            name = f"value_{place}_{number}"
+            inner = dict(value) if isinstance(value, Mapping) else {}
+            is_text = value_types(inner) == {"string"} and not inner.keys() & {"enum", "const", "pattern", "$ref"}
+            before, after = (
+                part.replace("{key}", key).replace("{string}", "true" if is_text else "false") for part in row.value
+            )
+            if is_text:
+                self._until(name, after)
+                part = f"{self._pieces(before)} {name}"
+            else:
+                self._add(name, f"%json {json.dumps(prepared_schema({**_definitions(schema), **inner}))}")
+                part = f"{self._pieces(before)} {name} {self._pieces(after)}"
+            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+        return " ".join(parts)
+
+    def _pieces(self, text: str) -> str:
+        """A row's text as tokens and literals."""
+        found: list[str] = []
+        for place, piece in enumerate(MARKER.split(text)):
+            if place % 2 and piece in self._syntax.special:
+                found.append(f"<[{self._syntax.special[piece]}]>")
+            elif piece:
+                found.append(json.dumps(piece, ensure_ascii=False))
+        return " ".join(found)
+
+    def _add(self, name: str, rule: str) -> None:
+        self.lines.append(f"{name}: {rule}")
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
