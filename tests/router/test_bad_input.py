@@ -8,6 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {"type": "null"}}},
+}
+BAD: dict[str, str] = {"name": "f", "arguments": "[1"}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
@@ -52,7 +59,10 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "no messages": (_with(messages=[]), 400),
     "messages null": (_with(messages=None), 400),
     "unknown role": (_with(messages=[{"role": "boss", "content": "x"}]), 400),
-    "tool role": (_with(messages=[{"role": "tool", "content": "x"}]), 400),
+    "function role": (_with(messages=[{"role": "function", "name": "f", "content": "x"}]), 400),
+    "calls of a user": (_with(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]), 400),
+    "result of a user": (_with(messages=[{"role": "user", "content": "x", "tool_call_id": "a"}]), 400),
+    "arguments": (_with(messages=[{"role": "assistant", "tool_calls": [CALL | {"function": BAD}]}]), 400),
     "no content": (_with(messages=[{"role": "user"}]), 400),
     "number content": (_with(messages=[{"role": "user", "content": 5}]), 400),
     "image": (_with(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), 400),
@@ -60,7 +70,14 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "too many messages": (_with(messages=GOOD["messages"] * 3000), 400),
     "million bad messages": (_with(messages=[1] * 500_000), 400),
     "bad stops": (_with(stop=[1] * 100_000), 400),
-    "tools": (_with(tools=[{"type": "function", "function": {"name": "f"}}]), 400),
+    "tool without a name": (_with(tools=[{"type": "function", "function": {}}]), 400),
+    "name of a tool": (_with(tools=[{"type": "function", "function": {"name": "a b"}}]), 400),
+    "two tools of one name": (_with(tools=[TOOL, TOOL]), 400),
+    "a tool of another kind": (_with(tools=[{"type": "web_search"}]), 400),
+    "no tool to choose": (_with(tool_choice="required"), 400),
+    "unknown choice": (_with(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400),
+    "million bad tools": (_with(tools=[1] * 500_000), 400),
+    "schema of a tool": (_with(tools=[STRICT], tool_choice="required"), 400),
     "json schema": (_with(response_format={"type": "json_schema", "json_schema": {}}), 400),
     "unknown field": (_with(quantum=1), 400),
     "many fields": (json.dumps({str(i): i for i in range(100_000)}).encode(), 400),
@@ -117,7 +134,8 @@ def test_hostile_chat_bodies(shared: Any, name: str, stream: bool) -> None:
         ("unknown model", "model_not_found", "model"),
         ("context", "context_length_exceeded", "messages"),
         ("more than the context", "context_length_exceeded", "max_tokens"),
-        ("tools", "unsupported_parameter", "tools"),
+        ("tool without a name", "missing_required_parameter", "tools[0].function.name"),
+        ("two tools of one name", None, "tools"),
         ("unknown field", "unknown_parameter", "quantum"),
         ("hot", "invalid_value", "temperature"),
         ("unknown role", "invalid_value", "messages[0].role"),

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
-from headrace_router.core.errors import InvalidRequestError
 from headrace_router.answer.grammar import GrammarCheck, choice_grammar, regex_grammar, schema_grammar, text_grammar
 from headrace_router.answer.grammar_process import TOO_LONG
+from headrace_router.core.errors import InvalidRequestError
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 
 ENDLESS = schema_grammar({"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(300)]})

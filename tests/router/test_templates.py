@@ -76,6 +76,8 @@ def test_prompts_are_those_of_transformers(templates: dict[str, str]) -> None:
     for name, source in templates.items():
         template = ChatTemplate(source, SPECIAL)
         for kind, (messages, options) in CHATS.items():
+            if kind != "plain" and not template.knows_tools:
+                continue  # its prompts have our own text (`text/tool_prompt.py`)
             given = {"tools": None, "documents": None, "add_generation_prompt": True, **options, **SPECIAL}
             try:
                 expected = render_jinja_template([copy.deepcopy(messages)], chat_template=source, **given)[0][0]

@@ -40,7 +40,9 @@ class Tags:
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """call: begins a call wherever it is in the text; its group `name` is the tool's. start: begins one at the start of
+    """ident: the ids of calls, where the model's template writes them; `{count}` calls were before.
+
+    call: begins a call wherever it is in the text; its group `name` is the tool's. start: begins one at the start of
     an answer, if the name is that of a tool. noise: what belongs to no text. written: how a call is written, for
     grammars: from what begins it to what ends it, with `{name}` and `{args}`; `wrapper` is around all calls, `between`
     is between two. seen: what the chat templates of such models contain.
@@ -57,6 +59,7 @@ class ToolFamily:
     written: str = ""
     wrapper: tuple[str, str] = ("", "")
     between: str = ""
+    ident: str = ""
     value: tuple[str, str] = ("", "")  # of Form.TAGGED: around a value; `{key}` is its name
 
 
@@ -94,6 +97,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         Form.JSON,
         start=rf"{_TO}⟦<|channel|>⟧\w+{_JSON_TYPE}",
         call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧\w+|⟦<|channel|>⟧\w+{_TO}){_JSON_TYPE}",
+        noise=r"⟦<|call|>⟧",
         written="⟦<|channel|>⟧commentary to=functions.{name} ⟦<|constrain|>⟧json⟦<|message|>⟧{args}",
         between="⟦<|call|>⟧⟦<|start|>⟧assistant",
     ),
@@ -120,6 +124,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         r"⟦<|tool_call_argument_begin|>⟧\s*(?=\{)",
         noise=r"⟦<|tool_call_end|>⟧|⟦<|tool_calls_section_begin|>⟧|⟦<|tool_calls_section_end|>⟧",
         wrapper=("⟦<|tool_calls_section_begin|>⟧", "⟦<|tool_calls_section_end|>⟧"),
+        ident="functions.{name}:{count}",
         written="⟦<|tool_call_begin|>⟧functions.{name}:0⟦<|tool_call_argument_begin|>⟧{args}⟦<|tool_call_end|>⟧",
     ),
     ToolFamily(

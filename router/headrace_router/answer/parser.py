@@ -4,6 +4,8 @@ The text of marker tokens is replaced by one private character each (see `famili
 all that leaves this module.
 """
 
+import secrets
+import string
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from headrace_router.answer.families import MARKER, QUOTE, REASONING, TOOLS, For
 
 FIRST_TOKEN = 0xF0000  # the private character of the first marker
 NOTHING = r"(?!)"
+_LETTERS = string.ascii_letters + string.digits
 
 
 class Syntax:
@@ -43,6 +46,7 @@ class Syntax:
         self.chars = {(tokens or {})[marker]: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
         self._char_of = {marker: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
         self._spelled = {FIRST_TOKEN + place: marker for place, marker in enumerate(found)}
+        self._shown = {char: "" if marker in self.special else marker for char, marker in self._spelled.items()}
         noise = [row.noise for row in (tools, reasoning) if row is not None and row.noise]
         plain = {
             "think": reasoning.open if reasoning else NOTHING,
@@ -79,6 +83,10 @@ class Syntax:
         """Text with the private characters replaced by their markers."""
         return text.translate(self._spelled)
 
+    def shown(self, text: str) -> str:
+        """The same without special tokens."""
+        return text.translate(self._shown)
+
     def _marker(self, marker: str) -> str:
         return self._char_of.get(marker) or regex.escape(marker)
 
@@ -105,6 +113,16 @@ def _row(rows: Sequence[Row], name: str, template: str) -> Row | None:
     return next((row for row in rows if all(part in template for part in row.seen)), None)
 
 
+def call_id(syntax: Syntax, name: str, count: int) -> str:
+    """For a call of this tool, after so many calls in the chat.
+
+    Mistral's templates accept nine letters and digits only, and no other template minds.
+    """
+    if syntax.tools is not None and syntax.tools.ident:
+        return syntax.tools.ident.format(name=name, count=count)
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
 class AnswerParser:
     """The state of one answer."""
 
@@ -114,7 +132,7 @@ class AnswerParser:
         """tools: the JSON Schema of the parameters of each; without it, calls are text. thinking: whether the prompt
         ends inside of the reasoning. one_call: the answer ends with the first call.
         """
-        self._syntax = syntax
+        self.syntax = syntax
         self._tools = tools
         self._one_call = one_call
         self._buffer = ""
@@ -158,7 +176,7 @@ class AnswerParser:
         if self._reader is not None:
             return self._read(self._reader, events, final)
         if self._at_start and not self._thinking:
-            found = self._syntax.start.match(self._buffer, partial=not final)
+            found = self.syntax.start.match(self._buffer, partial=not final)
             if found is not None and found.partial and self._buffer:
                 return False
             self._at_start = False
@@ -167,7 +185,7 @@ class AnswerParser:
                 return True
         pattern = self._thoughts if self._thinking or self._dropping else self._text
         found = pattern.search(self._buffer, partial=True)
-        if final and found is not None and found.partial and not self._syntax.marker.match(self._buffer, found.start()):
+        if final and found is not None and found.partial and not self.syntax.marker.search(self._buffer, found.start()):
             found = None  # it was no marker after all
         end = len(self._buffer) if found is None else found.start()
         self._show(events, self._buffer[:end])
@@ -202,7 +220,7 @@ class AnswerParser:
         self._reader = self._reader_of(found, known)
 
     def _reader_of(self, found: "regex.Match[str]", known: bool) -> Reader:
-        tools, form = self._tools or {}, self._syntax.form
+        tools, form = self._tools or {}, self.syntax.form
         name = found.group("name") if _has(found, "name") else None
         names = tools if known else None
         if form is Form.PYTHON:
@@ -211,21 +229,21 @@ class AnswerParser:
             return ObjectsReader(names)
         name = name.strip()
         if form is Form.TAGGED:
-            return TaggedReader(name, tools.get(name, {}), self._syntax.tags, self._syntax.before)
+            return TaggedReader(name, tools.get(name, {}), self.syntax.tags, self.syntax.before)
         if form is Form.GEMMA:
-            return GemmaReader(name, self._syntax.quote)
+            return GemmaReader(name, self.syntax.quote)
         return JsonReader(name)
 
     def _read(self, reader: Reader, events: list[Event], final: bool) -> bool:
         for event in reader.feed(self._buffer):
             if isinstance(event, Args):
-                event = Args(self._syntax.spelled(event.text))
+                event = Args(self.syntax.spelled(event.text))
             events.append(event)
             self.calls += isinstance(event, CallEnd)
             if self.full:
                 return False
         self._buffer = reader.rest
-        if final and not reader.certain and not self._syntax.marker.match(self._opening.lstrip()):
+        if final and not reader.certain and not self.syntax.marker.search(self._opening):
             reader.state = State.FAILED
         if reader.state is State.FAILED:
             self._show(events, self._opening)
@@ -237,7 +255,8 @@ class AnswerParser:
         """Text outside of calls."""
         if self._dropping or not text:
             return
-        text = self._space + self._syntax.spelled(text)
+        spelled = self.syntax.shown if self._tools is None else self.syntax.spelled
+        text = self._space + spelled(text)
         if self._trims:
             text = text.lstrip()
         shown = text.rstrip()

@@ -15,6 +15,8 @@ from headrace_proto.replica_pb2 import (
     FINISH_STOP,
     TokenLogprobs,
 )
+from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
+from headrace_router.answer.parser import AnswerParser, call_id
 from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError, InvalidRequestError
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
@@ -22,6 +24,18 @@ from headrace_router.text.stop_strings import StopMatcher
 
 STOP = "stop"
 LENGTH = "length"
+TOOL_CALLS = "tool_calls"
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What became visible of a call of a tool. ident, name: in its first part. arguments: a part of a JSON object."""
+
+    index: int
+    ident: str = ""
+    name: str = ""
+    arguments: str = ""
+    complete: bool = False
 
 
 @dataclass(slots=True)
@@ -30,6 +44,8 @@ class ChoiceUpdate:
 
     index: int
     pieces: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, CallPart] = field(default_factory=dict)  # by index
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as text-bearing token ids, when asked for
     offsets: list[int] = field(default_factory=list)  # with logprobs: where in the answer a token's character begins
@@ -45,6 +61,11 @@ class ChoiceUpdate:
     def extend(self, later: "ChoiceUpdate") -> None:
         """Merges the next update of the same choice: a slow client's unread updates stay one object."""
         self.pieces += later.pieces
+        self.reasoning += later.reasoning
+        for index, part in later.calls.items():
+            known = self.calls.setdefault(index, CallPart(index, part.ident, part.name))
+            known.arguments += part.arguments
+            known.complete = part.complete
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.offsets += later.offsets
@@ -57,13 +78,25 @@ class ChoiceUpdate:
 class Choice:
     """State of one choice across its attempts; a migration continues from its tokens so far."""
 
-    def __init__(self, request: ChoiceRequest, card: ModelCard, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        request: ChoiceRequest,
+        card: ModelCard,
+        stop: tuple[str, ...],
+        parser: AnswerParser | None = None,
+        calls_before: int = 0,
+    ) -> None:
+        """parser: where the answer is more than text. calls_before: in the chat."""
         self.request = request
+        self._card = card
+        self._parser = parser
+        self._calls_before = calls_before
+        self._calls = 0
         self.output_token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # until the next update
-        self._text = card.tokens.stream(request.prompt_token_ids)
+        self._text = card.tokens.stream(request.prompt_token_ids, card.syntax.chars if parser is not None else None)
         self._stops = StopMatcher(stop)
         self._one_by_one = bool(stop) or request.sampling.HasField("logprobs")
         self._min_tokens = request.sampling.min_tokens
@@ -94,6 +127,8 @@ class Choice:
             self.output_token_ids.extend(shown_ids)
             self._show(update, self._text.push(shown_ids) if shown_ids else "")
             update.token_ids.extend(shown_ids)
+        if self._parser is not None and self._parser.full and not self.done:
+            self.finish_reason = update.finish_reason = TOOL_CALLS
         if not self.done:
             self._finish(update, finish, error)
             if ending and not self.failure:
@@ -123,7 +158,7 @@ class Choice:
             if self._stops.matched:
                 self._release(update, everything=False)
                 self._pending.clear()
-                self.finish_reason = update.finish_reason = STOP
+                self._end(update, STOP)
                 return
             self._release(update, everything=not self._stops.holding)
 
@@ -133,7 +168,7 @@ class Choice:
         if finish in (FINISH_STOP, FINISH_COMPLETE, FINISH_LENGTH):
             self._show(update, self._stops.flush())
             self._release(update, everything=True)
-            self.finish_reason = update.finish_reason = LENGTH if finish == FINISH_LENGTH else STOP
+            self._end(update, LENGTH if finish == FINISH_LENGTH else STOP)
         elif finish == FINISH_DEADLINE:
             self.failure = DeadlineError("The request's deadline passed before the answer was complete.")
         elif finish == FINISH_INVALID:
@@ -143,10 +178,38 @@ class Choice:
                 f"The replica could not finish this answer: {error or 'no reason given'}"
             )
 
+    def _end(self, update: ChoiceUpdate, reason: str) -> None:
+        if self._parser is not None:
+            self._add(update, self._parser.finish())
+            if reason == STOP and self._parser.calls:
+                reason = TOOL_CALLS
+        self.finish_reason = update.finish_reason = reason
+
     def _show(self, update: ChoiceUpdate, text: str) -> None:
-        if text:
+        if not text:
+            return
+        self._shown_length += len(text)
+        if self._parser is None:
             update.pieces.append(text)
-            self._shown_length += len(text)
+        else:
+            self._add(update, self._parser.push(text))
+
+    def _add(self, update: ChoiceUpdate, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Text):
+                update.pieces.append(event.text)
+            elif isinstance(event, Reasoning):
+                update.reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                ident = call_id(self._card.syntax, event.name, self._calls_before + self._calls)
+                update.calls[self._calls] = CallPart(self._calls, ident, event.name)
+                self._calls += 1
+            else:
+                part = update.calls.setdefault(self._calls - 1, CallPart(self._calls - 1))
+                if isinstance(event, Args):
+                    part.arguments += event.text
+                else:
+                    part.complete = True
 
     def _release(self, update: ChoiceUpdate, *, everything: bool) -> None:
         """Adds the tokens whose text has become visible, at least in part, to the update."""

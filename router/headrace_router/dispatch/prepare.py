@@ -9,6 +9,8 @@ from typing import Any, cast
 from headrace_proto.quantities import counted
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.access.auth import Tenant
+from headrace_router.answer.parser import AnswerParser
+from headrace_router.answer.whole_grammar import UnforceableCallsError, whole_grammar
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
@@ -18,10 +20,11 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ModelCard
-from headrace_router.text.prompt_text import strings
+from headrace_router.text.prompt_text import names, strings
 from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 from headrace_router.validation.constraint import grammar_of
+from headrace_router.validation.tool_use import ToolUse, template_message, tools_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
@@ -50,10 +53,13 @@ class Preparer:
         self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = ""
     ) -> GenerationRequest:
         """label: for logs. session: for placement. Raises ApiError; nothing was sent to a replica yet."""
-        grammar = await self._grammar(body, tenant)
-        make = self._chat(body, tenant, label) if isinstance(body, ChatBody) else self._completion(body, tenant, label)
-        request = await make
+        constraint, field = grammar_of(body, self._limits.grammar_bytes)
+        if isinstance(body, ChatBody):
+            request, grammar = await self._chat(body, tenant, label, constraint)
+        else:
+            request, grammar = await self._completion(body, tenant, label), constraint
         if grammar:
+            grammar = await self._checked(body, tenant, grammar, field or "tools")
             request = replace(request, choices=[replace(choice, grammar=grammar) for choice in request.choices])
         if not session:
             session = (isinstance(body, ChatBody) and body.prompt_cache_key) or body.session_id or ""
@@ -62,23 +68,26 @@ class Preparer:
             request = replace(request, choices=[replace(choice, session=session) for choice in request.choices])
         return request
 
-    async def _grammar(self, body: ChatBody | CompletionBody, tenant: Tenant) -> str:
-        """That the answer must follow; empty without one."""
-        grammar, field = grammar_of(body, self._limits.grammar_bytes)
-        if grammar:
-            check, seconds = self._fleet.card(body.model).grammars, self._limits.grammar_seconds
-            known = check.known(grammar)
-            return known or await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
-        return ""
+    async def _checked(self, body: ChatBody | CompletionBody, tenant: Tenant, grammar: str, field: str) -> str:
+        """What replicas get for a grammar. Raises InvalidRequestError."""
+        _at_most(len(grammar.encode()), self._limits.grammar_bytes * 4, field, "bytes as a grammar")
+        check, seconds = self._fleet.card(body.model).grammars, self._limits.grammar_seconds
+        known = check.known(grammar)
+        return known or await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
 
-    async def _chat(self, body: ChatBody, tenant: Tenant, label: str) -> GenerationRequest:
+    async def _chat(self, body: ChatBody, tenant: Tenant, label: str, constraint: str) -> tuple[GenerationRequest, str]:
+        """The request, and the grammar of its answers."""
         limits = self._limits
-        messages = [_as_template_sees(message.model_dump(exclude_none=True)) for message in body.messages]
-        chars = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        messages = [template_message(message) for message in body.messages]
+        used = tools_of(body)
+        options = _template_options(body)
+        if used is not None:
+            options["tools"] = used.listed
+        given = [*strings([messages, options]), *names([options, *(one.get("tool_calls") for one in messages)])]
+        chars = sum(map(len, given))
         self._check_chars(chars, "messages")
-        for message in messages:
-            _check_text(message["content"], "messages")
-            _check_text(message.get("name", ""), "messages")
+        for text in given:
+            _check_text(text, "messages")
         _at_most(len(body.metadata or {}), limits.metadata_entries, "metadata", "entries")
         self._check_labels(body.metadata or {})
         self._check_labels({"user": body.user, "safety_identifier": body.safety_identifier})
@@ -93,12 +102,28 @@ class Preparer:
         card = self._fleet.card(body.model)
         sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
-        options = _template_options(body)
-        chars += sum(map(len, strings(options)))
-        self._check_chars(chars, "messages")
-        prompt = await self._pool.run(lambda: hasher.prompt(card.encode_chat(messages, **options)), tenant.name, chars)
+
+        def encode() -> tuple[Prompt, bool]:
+            token_ids, thinking = card.chat(messages, **options)
+            return hasher.prompt(token_ids), thinking
+
+        prompt, thinking = await self._pool.run(encode, tenant.name, chars)
         asked = body.max_completion_tokens or body.max_tokens
-        return self._request(body, card, [prompt], sampling, asked, None, tenant, label)
+        request = self._request(body, card, [prompt], sampling, asked, None, tenant, label)
+        calls = used is not None and card.syntax.tools is not None
+        if calls or card.syntax.reasoning is not None:
+            request = replace(
+                request,
+                calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
+                parser=functools.partial(
+                    AnswerParser,
+                    card.syntax,
+                    used.schemas if used is not None and calls else None,
+                    thinking=thinking,
+                    one_call=used is not None and used.one_call,
+                ),
+            )
+        return request, _grammar(card, used, constraint, thinking)
 
     async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -273,6 +298,29 @@ class Preparer:
             )
 
 
+def _grammar(card: ModelCard, used: ToolUse | None, constraint: str, thinking: bool) -> str:
+    """Of the whole answer; empty where it may be anything. Raises InvalidRequestError."""
+    try:
+        return whole_grammar(
+            card.syntax,
+            used.offered if used is not None else (),
+            constraint=constraint,
+            required=used is not None and used.required,
+            one_call=used is not None and used.one_call,
+            thinking=thinking,
+        )
+    except UnforceableCallsError:
+        raise UnsupportedError(
+            "This model's calls of tools cannot be forced: send 'tool_choice' as auto, without 'strict' and without "
+            "'response_format'.",
+            param="tools",
+        ) from None
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"The schema of a tool cannot be followed: {str(error)[:200]}.", param="tools"
+        ) from None
+
+
 def _at_most(count: int, limit: int, param: str, what: str) -> None:
     if count > limit:
         raise InvalidRequestError(f"'{param}' has {count} {what}".rstrip() + f"; the limit is {limit}.", param=param)
@@ -353,11 +401,3 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     return options
-
-
-def _as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
-    """Content as one string: text parts are joined by newlines."""
-    content = message["content"]
-    if not isinstance(content, str):
-        message["content"] = "\n".join(part["text"] for part in content)
-    return message

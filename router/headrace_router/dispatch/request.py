@@ -1,7 +1,9 @@
 """A validated request, the same for HTTP and gRPC."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace_router.answer.parser import AnswerParser
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 
@@ -15,6 +17,8 @@ class GenerationRequest:
     choices: list[ChoiceRequest]
     stop: tuple[str, ...] = ()
     echoes: tuple[str, ...] = ()  # the prompt's text per choice, when the answer repeats it
+    parser: Callable[[], AnswerParser] | None = None  # for each choice, where an answer is more than text
+    calls_before: int = 0  # of tools in the chat: some models count them
 
     @property
     def prompt_tokens(self) -> int:

@@ -49,7 +49,16 @@ class RunningRequest:
         self.request = request
         self._timers = LoopTimers(self, turns)
         self.account = account
-        self.choices = [Choice(choice, request.card, request.stop) for choice in request.choices]
+        self.choices = [
+            Choice(
+                choice,
+                request.card,
+                request.stop,
+                request.parser() if request.parser is not None else None,
+                request.calls_before,
+            )
+            for choice in request.choices
+        ]
         self.cached_tokens = 0
         self._updates: dict[int, ChoiceUpdate] = {}
         self._updated = Signal()

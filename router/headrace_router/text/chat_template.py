@@ -27,7 +27,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self.source = source
-        self._knows_tools = False
+        self.knows_tools = False
         self._template: jinja2.Template | None = None
         self._problem = ""
         if not source:
@@ -37,7 +37,7 @@ class ChatTemplate:
             return
         try:
             self._template = _environment().from_string(source)
-            self._knows_tools = "tools" in find_undeclared_variables(_environment().parse(source))
+            self.knows_tools = "tools" in find_undeclared_variables(_environment().parse(source))
         except Exception:  # beside jinja2's own errors: deep nesting, numbers of thousands of digits
             self._problem = "This model's chat template is not valid Jinja: use /v1/completions instead."
 
@@ -49,7 +49,7 @@ class ChatTemplate:
         """
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
-        if not self._knows_tools:
+        if not self.knows_tools:
             messages = with_tools(messages, options.pop("tools", None))
         elif self._takes_text_arguments:
             messages = [_with_text_arguments(message) for message in messages]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+import orjson
 import structlog
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
@@ -13,6 +14,8 @@ from google.protobuf.message import DecodeError, Message
 from headrace_proto import inference_pb2
 from headrace_proto.call_refusal import unauthenticated_handler
 from headrace_proto.inference_pb2 import (
+    ChatMessage,
+    ChatMessages,
     GenerateEvent,
     GenerateOptions,
     GenerateRequest,
@@ -20,6 +23,7 @@ from headrace_proto.inference_pb2 import (
     ListModelsResponse,
     ModelInfo,
     TokenProbability,
+    ToolCallPart,
     Usage,
 )
 from headrace_proto.replica_pb2 import TokenLogprobs
@@ -207,12 +211,64 @@ def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
         if "logprobs" in fields:
             fields["top_logprobs"] = fields.pop("logprobs")
             fields["logprobs"] = True
-        fields["messages"] = [{"role": entry.role, "content": entry.content} for entry in message.chat.messages]
-        return parse_body(ChatBody, fields, limits)
+        return parse_body(ChatBody, {**fields, **_chat_fields(message.chat)}, limits)
     if kind is None:
         raise InvalidRequestError("Set one of prompt, prompt_token_ids and chat.", param="input")
     fields["prompt"] = message.prompt if kind == "prompt" else list(message.prompt_token_ids.ids)
     return parse_body(CompletionBody, fields, limits)
+
+
+def _chat_fields(chat: ChatMessages) -> dict[str, Any]:
+    """As in a JSON body; what is empty is left out."""
+    fields: dict[str, Any] = {"messages": [_message(entry) for entry in chat.messages]}
+    if chat.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or None,
+                    "parameters": _object(tool.parameters, "tools[].parameters"),
+                    "strict": tool.strict or None,
+                },
+            }
+            for tool in chat.tools
+        ]
+    if chat.tool and chat.tool_choice:
+        raise InvalidRequestError("Set one of tool and tool_choice.", param="tool")
+    fields["tool_choice"] = chat.tool_choice or None
+    if chat.tool:
+        fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool}}
+    if chat.HasField("parallel_tool_calls"):
+        fields["parallel_tool_calls"] = chat.parallel_tool_calls
+    fields["reasoning_effort"] = chat.reasoning_effort or None
+    fields["chat_template_kwargs"] = _object(chat.chat_template_kwargs, "chat_template_kwargs")
+    return fields
+
+
+def _message(entry: ChatMessage) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": entry.role, "content": entry.content}
+    if entry.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in entry.tool_calls
+        ]
+    return message | {
+        "tool_call_id": entry.tool_call_id or None,
+        "reasoning_content": entry.reasoning_content or None,
+    }
+
+
+def _object(text: str, param: str) -> dict[str, Any] | None:
+    """Of a JSON object as text; None of an empty text."""
+    if not text:
+        return None
+    try:
+        value = orjson.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"'{param}' is no JSON object.", param=param)
+    return value
 
 
 def _fields(options: Message) -> dict[str, Any]:
@@ -244,6 +300,11 @@ def _event(update: ChoiceUpdate, prompt: Sequence[int]) -> GenerateEvent:
         token_ids=update.token_ids,
         logprobs=[entry.logprob for entry in update.logprobs],
         finish_reason=update.finish_reason or "",
+        reasoning_content="".join(update.reasoning),
+        tool_calls=[
+            ToolCallPart(index=part.index, id=part.ident, name=part.name, arguments=part.arguments)
+            for part in update.calls.values()
+        ],
         prompt_logprobs=[_probability(*pair) for pair in zip(prompt[1:], update.prompt_logprobs or (), strict=False)],
     )
 

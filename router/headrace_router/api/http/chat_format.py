@@ -1,9 +1,10 @@
 """The response format of /v1/chat/completions."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from headrace_router.api.http.formats import TokenFormat, array, dumps, event, usage
-from headrace_router.dispatch.choice import ChoiceUpdate
+from headrace_router.dispatch.choice import CallPart, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.line_json import line_json
 from headrace_router.validation.bodies import ChatBody
@@ -12,8 +13,19 @@ from headrace_router.validation.bodies import ChatBody
 class ChatFormat:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, body: ChatBody, running: RunningRequest, ident: str, created: int) -> None:
+    def __init__(
+        self,
+        body: ChatBody,
+        running: RunningRequest,
+        ident: str,
+        created: int,
+        *,
+        reasoning_field: str = "reasoning_content",
+    ) -> None:
+        """reasoning_field: of the model's reasoning, in deltas and messages."""
         card = running.request.card
+        self._parsed = running.request.parser is not None
+        self._reasoning_field = reasoning_field if body.include_reasoning is not False else ""
         self._choices = len(running.choices)
         self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
         self._tokens = TokenFormat(card)
@@ -37,8 +49,10 @@ class ChatFormat:
             yield self._before + b"%d" % index + delta + self._after
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        if update.text or update.token_ids:
-            beginning = self._before + b'%d,"delta":{"content":%b},"logprobs":' % (update.index, line_json(update.text))
+        delta = self._delta(update) if self._parsed else b'{"content":%b}' % line_json(update.text)
+        listed = update.token_ids and (self._ids or self._logprobs or not self._parsed)
+        if listed or update.pieces or delta != (b"{}" if self._parsed else b'{"content":""}'):
+            beginning = self._before + b'%d,"delta":%b,"logprobs":' % (update.index, delta)
             ids = b',"token_ids":' + line_json(update.token_ids) if self._ids else b""
             end = ids + b',"finish_reason":null}' + self._after
             if self._logprobs:
@@ -50,6 +64,17 @@ class ChatFormat:
         if update.finish_reason is not None:
             finish = b',"delta":{},"logprobs":null,"finish_reason":"%b"}' % update.finish_reason.encode()
             yield self._before + b"%d" % update.index + finish + self._after
+
+    def _delta(self, update: ChoiceUpdate) -> bytes:
+        """What is new of an answer's reasoning, text and calls."""
+        delta: dict[str, Any] = {}
+        if update.reasoning and self._reasoning_field:
+            delta[self._reasoning_field] = "".join(update.reasoning)
+        if update.pieces:
+            delta["content"] = update.text
+        if update.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in update.calls.values()]
+        return line_json(delta)
 
     def usage_chunk(self, running: RunningRequest) -> bytes:
         return event(
@@ -78,7 +103,20 @@ class ChatFormat:
         yield b',"usage":' + dumps(usage(running)) + b"}"
 
     def _choice(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        message = {"role": "assistant", "content": update.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
+        if update.reasoning and self._reasoning_field:
+            message[self._reasoning_field] = "".join(update.reasoning)
+        # A call that was cut off is none: its arguments are no JSON, or not all of them.
+        if calls := [part for part in update.calls.values() if part.complete]:
+            message["content"] = update.text or None
+            message["tool_calls"] = [
+                {
+                    "id": part.ident,
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": part.arguments},
+                }
+                for part in calls
+            ]
         yield b'{"index":%d,"message":%b,"logprobs":' % (update.index, line_json(message))
         yield from self._entries(update) if self._logprobs else (b"null",)
         yield b',"finish_reason":' + dumps(update.finish_reason)
@@ -91,3 +129,9 @@ class ChatFormat:
         yield b'{"content":'
         yield from array((self._tokens.chat_entry(*pair),) for pair in pairs)
         yield b',"refusal":null}'
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
+    begin = {"id": part.ident, "type": "function"} if part.name else {}
+    return {"index": part.index, **begin, "function": function}

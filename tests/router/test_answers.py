@@ -1,0 +1,292 @@
+"""Answers as events: calls, reasoning and text of each family of models, however the answer is split."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from headrace_proto.grammar import compile_grammar, grammar_tokenizer
+from headrace_proto.parsers import ReasoningParser, ToolParser
+from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text
+from headrace_router.answer.families import MARKER, REASONING, TOOLS, Form, ReasoningFamily, ToolFamily, markers
+from headrace_router.answer.parser import AnswerParser, Syntax, syntax_of
+from headrace_router.answer.whole_grammar import OfferedTool, UnforceableCallsError, whole_grammar
+from headrace_router.text.detokenize import TokenTable
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
+OFFERED = [OfferedTool("get_weather", SCHEMA, True), OfferedTool("get_time", {}, False)]
+FAMILIES = {row.names[0]: row for row in TOOLS}
+THOUGHTS = {row.names[0]: row for row in REASONING}
+
+
+def _tokenizer() -> Tokenizer:
+    """Bytes, and all markers as special tokens."""
+    vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in ["<eos>", *sorted(set(markers()))]])
+    return made
+
+
+TOKENIZER = _tokenizer()
+TOKENS = {token.content: token_id for token_id, token in TOKENIZER.get_added_tokens_decoder().items()}
+TABLE = TokenTable(TOKENIZER, True)
+
+
+def _syntax(tools: ToolFamily | None, reasoning: ReasoningFamily | None, *, as_tokens: bool = True) -> Syntax:
+    return Syntax(tools, reasoning, TOKENS if as_tokens else {}, set(TOKENS.values()))
+
+
+def _reasoning_of(tools: ToolFamily) -> ReasoningFamily:
+    return next((row for row in REASONING if set(row.names) & set(tools.names)), THOUGHTS["think"])
+
+
+def _events(syntax: Syntax, text: str, sizes: list[int], *, thinking: bool = False, tools: Any = None) -> list[Event]:
+    """Of an answer that arrives in groups of tokens of these sizes."""
+    offered = {tool.name: tool.schema for tool in OFFERED} if tools is None else tools
+    parser = AnswerParser(syntax, offered, thinking=thinking)
+    if not syntax.chars:
+        groups = [[*group] for group in _grouped(text, sizes)]
+        found = [event for group in groups for event in parser.push("".join(group))]
+    else:
+        stream = TABLE.stream((), syntax.chars)
+        ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+        found = [event for group in _grouped(ids, sizes) for event in parser.push(stream.push(group))]
+    return [*found, *parser.finish()]
+
+
+def _grouped(items: Any, sizes: list[int]) -> list[Any]:
+    groups, place = [], 0
+    for size in sizes:
+        groups.append(items[place : place + size])
+        place += size
+    return [*groups, items[place:]]
+
+
+def _summary(events: list[Event]) -> dict[str, Any]:
+    calls: list[Any] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.append([event.name, "", False])
+        elif isinstance(event, Args):
+            calls[-1][1] += event.text
+        elif isinstance(event, CallEnd):
+            calls[-1][2] = True
+    return {
+        "text": "".join(event.text for event in events if isinstance(event, Text)),
+        "reasoning": "".join(event.text for event in events if isinstance(event, Reasoning)),
+        "calls": [(name, json.loads(arguments) if whole else arguments, whole) for name, arguments, whole in calls],
+    }
+
+
+def _spelled(text: str) -> str:
+    return MARKER.sub(r"\1", text)
+
+
+def _written(row: ToolFamily, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as models of this family write them."""
+    if row.form is Form.PYTHON:
+        listed = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+        return f"[{', '.join(listed)}]"
+    if row.form is Form.GEMMA:
+        values = [
+            ",".join(
+                f'{key}:<|"|>{value}<|"|>' if isinstance(value, str) else f"{key}:{value}"
+                for key, value in given.items()
+            )
+            for _, given in calls
+        ]
+        return "".join(
+            f"<|tool_call>call:{name}{{{value}}}<tool_call|>" for (name, _), value in zip(calls, values, strict=True)
+        )
+    found = []
+    for name, given in calls:
+        if row.form is Form.TAGGED:
+            arguments = "".join(
+                row.value[0].replace("{key}", key).replace("{string}", str(isinstance(value, str)).lower())
+                + str(value)
+                + row.value[1]
+                for key, value in given.items()
+            )
+        else:
+            arguments = json.dumps(given, ensure_ascii=False)
+        found.append(row.written.replace("{name}", name).replace("{args}", arguments))
+    return _spelled(row.wrapper[0] + row.between.join(found) + row.wrapper[1])
+
+
+def _quoted(value: Any) -> str:
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else str(value)
+
+
+TWO: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("get_weather", {"city": "Zürich </tool_call> 日本", "n": 3}),
+    ("get_time", {}),
+)
+PLAIN: tuple[tuple[str, dict[str, Any]], ...] = (("get_weather", {"city": "Zürich", "n": 3}), ("get_time", {}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_a_family_however_the_answer_is_split(name: str) -> None:
+    row = FAMILIES[name]
+    calls = PLAIN if name in ("glm45", "qwen3_coder") else TWO
+    text = _written(row, *calls)
+    expected = [(tool, given, True) for tool, given in calls]
+    chance = random.Random(name)
+    for as_tokens in (True, False):
+        syntax = _syntax(row, None, as_tokens=as_tokens)
+        for sizes in ([], [1] * 2000, *([chance.randint(1, 9) for _ in range(500)] for _ in range(5))):
+            found = _summary(_events(syntax, text, sizes))
+            assert found == {"text": "", "reasoning": "", "calls": expected}, (as_tokens, sizes[:5])
+
+
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.call and name != "llama3_json"])
+def test_reasoning_and_text_before_calls(name: str) -> None:
+    row = FAMILIES[name]
+    thought = _reasoning_of(row)
+    begin = _spelled(f"{thought.written[0]}I think <b>.{thought.written[1]}{thought.answer}") + "Let me see: 1 < 2."
+    after = {"openai": "<|end|><|start|>assistant", "kimi_k3": "<|close|>response<|sep|>"}.get(name, "\n")
+    text = begin + after + _written(row, *PLAIN)
+    chance = random.Random(name)
+    for sizes in ([], [1] * 2000, *([chance.randint(1, 9) for _ in range(500)] for _ in range(5))):
+        found = _summary(_events(_syntax(row, thought), text, sizes))
+        assert found == {
+            "text": "Let me see: 1 < 2.",
+            "reasoning": "I think <b>.",
+            "calls": [(tool, given, True) for tool, given in PLAIN],
+        }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_cut_off_has_no_end(name: str) -> None:
+    row = FAMILIES[name]
+    text = _written(row, ("get_weather", {"city": "Zürich", "n": 3}))
+    for end in range(len(text)):
+        found = _summary(_events(_syntax(row, None, as_tokens=False), text[:end], [1] * 2000))
+        assert all(whole == (arguments == {"city": "Zürich", "n": 3}) for _, arguments, whole in found["calls"])
+        assert "get_weather" not in found["text"] or name in ("llama3_json", "llama4_pythonic")  # no markers
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_that_the_prompt_began(name: str) -> None:
+    row = THOUGHTS[name]
+    syntax = _syntax(None, row)
+    assert syntax.begins_in_reasoning(f"… {row.prefix}\n") and not syntax.begins_in_reasoning("… assistant\n")
+    text = _spelled(f"hm{row.written[1]}{row.answer}") + "\n\nHello  world\n"
+    for sizes in ([], [1] * 500):
+        found = _summary(_events(syntax, text, sizes, thinking=True, tools={}))
+        assert found == {"text": "Hello  world\n", "reasoning": "hm", "calls": []}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "a < b",
+        "<tool",
+        "<tool_call",
+        "{",
+        '{"a": 1} is JSON',
+        "[1, 2]",
+        "\n\nHello\n",
+        "``` <think ```",
+        "x\n\n\n",
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "mistral"])
+def test_text_stays_as_it_is(name: str, text: str) -> None:
+    for as_tokens in (True, False):
+        for sizes in ([], [1] * 100):
+            events = _events(_syntax(FAMILIES[name], THOUGHTS["think"], as_tokens=as_tokens), text, sizes)
+            assert _summary(events) == {"text": text, "reasoning": "", "calls": []}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "string"}, '"007"'),
+        ({"type": "integer"}, '"007"'),
+        ({}, '"007"'),
+        ({"type": ["integer", "null"]}, '"007"'),
+    ],
+)
+def test_a_tagged_value_has_the_type_that_the_schema_says(given: dict[str, Any], expected: str) -> None:
+    tools = {"f": {"type": "object", "properties": {"v": given}}}
+
+    def value(text: str) -> Any:
+        answer = f"<tool_call>\n<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        events = _events(_syntax(FAMILIES["qwen3_coder"], None), answer, [1] * 500, tools=tools)
+        return json.dumps(_summary(events)["calls"][0][1]["v"], ensure_ascii=False)
+
+    assert value("007") == expected
+    text = given.get("type") == "string"
+    assert value("12") == ('"12"' if text else "12")
+    assert value("1e20") == ('"1e20"' if text else "1e+20")
+    assert value("None") == ('"None"' if text or given.get("type") == "integer" else "null")
+    assert value("  two\n") == '"  two\\n"'
+
+
+def test_the_rows_have_the_names_that_operators_choose() -> None:
+    assert {name for row in TOOLS for name in row.names} | {"auto", "none"} == set(ToolParser.__args__)  # type: ignore[attr-defined]
+    assert {name for row in REASONING for name in row.names} | {"auto", "none"} == set(ReasoningParser.__args__)  # type: ignore[attr-defined]
+
+
+def test_a_model_has_the_rows_of_its_template_or_those_that_were_chosen() -> None:
+    def names(template: str, tools: str = "", reasoning: str = "") -> tuple[str, str]:
+        found = syntax_of(template, tools, reasoning, {}, ())
+        return (found.tools.names[0] if found.tools else ""), (found.reasoning.names[0] if found.reasoning else "")
+
+    assert names("{{ messages }}") == ("hermes", "")  # the template gets our own text
+    assert names("<tool_call> <function= <parameter= <think>") == ("qwen3_coder", "think")
+    assert names("<tool_call> <think>", "kimi_k2", "none") == ("kimi_k2", "")
+    assert names("<tool_call>", "none", "deepseek_r1") == ("", "think")
+
+
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.written])
+def test_a_grammar_accepts_what_the_parser_reads(name: str) -> None:
+    row = FAMILIES[name]
+    thought = _reasoning_of(row)
+    syntax = _syntax(row, thought)
+    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+
+    def accepts(text: str, **options: Any) -> bool:
+        matcher = compile_grammar(compiler, whole_grammar(syntax, OFFERED, **options))
+        ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    two, one = _written(row, *PLAIN), _written(row, PLAIN[0])
+    wrong = two.replace("3", '"x"')
+    thinking = _spelled(f"hm{thought.written[1]}")
+    text = _spelled(thought.answer) + "Hi there."
+    assert accepts(two, required=True) and accepts(one, required=True, one_call=True)
+    assert accepts(_spelled(thought.written[0]) + thinking + two, required=True)
+    assert accepts(thinking + two, required=True, thinking=True)
+    assert not accepts(text, required=True) and not accepts(wrong, required=True)
+    assert not accepts(two, required=True, one_call=True)
+    number = _spelled(thought.answer) + "12"
+    assert accepts(number, constraint="start: /[0-9]+/") and accepts(two, constraint="start: /[0-9]+/")
+    assert not accepts(text, constraint="start: /[0-9]+/")
+    if name in ("llama3_json", "deepseek_v32"):
+        with pytest.raises(UnforceableCallsError):
+            whole_grammar(syntax, OFFERED)
+    else:
+        assert accepts(text) and accepts(two) and not accepts(wrong)
+
+
+def test_grammars_of_answers_without_tools() -> None:
+    think = _syntax(None, THOUGHTS["think"])
+    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+    matcher = compile_grammar(compiler, whole_grammar(think, [], constraint="start: /[0-9]+/", thinking=True))
+    ids = TOKENIZER.encode("one, two</think>\n12", add_special_tokens=False).ids
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert whole_grammar(_syntax(None, None), [], constraint="start: /a/") == "start: /a/"
+    assert whole_grammar(think, [OfferedTool("f", {}, False)]) == ""
+
+
+def test_calls_that_no_grammar_describes() -> None:
+    for name in ("gemma4", "llama4_pythonic"):
+        with pytest.raises(UnforceableCallsError):
+            whole_grammar(_syntax(FAMILIES[name], None), OFFERED, required=True)
