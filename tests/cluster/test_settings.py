@@ -60,6 +60,8 @@ _TEXTS = {  # settings with a notation of their own
     "model": "a/b",
     "served_model_name": "name",
     "session_header": "x-conversation",
+    "tool_parser": "hermes",
+    "reasoning_parser": "think",
 }
 
 
