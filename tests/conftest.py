@@ -104,6 +104,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "kernels/test_splits.py",
         "e2e/test_foreign_clients.py",
         "router/test_schema_suite.py",
+        "router/test_agents.py",
         "router/test_canitoolcall.py",
         "router/test_templates.py",
         "test_benchmarks.py",

@@ -219,7 +219,7 @@ def test_save_replaces_a_file_on_request_only(chat: Chat, tmp_path: Path) -> Non
         ('{"messages": [{"role": "user"}]}', "a role and a content"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "a role and a content"),
         ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "seed cannot be x"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": []}', "no setting tools"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": {}}', "its tools are no list"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_changes_nothing(chat: Chat, tmp_path: Path, content: str, words: str) -> None:

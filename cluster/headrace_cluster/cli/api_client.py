@@ -30,9 +30,13 @@ _NOT_THE_API = "the answer is not one of the OpenAI API; is this the right port?
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """One event of a streamed answer. usage: token counts, in the last event, if requested."""
+    """One event of a streamed answer. calls: parts of calls of tools, as in OpenAI's API. usage: token counts, in the
+    last event, if requested.
+    """
 
     text: str = ""
+    reasoning: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
 
@@ -169,7 +173,14 @@ def _delta(data: str) -> ChatDelta:
         usage, choices = event.get("usage"), event["choices"]
         if not choices:
             return ChatDelta(usage=usage)
-        return ChatDelta(choices[0]["delta"].get("content") or "", choices[0].get("finish_reason"), usage)
+        delta = choices[0]["delta"]
+        return ChatDelta(
+            delta.get("content") or "",
+            delta.get("reasoning_content") or delta.get("reasoning") or "",
+            tuple(delta.get("tool_calls") or ()),
+            choices[0].get("finish_reason"),
+            usage,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServerError(_NOT_THE_API) from error
 

@@ -1,5 +1,6 @@
 """The commands for a running server: chat, status, logs, changes."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,9 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    tools: Annotated[
+        Path | None, typer.Option("--tools", metavar="FILE", help="Tools that the model may call, as JSON.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show speed and tokens of each answer, on stderr.")] = False,
     host: Annotated[
         str | None, typer.Option("--host", help="Of a server elsewhere, with --port; https://HOST with TLS.")
@@ -34,7 +38,7 @@ def chat(
     chosen = o.choice(port, admin_port, cluster)
     client = api_client(chosen, o.client_host(host), api_key, ca=ca, client_cert=client_cert)
     fields = {"max_tokens": max_tokens, "temperature": temperature}
-    start_chat(client, once=once, model=model, system=system, fields=fields, stats=stats)
+    start_chat(client, once=once, model=model, system=system, fields=fields, stats=stats, tools=tools)
 
 
 @app.command()

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("lm-eval[api]==0.4.13", "instructor==1.17.0")
+PACKAGES = (
+    "lm-eval[api]==0.4.13",
+    "instructor==1.17.0",
+    "openai-agents==0.24.0",
+    "pydantic-ai-slim[openai]==2.68.0",
+)
 
 
 def foreign_python() -> Path:

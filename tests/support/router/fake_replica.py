@@ -68,6 +68,7 @@ class FakeReplica(ReplicaServicer):
     revision: str = "rev1"
     generation: int = 1
     reply: str = REPLY
+    replies: tuple[str, ...] = ()  # of the first submits, instead of `reply`
     max_model_len: int = 256
     chat_template: str = TEMPLATE
     token_seconds: float = 0.0
@@ -178,7 +179,9 @@ class FakeReplica(ReplicaServicer):
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
             return
         await asyncio.sleep(self.first_seconds + self.stagger_seconds * self.submits.index(submit))
-        token_ids = [*_encode(self.tokenizer, self.reply), EOS]
+        place = self.submits.index(submit)
+        reply = self.replies[place] if place < len(self.replies) else self.reply
+        token_ids = [*_encode(self.tokenizer, reply), EOS]
         finish = FINISH_STOP
         if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH

@@ -38,7 +38,7 @@ class ChatSession:
     def answer(self, text: str) -> None:
         """One message, one answer. Raises a HeadraceError, KeyboardInterrupt."""
         self._conversation.pending = text
-        self._stream_answer([])
+        self._stream_answer([], {})
 
     def run(self, prompt: Prompt) -> None:
         """Runs until the user leaves. A failed answer does not end the conversation."""
@@ -58,8 +58,9 @@ class ChatSession:
         if isinstance(entry, Command):
             return self._run_command(entry)
         if isinstance(entry, Message):
-            self._conversation.pending = entry.text
-            return Next.ANSWER
+            if self._conversation.add_message(entry.text):
+                return Next.ANSWER
+            self._terminal.note("(and the result of the next call)")
         return Next.PROMPT
 
     def _run_command(self, command: Command) -> Next:
@@ -78,9 +79,10 @@ class ChatSession:
     def _answer_pending(self) -> None:
         """Answers the pending message. The text of an interrupted answer counts as the answer."""
         pieces: list[str] = []
+        calls: dict[int, dict[str, Any]] = {}
         try:
             with self._terminal.bracketed_paste(), one_interrupt():
-                finish_reason = self._stream_answer(pieces)
+                finish_reason = self._stream_answer(pieces, calls)
         except KeyboardInterrupt:
             if pieces:
                 self._conversation.add_answer("".join(pieces))
@@ -91,15 +93,17 @@ class ChatSession:
             self._terminal.error(error)
             self._terminal.note("(the message is not in the conversation; /retry asks again)")
         else:
-            self._conversation.add_answer("".join(pieces))
+            self._conversation.add_answer("".join(pieces), list(calls.values()) if finish_reason != "length" else [])
+            if self._conversation.open_calls:
+                self._terminal.note("(the next message is the result of the first call)")
             if finish_reason == "length":
                 self._terminal.note("(the limit of tokens is reached; /set max_tokens N changes it)")
             self._terminal.note("")
 
-    def _stream_answer(self, pieces: list[str]) -> str | None:
-        """Prints the answer as it arrives and collects it in `pieces`; returns the finish reason.
+    def _stream_answer(self, pieces: list[str], calls: dict[int, dict[str, Any]]) -> str | None:
+        """Prints the answer as it arrives and collects it in `pieces` and `calls`; returns the finish reason.
 
-        The connection is always closed.
+        Reasoning and calls are notes. The connection is always closed.
         """
         fields: dict[str, Any] = self._settings.request_fields()
         if self._settings.stats:
@@ -109,6 +113,8 @@ class ChatSession:
             "messages": self._conversation.request_messages(),
             **fields,
         }
+        if self._conversation.tools:
+            body["tools"] = list(self._conversation.tools)
         meter = AnswerMeter(time.monotonic)
         usage: dict[str, Any] | None = None
         finish_reason: str | None = None
@@ -116,10 +122,30 @@ class ChatSession:
             for delta in deltas:
                 usage = delta.usage or usage
                 finish_reason = delta.finish_reason or finish_reason
+                if delta.reasoning:
+                    meter.record_text()
+                    self._terminal.thought(delta.reasoning)
+                for part in delta.calls:
+                    _collect(calls, part)
                 if delta.text:
                     meter.record_text()
                     pieces.append(delta.text)
                     write(delta.text)
+        for call in calls.values():
+            self._terminal.note(f"call: {call['function']['name']}({call['function']['arguments']})")
         if self._settings.stats:
             self._terminal.note(meter.summary(usage))
         return finish_reason
+
+
+def _collect(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
+    """Adds a part of a call to the calls, by their indices."""
+    given = part.get("function") or {}
+    if part.get("id"):
+        calls[part["index"]] = {
+            "id": part["id"],
+            "type": "function",
+            "function": {"name": given.get("name"), "arguments": given.get("arguments") or ""},
+        }
+    elif part.get("index") in calls:
+        calls[part["index"]]["function"]["arguments"] += given.get("arguments") or ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from headrace_cluster.cli.chat.buffered_input import bracketed_paste
-from headrace_cluster.cli.chat.word_wrap import WordWrap, wrap_text
+from headrace_cluster.cli.chat.word_wrap import WordWrap, without_controls, wrap_text
 
 _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 _MIN_COLUMNS = 20
@@ -19,6 +19,7 @@ class Terminal:
     def __init__(self) -> None:
         self._out: TextIO = sys.stdout
         self._notes: TextIO = sys.stderr
+        self._thinking = False  # the last thing printed
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every locale can show an answer
         self._colored = self._notes.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -32,6 +33,7 @@ class Terminal:
         def write(text: str) -> None:
             nonlocal failed_empty
             failed_empty = False
+            self._end_thought()
             self._out.write(wrap.feed(text) if wrap else text)
             self._out.flush()
 
@@ -54,7 +56,13 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Prints a dimmed remark."""
+        self._end_thought()
         self._print(f"{self._paint(self._wrapped(text), _DIM)}\n")
+
+    def thought(self, text: str) -> None:
+        """Prints a piece of the model's reasoning, dimmed."""
+        self._print(self._paint(without_controls(text) if self._notes.isatty() else text, _DIM))
+        self._thinking = True
 
     def error(self, error: Exception) -> None:
         """Prints the sentence of an error."""
@@ -63,6 +71,11 @@ class Terminal:
     def bracketed_paste(self) -> contextlib.AbstractContextManager[None]:
         """Bracketed paste during an answer: the editor enables it only while its prompt is shown."""
         return bracketed_paste(self._notes)
+
+    def _end_thought(self) -> None:
+        if self._thinking:
+            self._thinking = False
+            self._print("\n\n")
 
     def _print(self, text: str) -> None:
         self._notes.write(text)

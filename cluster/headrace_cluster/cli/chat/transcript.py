@@ -13,7 +13,8 @@ from headrace_cluster.local.state import write_private
 from headrace_proto.errors import HeadraceError
 
 MAX_BYTES = 64 << 20
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_KEPT = ("role", "content", "tool_calls", "tool_call_id")
 
 
 class TranscriptError(HeadraceError):
@@ -25,6 +26,7 @@ def save_transcript(path: Path, conversation: Conversation, settings: ChatSettin
     document = {
         "model": conversation.model,
         "messages": conversation.request_messages(),
+        **({"tools": list(conversation.tools)} if conversation.tools else {}),
         **settings.request_fields(),
     }
     text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
@@ -48,19 +50,23 @@ def load_transcript(path: Path, conversation: Conversation, settings: ChatSettin
     Raises TranscriptError and then changes nothing.
     """
     document = _read(path)
-    model, messages = document.pop("model", None), document.pop("messages", None)
+    model, messages, tools = (document.pop(name, None) for name in ("model", "messages", "tools"))
     if not (model is None or isinstance(model, str)) or not isinstance(messages, list) or not messages:
         raise TranscriptError(f"{path} is not a conversation: it has no list of messages")
     if not all(_is_message(message) for message in messages):
         raise TranscriptError(f"{path} is not a conversation: each message needs a role and a content, both text")
+    if tools is not None and not isinstance(tools, list):
+        raise TranscriptError(f"{path} is not a conversation: its tools are no list")
     try:
         settings.replace_fields(document)
     except ChatSettingError as error:
         raise TranscriptError(f"{path} cannot be used: {error}") from error
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    plain = [{name: message[name] for name in _KEPT if name in message} for message in messages]
     conversation.system = plain.pop(0)["content"] if plain[0]["role"] == "system" else None
     conversation.pending = plain.pop()["content"] if plain and plain[-1]["role"] == "user" else None
     conversation.messages = plain
+    conversation.open_calls = []
+    conversation.tools = tools or ()
     return model
 
 
@@ -97,4 +103,5 @@ def _is_message(message: Any) -> bool:
         and isinstance(message.get("role"), str)
         and message["role"] in ROLES
         and isinstance(message.get("content"), str)
+        and (message["role"] != "tool" or isinstance(message.get("tool_call_id"), str))
     )

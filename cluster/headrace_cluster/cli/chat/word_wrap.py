@@ -55,3 +55,8 @@ def wrap_text(text: str, columns: int) -> str:
     """A whole text with its lines broken between words."""
     wrap = WordWrap(columns)
     return wrap.feed(text) + wrap.finish()
+
+
+def without_controls(text: str) -> str:
+    """Text whose control characters a terminal would interpret."""
+    return text.translate(_CONTROLS)
