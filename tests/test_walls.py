@@ -184,7 +184,8 @@ def declared_layers(readme: Path) -> dict[str, int]:
 
 
 LAYERED = {f"headrace_{package}": ROOT / package / "README.md" for package in PACKAGES} | {
-    "headrace_router.core": ROOT / "router" / "headrace_router" / "core" / "README.md"
+    f"headrace_router.{folder}": ROOT / "router" / "headrace_router" / folder / "README.md"
+    for folder in ("core", "answer")
 }
 
 
