@@ -105,7 +105,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "e2e/test_foreign_clients.py",
         "router/test_schema_suite.py",
         "router/test_agents.py",
-        "router/test_canitoolcall.py",
         "router/test_templates.py",
         "test_benchmarks.py",
         "test_gpu_benchmark.py",

@@ -3,15 +3,11 @@
 The tokenizers of the models are not at hand: here each marker of a family is one token, and other characters are bytes.
 """
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import pytest
+from canitoolcall import checks, chunking, fixtures, results
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text
@@ -19,7 +15,6 @@ from headrace_router.answer.families import REASONING, TOOLS
 from headrace_router.answer.parser import AnswerParser, Syntax
 from headrace_router.text.detokenize import TokenTable
 
-PACKAGE = "canitoolcall==0.1.1"
 OUTPUTS = 469
 TEXT = {"<function=", "</function>", "<parameter=", "</parameter>"}  # markers that are no tokens
 # Why outputs do not pass. Those that max_tokens cut inside of a call are judged by what was streamed before.
@@ -32,15 +27,6 @@ REASONS = {
     "llama/l3-marker-in-arguments": "the model wrote a marker as text, which is a token here",
     "kimi/k2i-vllm-noise-between-markers": "text between calls is text",
 }
-
-
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("canitoolcall")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), PACKAGE]
-    if subprocess.run(install, timeout=300, check=False).returncode:
-        pytest.skip(f"{PACKAGE} is missing: it comes from the package index")
-    return folder
 
 
 def _rows(family: str, model: str) -> tuple[str, str]:
@@ -115,30 +101,14 @@ def _parsed(make: Callable[[], AnswerParser], table: TokenTable, ids: list[int],
     return [*found, *parser.finish()]
 
 
-def _module(suite: Path, name: str) -> Any:
-    """A module of the suite, which is not on the search path."""
-    if "canitoolcall" not in sys.modules:
-        folder = suite / "canitoolcall"
-        spec = importlib.util.spec_from_file_location(
-            "canitoolcall", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None and spec.loader is not None
-        sys.modules["canitoolcall"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["canitoolcall"])
-    return importlib.import_module(f"canitoolcall.{name}")
-
-
-def test_recorded_outputs(suite: Path) -> None:
-    checks, chunking, fixtures, results = (
-        _module(suite, name) for name in ("checks", "chunking", "fixtures", "results")
-    )
+def test_recorded_outputs() -> None:
     counted = {"pass": 0, "soft_pass": 0, "fail": 0}
     unexpected: list[str] = []
     for family in fixtures.load_families().values():
         names = tuple(family.markers)
         tokenizer = _tokenizer(names)
         special, table = set(tokenizer.get_added_tokens_decoder()), TokenTable(tokenizer, True)
-        for case in fixtures.load_fixtures([suite / "canitoolcall" / "_data" / "fixtures" / family.slug]):
+        for case in fixtures.load_fixtures([fixtures.default_fixtures_dir() / family.slug]):
             tools, reasoning = _rows(family.slug, case.reference_model.rpartition("/")[2])
             syntax = _syntax(tools, reasoning, names)
             reference = family.reference_for(case.reference_model)
