@@ -111,10 +111,9 @@ def test_recorded_outputs() -> None:
         for case in fixtures.load_fixtures([fixtures.default_fixtures_dir() / family.slug]):
             tools, reasoning = _rows(family.slug, case.reference_model.rpartition("/")[2])
             syntax = _syntax(tools, reasoning, names)
-            reference = family.reference_for(case.reference_model)
-            prompt = (
-                case.generation_prompt if case.generation_prompt is not None else reference.default_generation_prompt
-            )
+            prompt, reference = case.generation_prompt, family.reference_for(case.reference_model)
+            if prompt is None and reference is not None:
+                prompt = reference.default_generation_prompt
             functions = [tool.get("function", tool) for tool in case.tools]
             schemas = {function["name"]: function.get("parameters") or {} for function in functions}
             ids = tokenizer.encode(case.raw_output, add_special_tokens=False).ids
