@@ -241,7 +241,7 @@ def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     harness: Any, make_replica: Any, eventually: Any, expected_reply: str
 ) -> None:
     slow = make_replica(replica_id="slow", first_seconds=0.2)
-    harness.start([slow])
+    harness.start([slow], migration_patience_seconds=60)
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(_post(harness)))
     thread.start()

@@ -6,16 +6,20 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+RAISED_AGAIN_SECONDS = 0.2
+
 
 @contextlib.contextmanager
 def conversation_signals() -> Iterator[None]:
     """Inside this context SIGINT has no effect outside `one_interrupt`, and SIGTERM restores the terminal first."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the editor reads Ctrl-C as a key
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGALRM, _terminate)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -36,4 +40,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+    # Inside of a destructor the exception is lost: then it is raised again.
+    signal.setitimer(signal.ITIMER_REAL, RAISED_AGAIN_SECONDS)
+    sys.exit(128 + signal.SIGTERM)
