@@ -241,7 +241,7 @@ def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     harness: Any, make_replica: Any, eventually: Any, expected_reply: str
 ) -> None:
     slow = make_replica(replica_id="slow", first_seconds=0.2)
-    harness.start([slow], migration_patience_seconds=60)
+    harness.start([slow])
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(_post(harness)))
     thread.start()
@@ -254,6 +254,7 @@ def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     harness.replicas.append(other)
     _add_member(harness, [slow, other])
     thread.join(30)
+    assert answers[0].status_code == 200, answers[0].text
     assert answers[0].json()["choices"][0]["message"]["content"] == expected_reply
     assert len(other.submits) == 1
 

@@ -31,33 +31,42 @@ class Reader(Protocol):
         """text: what was left, and what was added to it."""
 
 
-class JsonEnd:
-    """Finds the end of a JSON object or array, which may be in several pieces."""
+class End:
+    """Finds where brackets close, in text that arrives in pieces. Nothing in a string is a bracket."""
 
-    _OUTSIDE = regex.compile(r'[{}\[\]"]')
-    _INSIDE = regex.compile(r'["\\]')
+    def __init__(self, quotes: str = '"', depth: int = 0) -> None:
+        """quotes: what a string may be in. depth: brackets that are open already."""
+        self._outside = regex.compile(rf"[{{}}\[\]()\\{quotes}]")
+        self._depth = depth
+        self._quote = ""  # of the string that is open
+        self._place = 0  # in the text, up to which it was read
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._skip = 0  # characters after a backslash
-
-    def find(self, piece: str) -> int:
-        """Where the value ends in this piece, -1 if it goes on."""
-        place, self._skip = self._skip, 0
-        while found := (self._INSIDE if self._in_string else self._OUTSIDE).search(piece, place):
-            place = found.end()
+    def find(self, text: str) -> int:
+        """Where the value ends, -1 if it goes on. text: all of it that has arrived."""
+        while found := (_IN_STRING[self._quote] if self._quote else self._outside).search(text, self._place):
+            self._place = found.end()
             char = found[0]
             if char == "\\":
-                place += 1
-            elif char == '"':
-                self._in_string = not self._in_string
+                self._place += 1
+            elif char == self._quote:
+                self._quote = ""
+            elif char in "'\"":
+                self._quote = char
             else:
-                self._depth += 1 if char in "{[" else -1
+                self._depth += 1 if char in "{[(" else -1
                 if self._depth <= 0:
-                    return int(place)
-        self._skip = max(0, place - len(piece))
+                    return self._place
+        self._place = max(self._place, len(text))
         return -1
+
+    def find_next(self, piece: str) -> int:
+        """The same of the next piece alone."""
+        end = self.find(piece)
+        self._place -= len(piece)
+        return end
+
+
+_IN_STRING = {quote: regex.compile(rf"[\\{quote}]") for quote in "'\""}
 
 
 class _Base:
@@ -73,14 +82,14 @@ class JsonReader(_Base):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._end = JsonEnd()
+        self._end = End()
 
     def feed(self, text: str) -> Iterator[Event]:
         """See Reader."""
         if not self.certain:
             self.certain = True
             yield CallStart(self._name)
-        end = self._end.find(text)
+        end = self._end.find_next(text)
         part, self.rest = (text, "") if end < 0 else (text[:end], text[end:])
         if part:
             yield Args(part)
@@ -96,6 +105,7 @@ _HEAD = regex.compile(
     regex.DOTALL,
 )
 _TAIL = regex.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)*\}}', regex.DOTALL)
+HEAD_CHARS = 4096  # up to the arguments, where the name comes first
 _OPEN = regex.compile(r"(?P<array>\[\s*)?(?=\{)")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _CLOSE = regex.compile(r"\s*\]")
@@ -112,7 +122,7 @@ class ObjectsReader(_Base):
         super().__init__()
         self._names = names
         self._array = ""  # what opened it
-        self._end = JsonEnd()  # of the arguments
+        self._end = End()  # of the object, or of its arguments
         self._step = self._open
 
     def feed(self, text: str) -> Iterator[Event]:
@@ -136,7 +146,7 @@ class ObjectsReader(_Base):
 
     def _object(self) -> Iterator[Event]:
         """At the brace that opens an object."""
-        found = _HEAD.match(self.rest, partial=True)
+        found = _HEAD.match(self.rest, partial=True) if len(self.rest) <= HEAD_CHARS else None
         if found is not None and found.partial:
             return
         if found is not None:
@@ -146,11 +156,11 @@ class ObjectsReader(_Base):
                 return
             self.certain = True
             self.rest = self.rest[found.end() :]
-            self._end = JsonEnd()
+            self._end = End()
             self._step = self._arguments
             yield CallStart(name or "")
             return
-        end = JsonEnd().find(self.rest)
+        end = self._end.find(self.rest)
         if end < 0:
             return
         call = _call(self.rest[:end])
@@ -165,7 +175,7 @@ class ObjectsReader(_Base):
         yield CallEnd()
 
     def _arguments(self) -> Iterator[Event]:
-        end = self._end.find(self.rest)
+        end = self._end.find_next(self.rest)
         part, self.rest = (self.rest, "") if end < 0 else (self.rest[:end], self.rest[end:])
         if part:
             yield Args(part)
@@ -192,6 +202,7 @@ class ObjectsReader(_Base):
             self.state = State.DONE
         elif not found.partial:
             self.rest = self.rest[found.end() :]
+            self._end = End()
             self._step = self._object
         yield from ()
 
@@ -349,12 +360,12 @@ class PythonReader(_Base):
     """A list of calls in Python's syntax. Each is passed on when it is complete."""
 
     _HEAD = regex.compile(r"\s*(?:(?P<end>\])|[\[,]?\s*(?P<name>[A-Za-z_][\w.]*)\()")
-    _PART = regex.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()]|[^'"()]+""", regex.DOTALL)
 
     def __init__(self, names: Container[str] | None) -> None:
         """names: of the tools, where it is a call only if it names one."""
         super().__init__()
         self._names = names
+        self._end: End | None = None  # of the call
 
     def feed(self, text: str) -> Iterator[Event]:
         """See Reader."""
@@ -370,9 +381,12 @@ class PythonReader(_Base):
                 self.rest = self.rest[found.end() :]
                 self.state = State.DONE
                 return
-            end = self._closing(found.end())
+            start = found.end()
+            self._end = self._end or End("'\"", depth=1)
+            end = self._end.find(self.rest[start:])
             if end < 0:
                 return
+            end, self._end = start + end, None
             given = _python(self.rest[found.end() : end - 1])
             if given is None:
                 self._fail()
@@ -382,16 +396,6 @@ class PythonReader(_Base):
             yield CallStart(found["name"])
             yield Args(given)
             yield CallEnd()
-
-    def _closing(self, start: int) -> int:
-        """Where the call that is open at `start` ends, -1 if it goes on."""
-        depth = 1
-        while found := self._PART.match(self.rest, start):
-            start = found.end()
-            depth += {"(": 1, ")": -1}.get(found[0], 0)
-            if not depth:
-                return start
-        return -1
 
     def _fail(self) -> None:
         self.state = State.DONE if self.certain else State.FAILED

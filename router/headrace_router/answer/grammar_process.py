@@ -96,8 +96,14 @@ def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
 
 def _without_gbnf(grammar: str) -> str:
     """A grammar in GBNF's syntax as one in Lark's; others unchanged. Raises GrammarError."""
-    if grammar.startswith("{") or "::=" not in grammar:
+    if "::=" not in grammar:
         return grammar
+    if grammar.startswith("{"):  # it is the constraint of several grammars
+        whole = json.loads(grammar)
+        for one in whole["grammars"]:
+            if one.get("name") == "constraint" and one.get("lark_grammar"):
+                one["lark_grammar"] = _without_gbnf(one["lark_grammar"])
+        return json.dumps(whole)
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # of the converter: several kinds of its own and of Python's

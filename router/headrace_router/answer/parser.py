@@ -155,6 +155,8 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Event]:
         """The events that this text completes."""
+        if self.full:
+            return []
         self._buffer += text
         return self._run(final=False)
 
@@ -175,9 +177,11 @@ class AnswerParser:
         """Handles the next part of the buffer; False if more text is needed."""
         if self._reader is not None:
             return self._read(self._reader, events, final)
+        if not self._buffer:
+            return False
         if self._at_start and not self._thinking:
             found = self.syntax.start.match(self._buffer, partial=not final)
-            if found is not None and found.partial and self._buffer:
+            if found is not None and found.partial:
                 return False
             self._at_start = False
             if found is not None and not found.partial:

@@ -41,18 +41,18 @@ def tools_of(body: ChatBody) -> ToolUse | None:
     if not tools or choice == "none":
         return None
     functions = [tool.function for tool in tools]
+    required = bool(named) or choice == "required"
     return ToolUse(
         listed=[
             {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
             for function in functions
         ],
         offered=tuple(
-            # A call that is forced has to follow the schema, too: the model might have written none.
-            OfferedTool(function.name, function.parameters or {}, bool(function.strict) or function.name == named)
+            OfferedTool(function.name, function.parameters or {}, required or bool(function.strict))
             for function in functions
             if not named or function.name == named
         ),
-        required=bool(named) or choice == "required",
+        required=required,
         one_call=body.parallel_tool_calls is False or bool(named),
     )
 
