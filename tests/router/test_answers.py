@@ -229,6 +229,12 @@ def test_a_tagged_value_has_the_type_that_the_schema_says(given: dict[str, Any],
     assert value("  two\n") == '"  two\\n"'
 
 
+def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
+    parser = AnswerParser(_syntax(FAMILIES["llama3_json"], None), {"get_weather": {}}, thinking=False)
+    assert parser.push('{"capital"') == [Text('{"capital"')]
+    assert parser.push(': "Paris"}') == [Text(': "Paris"}')] and parser.finish() == []
+
+
 def test_the_rows_have_the_names_that_operators_choose() -> None:
     assert {name for row in TOOLS for name in row.names} | {"auto", "none"} == set(ToolParser.__args__)  # type: ignore[attr-defined]
     assert {name for row in REASONING for name in row.names} | {"auto", "none"} == set(ReasoningParser.__args__)  # type: ignore[attr-defined]

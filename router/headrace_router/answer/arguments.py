@@ -105,6 +105,7 @@ _HEAD = regex.compile(
     regex.DOTALL,
 )
 _TAIL = regex.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)*\}}', regex.DOTALL)
+_FIRST_KEY = regex.compile(r'\{\s*"(?:(?:tool_)?name|id|type|tool_call_id|arguments|parameters)"')
 HEAD_CHARS = 4096  # up to the arguments, where the name comes first
 _OPEN = regex.compile(r"(?P<array>\[\s*)?(?=\{)")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
@@ -146,6 +147,9 @@ class ObjectsReader(_Base):
 
     def _object(self) -> Iterator[Event]:
         """At the brace that opens an object."""
+        if self._names is not None and _FIRST_KEY.match(self.rest, partial=True) is None:
+            self._fail()  # it is an answer in JSON, which should not wait for its end
+            return
         found = _HEAD.match(self.rest, partial=True) if len(self.rest) <= HEAD_CHARS else None
         if found is not None and found.partial:
             return
