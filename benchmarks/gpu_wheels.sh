@@ -14,7 +14,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 
 # tests/test_gpu_packages.py compares this list with what the sections import.
 PACKAGES="
-blake3 gguf grpcio msgspec nvidia-ml-py protobuf psutil structlog cryptography cffi pycparser
+blake3 gguf grpcio llguidance msgspec nvidia-ml-py protobuf psutil structlog cryptography cffi pycparser
 pydantic pydantic-core annotated-types typing-inspection pytest iniconfig pluggy pytest-timeout pytest-xdist execnet
 hypothesis sortedcontainers
 "
