@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import availability
 from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.packed import PackedWeight
 from headrace_kernels.registry import Backend, Op
 
 
@@ -84,6 +85,9 @@ RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rm
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
 SILU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "silu_mul")
 ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
+PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]] = _op(
+    "packed", "packed_matmul", fast=("cpu",)
+)
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")
 

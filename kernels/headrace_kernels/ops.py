@@ -6,7 +6,10 @@ Shape letters are explained in ``headrace_kernels.meta``. Inputs may be strided 
 from torch import Tensor
 
 from headrace_kernels import catalog, kv_format
+from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.packed import PackedWeight
+from headrace_kernels.reference import packed as reference
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
@@ -83,6 +86,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def row_logsumexp(scores: Tensor) -> Tensor:
     """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
     return catalog.ROW_LOGSUMEXP.best(scores)(scores)
+
+
+def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
+    """``x @ weight.T + bias``: x [..., in] float32, bias [out] or None -> [..., out].
+
+    bf16: x is rounded to bfloat16 first, unless the weight is in float32; sums stay in float32. On a CPU with C++ a
+    row's bits do not depend on the number of rows and of threads.
+    """
+    if x.shape[-1] != weight.inputs or (bias is not None and bias.shape != (weight.outputs,)):
+        raise KernelArgumentError(
+            f"packed_matmul: x {list(x.shape)} and the bias do not fit a weight of {weight.outputs} x {weight.inputs}"
+        )
+    if bf16 and weight.inputs % 8:
+        raise KernelArgumentError(f"packed_matmul: bf16 needs a multiple of 8 inputs, not {weight.inputs}")
+    return catalog.PACKED_MATMUL.best(x)(x, weight, bias, bf16)
+
+
+def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
+    """The rows of the weight with these numbers, such as embeddings: index [...] int64 -> [..., in] float32."""
+    return reference.packed_rows(weight, index)
 
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:

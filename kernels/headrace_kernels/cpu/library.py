@@ -27,6 +27,7 @@ _SIGNATURES = {
     "headrace_add_rms_norm": "pppipipiifi",
     "headrace_silu_mul": "ppipiiii",
     "headrace_rope": "piiipiiipipiiii",
+    "headrace_packed_matmul": "ppipiiiiiifpii",
     "headrace_row_logsumexp": "ppiiii",
     "headrace_gumbel_noise_at": "pppii",
     "headrace_gumbel_argmax": "ppipiii",

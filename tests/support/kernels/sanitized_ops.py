@@ -25,6 +25,7 @@ from headrace_kernels import catalog  # noqa: E402
 from headrace_kernels.arguments import KernelArgumentError  # noqa: E402
 from headrace_kernels.cpu.exchange import Exchange, segment_bytes  # noqa: E402
 from headrace_kernels.cpu.library import load  # noqa: E402
+from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense  # noqa: E402
 from support.kernels.attention_case import Case, make_attention_case  # noqa: E402
 
 COUNT = 100  # examples of each property
@@ -35,13 +36,13 @@ sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31)
 
 
-def agrees(op: Any, *arguments: Any, **options: Any) -> None:
+def agrees(op: Any, *arguments: Any, tolerance: float = 2e-5, **options: Any) -> None:
     """The C++ backend and the reference return the same for copies of these arguments."""
     results = [
         op.named(name)(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments), **options)
         for name in ("cpu", "torch")
     ]
-    torch.testing.assert_close(*results, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
 
 
 @st.composite
@@ -121,6 +122,19 @@ def row_ops(rows: int, width: int, extra: int, seed: int) -> None:
 
 
 @property_test
+@given(st.sampled_from(list(Form)), st.integers(1, 70), st.integers(1, 4), st.integers(0, 30), st.booleans())
+def packed_products(form: Form, outputs: int, groups: int, rows: int, bf16: bool) -> None:
+    torch.manual_seed(rows)
+    if form < Form.CODES8:
+        packed = pack_dense(torch.randn(outputs, groups * 32).to((torch.float32, torch.bfloat16)[form]))
+    else:
+        codes = torch.randint(0, 1 << form.bits, (outputs, groups * 32), dtype=torch.uint8)
+        scale = torch.rand(outputs, groups).half()
+        packed = pack_codes(Codes(codes, scale, scale if bf16 else None, 8), form)
+    agrees(catalog.PACKED_MATMUL, torch.randn(rows, groups * 32), packed, torch.randn(outputs), bf16, tolerance=1e-3)
+
+
+@property_test
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 3), sizes, st.data())
 def ropes(tokens: int, heads: int, kv_heads: int, head_dim: int, data: st.DataObject) -> None:
     half = data.draw(st.integers(0, head_dim // 2))
@@ -170,6 +184,7 @@ PROPERTIES: tuple[Callable[[], None], ...] = (
     attention_with_wrong_values,
     stores,
     row_ops,
+    packed_products,
     ropes,
     exchanges,
 )

@@ -1,0 +1,298 @@
+// x @ weight.T for weights in panels of 16 outputs: float32, bfloat16, or codes of 8 or 4 bits with a scale and a minimum per
+// group of inputs. `packed.py` describes the layout.
+//
+// A value is scale * code + minimum, so a group adds scale * sum(code * x) + minimum * sum(x). The inputs of a group are
+// added in order, and so are the groups: one template makes every number of rows, and a row's bits depend on nothing else.
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "vector.h"
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef _Float16 half_floats __attribute__((vector_size(32)));
+typedef uint8_t bytes __attribute__((vector_size(16)));
+typedef uint32_t words __attribute__((vector_size(64)));
+
+enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3 };
+
+struct Weight {
+    const uint8_t* data;
+    int64_t outputs, inputs, group;
+    Form form;
+    bool wide;    // scales are float32, else float16
+    bool minima;  // are stored, else a minimum is -offset * scale
+    float offset;
+    int64_t scale_bytes, header, panel;  // of one group's scales, of all before the codes, of a panel
+
+    Weight(const uint8_t* data, int64_t outputs, int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima,
+           float offset)
+        : data(data), outputs(outputs), inputs(inputs), group(group), form((Form)form), wide(wide), minima(minima),
+          offset(offset) {
+        const bool coded = form >= CODES8;
+        scale_bytes = coded ? WIDTH * (wide ? 4 : 2) : 0;
+        header = coded ? inputs / group * scale_bytes * (minima ? 2 : 1) : 0;
+        const int64_t bits = form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4;
+        panel = header + inputs * WIDTH * bits / 8;
+    }
+};
+
+template <class T> inline T read(const void* from) {
+    T x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline floats numbers(words codes) { return __builtin_convertvector((ints)codes, floats); }
+
+// Compilers make single conversions of what follows, so the units are named.
+inline floats numbers(const uint8_t* from, bool wide) {
+    if (wide) return read<floats>(from);
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+    return __builtin_convertvector(read<half_floats>(from), floats);
+#endif
+}
+
+inline floats byte_numbers(const uint8_t* from) {
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+    return numbers(__builtin_convertvector(read<bytes>(from), words));
+#endif
+}
+
+// The values of one input for P panels, of codes without scale.
+template <Form F, int P> struct Column {
+    words chunk[P];
+
+    // Reads the codes of the inputs from `first` on: one of float32 and 8 bits, two of bfloat16, eight of 4 bits.
+    inline void load(const uint8_t* const* codes, int64_t first) {
+        if (F == BFLOAT16 || F == CODES4)
+            for (int p = 0; p < P; p++) chunk[p] = read<words>(codes[p] + first * (F == BFLOAT16 ? 32 : 8));
+    }
+
+    inline floats get(const uint8_t* const* codes, int64_t first, int j, int p) const {
+        if (F == FLOAT32) return read<floats>(codes[p] + first * 64);
+        if (F == BFLOAT16) return (floats)(j ? chunk[p] & 0xffff0000u : chunk[p] << 16);
+        if (F == CODES8) return byte_numbers(codes[p] + first * 16);
+        return numbers((chunk[p] >> (uint32_t)(j * 4)) & 15u);
+    }
+};
+
+// The values of two inputs for P panels, as pairs of bfloat16. Codes are exact in it.
+template <Form F, int P> struct PairColumn {
+    words chunk[P];
+
+    // Two inputs of bfloat16 and 8 bits, eight of 4 bits: four pairs of inputs that are four apart.
+    inline void load(const uint8_t* const* codes, int64_t first) {
+        for (int p = 0; p < P; p++) {
+            if (F == BFLOAT16) chunk[p] = read<words>(codes[p] + first * 32);
+            if (F == CODES4) chunk[p] = read<words>(codes[p] + first * 8);
+            if (F == CODES8) {
+                const uint8_t* two = codes[p] + first * 16;
+                chunk[p] = (words)byte_numbers(two) >> 16 | (words)byte_numbers(two + 16);
+            }
+        }
+    }
+
+    inline words get(int j, int p) const {
+        if (F != CODES4) return chunk[p];
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+        return (words)_mm512_permutexvar_epi16((__m512i)(chunk[p] >> (uint32_t)(j * 4) & 0x000f000fu), (__m512i)TABLE);
+#else
+        const words low = (words)numbers(chunk[p] >> (uint32_t)(j * 4) & 15u);
+        return low >> 16 | (words)numbers(chunk[p] >> (uint32_t)(j * 4 + 16) & 15u);
+#endif
+    }
+
+    // The numbers from 0 to 15 in bfloat16, in all 16-bit places that an index of 5 bits reaches.
+    static constexpr words TABLE = {0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, 0x41104100, 0x41304120,
+                                    0x41504140, 0x41704160, 0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0,
+                                    0x41104100, 0x41304120, 0x41504140, 0x41704160};
+};
+
+// total + a.low * b.low + a.high * b.high
+inline floats add_pairs(floats total, words a, words b) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    total += (floats)(a << 16) * (floats)(b << 16);
+    return total + (floats)(a & 0xffff0000u) * (floats)(b & 0xffff0000u);
+#endif
+}
+
+// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then. sums: of each row's inputs per group.
+template <Form F, bool PAIRS, int R, int P>
+inline void multiply(const Weight& w, const uint8_t* const* panels, const void* inputs, const float* sums, floats (*total)[P]) {
+    const float* x = (const float*)inputs;
+    const uint32_t* pairs = (const uint32_t*)inputs;
+    const int64_t groups = w.inputs / w.group;
+    const uint8_t* codes[P];
+    for (int p = 0; p < P; p++) codes[p] = panels[p] + w.header;
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) total[r][p] = floats{};
+    typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
+    constexpr int step = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
+    constexpr int turns = PAIRS ? step / 2 : step;
+    for (int64_t g = 0; g < groups; g++) {
+        floats part[R][P];
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) part[r][p] = F < CODES8 ? total[r][p] : floats{};
+        for (int64_t first = g * w.group; first < (g + 1) * w.group; first += step) {
+            column.load(codes, first);
+#pragma GCC unroll 8
+            for (int j = 0; j < turns; j++) {
+                if constexpr (PAIRS) {
+                    words value[P];
+                    for (int p = 0; p < P; p++) value[p] = column.get(j, p);
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; r++) {
+                        const words input = pairs[(r * w.inputs + first) / 2 + j] - words{};
+                        for (int p = 0; p < P; p++) part[r][p] = add_pairs(part[r][p], value[p], input);
+                    }
+                } else {
+                    floats value[P];
+                    for (int p = 0; p < P; p++) value[p] = column.get(codes, first, j, p);
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; r++) {
+                        const floats input = spread(x[r * w.inputs + first + j]);
+                        for (int p = 0; p < P; p++) part[r][p] += value[p] * input;
+                    }
+                }
+            }
+        }
+        for (int p = 0; p < P; p++) {
+            if (F < CODES8) {
+                for (int r = 0; r < R; r++) total[r][p] = part[r][p];
+                continue;
+            }
+            const floats scale = numbers(panels[p] + g * w.scale_bytes, w.wide);
+            const floats least = w.minima ? numbers(panels[p] + (groups + g) * w.scale_bytes, w.wide) : scale * -w.offset;
+            for (int r = 0; r < R; r++) {
+                total[r][p] += scale * part[r][p];
+                total[r][p] += least * sums[r * groups + g];
+            }
+        }
+    }
+}
+
+template <Form F, bool PAIRS, int R, int P>
+void tile(const Weight& w, int64_t panel, const void* x, const float* sums, const float* bias, float* out) {
+    const uint8_t* panels[P];
+    for (int p = 0; p < P; p++) panels[p] = w.data + (panel + p) * w.panel;
+    floats total[R][P];
+    multiply<F, PAIRS, R, P>(w, panels, x, sums, total);
+    for (int p = 0; p < P; p++) {
+        const int64_t first = (panel + p) * WIDTH;
+        const int64_t kept = std::min<int64_t>(WIDTH, w.outputs - first);
+        for (int r = 0; r < R; r++) {
+            float values[WIDTH];
+            store(values, total[r][p]);
+            for (int64_t i = 0; i < kept; i++)
+                out[r * w.outputs + first + i] = values[i] + (bias ? bias[first + i] : 0.f);
+        }
+    }
+}
+
+constexpr int ROWS = 12, PAIR = 2, QUAD = 4;
+
+// All rows times the panels [from, to).
+template <Form F, bool PAIRS>
+void share(const Weight& w, int64_t from, int64_t to, const void* x, const float* sums, int64_t rows, const float* bias,
+           float* out) {
+    const int64_t groups = w.inputs / w.group;
+    int64_t panel = from;
+    auto run = [&](auto kernel, int64_t row) {
+        kernel(w, panel, (const uint8_t*)x + row * w.inputs * (PAIRS ? 2 : 4), sums + row * groups, bias, out + row * w.outputs);
+    };
+    if (rows == 1) {
+        for (; panel + QUAD <= to; panel += QUAD) run(tile<F, PAIRS, 1, QUAD>, 0);
+        for (; panel < to; panel++) run(tile<F, PAIRS, 1, 1>, 0);
+        return;
+    }
+    for (; panel < to; panel += PAIR) {
+        int64_t row = 0;
+        if (panel + PAIR <= to) {
+            for (; row + ROWS <= rows; row += ROWS) run(tile<F, PAIRS, ROWS, PAIR>, row);
+            for (; row + 4 <= rows; row += 4) run(tile<F, PAIRS, 4, PAIR>, row);
+            for (; row < rows; row++) run(tile<F, PAIRS, 1, PAIR>, row);
+        } else {
+            for (; row + 4 <= rows; row += 4) run(tile<F, PAIRS, 4, 1>, row);
+            for (; row < rows; row++) run(tile<F, PAIRS, 1, 1>, row);
+        }
+    }
+}
+
+// Rounded to bfloat16, to the nearest even; NaN stays NaN.
+inline uint32_t rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0u : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// The inputs [first, first + 8) of a row in pairs: neighbours, or of 4-bit codes those that are four apart.
+inline void pair(const float* x, bool apart, int64_t n, uint32_t* to) {
+    for (int64_t i = 0; i < n / 2; i++)
+        to[i] = apart ? rounded(x[i]) | rounded(x[i + 4]) << 16 : rounded(x[2 * i]) | rounded(x[2 * i + 1]) << 16;
+}
+
+template <bool PAIRS>
+void run(const Weight& w, int64_t from, int64_t to, const void* x, const float* sums, int64_t rows, const float* bias,
+         float* out) {
+    switch (w.form) {
+        case FLOAT32: return share<FLOAT32, false>(w, from, to, x, sums, rows, bias, out);
+        case BFLOAT16: return share<BFLOAT16, PAIRS>(w, from, to, x, sums, rows, bias, out);
+        case CODES8: return share<CODES8, PAIRS>(w, from, to, x, sums, rows, bias, out);
+        case CODES4: return share<CODES4, PAIRS>(w, from, to, x, sums, rows, bias, out);
+    }
+}
+
+}  // namespace
+
+// in_pairs: inputs are rounded to bfloat16; not with weights in float32.
+extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows, const uint8_t* data, int64_t outputs,
+                                       int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset,
+                                       const float* bias, int64_t in_pairs, int64_t threads) {
+    const Weight w(data, outputs, inputs, form, group, wide, minima, offset);
+    const int64_t panels = (outputs + WIDTH - 1) / WIDTH, groups = inputs / group;
+    const bool coded = form >= CODES8;
+    std::vector<float> sums(coded ? rows * groups : 0);
+    std::vector<uint32_t> pairs(in_pairs ? rows * inputs / 2 : 0);
+    const int team = threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+        if (in_pairs) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, form == CODES4, 8, &pairs[i * 4]);
+        }
+        if (coded) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < rows * groups; i++) {
+                const float* from = x + i / groups * inputs + i % groups * group;
+                float total = 0.f;
+                for (int64_t k = 0; k < group; k++) {
+                    const uint32_t bits = in_pairs ? rounded(from[k]) << 16 : 0;
+                    float input = from[k];
+                    if (in_pairs) std::memcpy(&input, &bits, 4);
+                    total += input;
+                }
+                sums[i] = total;
+            }
+        }
+#pragma omp for schedule(static)
+        for (int part = 0; part < team; part++) {  // pairs of panels stay together
+            const int64_t halves = (panels + 1) / 2;
+            const int64_t from = halves * part / team * 2, to = std::min(panels, halves * (part + 1) / team * 2);
+            if (in_pairs)
+                run<true>(w, from, to, pairs.data(), sums.data(), rows, bias, out);
+            else
+                run<false>(w, from, to, x, sums.data(), rows, bias, out);
+        }
+    }
+}

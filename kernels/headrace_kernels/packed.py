@@ -1,0 +1,143 @@
+"""PackedWeight: a matrix whose values stay in few bits, in panels of 16 outputs, as the CPU's kernels read them.
+
+A value is `scale * code + minimum`, with one scale and minimum per group of inputs. A panel has the scales of its
+groups [G, 16], then the minima [G, 16] where they are stored, then the codes:
+
+    float32    [in, 16]
+    bfloat16   [in / 2, 16, 2]
+    8 bits     [in, 16]
+    4 bits     [in / 8, 16, 4]: a byte has the codes of two inputs, the first one in its low half
+
+Outputs are padded to whole panels by zeros.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+WIDTH = 16  # outputs of a panel
+
+
+class Form(IntEnum):
+    """How values are stored; the numbers are those of `cpu/src/packed.cpp`."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    CODES8 = 2
+    CODES4 = 3
+
+    @property
+    def bits(self) -> int:
+        """Of a value without its group's scale."""
+        return (32, 16, 8, 4)[self]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix in few bits, not packed yet.
+
+    codes [out, in] uint8. scale, minimum [out, in / group] float16 or float32, of one dtype; without a minimum it is
+    -offset * scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+    offset: int = 0
+
+    @property
+    def group(self) -> int:
+        """Inputs with one scale."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def dense(self) -> Tensor:
+        """The values [out, in] in float32. Products are exact, sums rounded once: as the gguf package computes them."""
+        outputs, inputs = self.codes.shape
+        codes = self.codes.view(outputs, -1, self.group).float()
+        scale = self.scale.float()[:, :, None]
+        values = (
+            (codes - self.offset) * scale if self.minimum is None else codes * scale + self.minimum.float()[:, :, None]
+        )
+        return values.view(outputs, inputs)
+
+    def rows(self, index: Tensor) -> "Codes":
+        """Some of the outputs, in this order."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return Codes(self.codes[index], self.scale[index], minimum, self.offset)
+
+    def columns(self, start: int, end: int) -> "Codes":
+        """The inputs [start, end), which are whole groups. Raises ValueError."""
+        if start % self.group or end % self.group:
+            raise ValueError(f"inputs {start} to {end} are no whole groups of {self.group}")
+        groups = slice(start // self.group, end // self.group)
+        minimum = None if self.minimum is None else self.minimum[:, groups]
+        return Codes(self.codes[:, start:end], self.scale[:, groups], minimum, self.offset)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """data [panels, bytes of a panel] uint8; the other fields describe it, see the module."""
+
+    data: Tensor
+    outputs: int
+    inputs: int
+    form: Form
+    group: int
+    wide: bool = False  # scales are float32
+    minima: bool = False  # are stored
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data."""
+        return self.data.numel()
+
+
+def pack_dense(weight: Tensor) -> PackedWeight:
+    """weight [out, in], float32 or bfloat16; of bfloat16 an even number of inputs."""
+    outputs, inputs = weight.shape
+    if weight.dtype is torch.bfloat16:
+        pairs = _panels(weight).view(-1, WIDTH, inputs // 2, 2).transpose(1, 2)
+        return PackedWeight(_bytes(pairs), outputs, inputs, Form.BFLOAT16, inputs)
+    return PackedWeight(_bytes(_panels(weight.float()).transpose(1, 2)), outputs, inputs, Form.FLOAT32, inputs)
+
+
+def pack_codes(codes: Codes, form: Form) -> PackedWeight:
+    """form: of 8 or 4 bits. A group of 4-bit codes has a multiple of eight inputs. Raises ValueError."""
+    outputs, inputs = codes.codes.shape
+    if form is Form.CODES4 and codes.group % 8:
+        raise ValueError(f"a group of {codes.group} inputs is no multiple of 8")
+    parts = [_bytes(_panels(codes.scale).transpose(1, 2))]
+    if codes.minimum is not None:
+        parts.append(_bytes(_panels(codes.minimum).transpose(1, 2)))
+    panels = _panels(codes.codes)
+    if form is Form.CODES8:
+        parts.append(_bytes(panels.transpose(1, 2)))
+    else:
+        pairs = panels.view(-1, WIDTH, inputs // 8, 4, 2)
+        parts.append(_bytes((pairs[..., 0] | pairs[..., 1] << 4).transpose(1, 2)))
+    return PackedWeight(
+        torch.cat(parts, 1),
+        outputs,
+        inputs,
+        form,
+        codes.group,
+        wide=codes.scale.dtype is torch.float32,
+        minima=codes.minimum is not None,
+        offset=codes.offset,
+    )
+
+
+def _panels(matrix: Tensor) -> Tensor:
+    """[out, n] -> [panels, 16, n], padded by zeros."""
+    missing = -matrix.shape[0] % WIDTH
+    if missing:
+        matrix = torch.cat([matrix, matrix.new_zeros(missing, matrix.shape[1])])
+    return matrix.reshape(-1, WIDTH, matrix.shape[1])
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """[panels, …] -> [panels, bytes]."""
+    return values.contiguous().view(torch.uint8).reshape(values.shape[0], -1)
