@@ -1,4 +1,4 @@
-"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|attention|rows] [gpu]``.
+"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|packed|attention|rows] [gpu]``.
 
 ``gpu`` is ``headrace_kernels.gpu_benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
 runs are interleaved, and each line gives the fastest: on a shared machine the least disturbed one (set
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from headrace_kernels import catalog
+from headrace_kernels import catalog, ops
 from headrace_kernels.gpu import availability
 from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_dense
 from headrace_kernels.registry import Op
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, VOCAB = 9, 3, 64, 16, 576, 49152
@@ -62,6 +63,49 @@ def linear() -> None:
                 f"{plain / fast:4.1f}x, {2 * out * inner * rows / fast / 1e9:4.0f} GFLOP/s, "
                 f"{out * inner * 4 / fast / 1e9:3.0f} GB/s"
             )
+
+
+def packed() -> None:
+    """Weights in few bits against oneDNN's packed float32, in both arithmetics, over one layer's shapes."""
+    shapes = ((960, HIDDEN), (HIDDEN, HIDDEN), (3072, HIDDEN), (HIDDEN, 1536))
+    layers = 16  # more than the caches hold
+
+    def weights(make: Callable[[int, int], Any]) -> list[Any]:
+        return [make(*shape) for _ in range(layers) for shape in shapes]
+
+    def coded(form: Form) -> Callable[[int, int], PackedWeight]:
+        def make(out: int, inner: int) -> PackedWeight:
+            codes = torch.randint(0, 1 << form.bits, (out, inner), dtype=torch.uint8)
+            scale = torch.rand(out, inner // 32).half()
+            return pack_codes(Codes(codes, scale, scale), form)
+
+        return make
+
+    kinds: dict[str, list[Any]] = {
+        "float32": weights(lambda out, inner: pack_dense(torch.randn(out, inner))),
+        "bfloat16": weights(lambda out, inner: pack_dense(torch.randn(out, inner).bfloat16())),
+        "8 bits": weights(coded(Form.CODES8)),
+        "4 bits": weights(coded(Form.CODES4)),
+    }
+    linears = weights(lambda out, inner: PackedLinear(torch.randn(out, inner)))
+    for rows in (1, 2, 8, 32, 128, 512):
+        inputs = {inner: torch.randn(rows, inner) for _, inner in shapes}
+        runs: dict[str, Callable[[], object]] = {
+            "oneDNN": lambda: [one(inputs[one.in_features]) for one in linears]  # noqa: B023
+        }
+        for name, kind in kinds.items():
+            for bf16 in (False, True):
+                runs[name + (" bf16" if bf16 else "")] = functools.partial(_products, kind, inputs, bf16)
+        runs.pop("float32 bf16")
+        times = fastest(runs, rounds=10)
+        base = times.pop("oneDNN")
+        parts = [f"{name} {base / seconds:.2f}x" for name, seconds in times.items()]
+        print(f"packed rows {rows:3d}: oneDNN {base / layers * 1e6:6.0f} us a layer; {', '.join(parts)}")
+
+
+def _products(weights: list[PackedWeight], inputs: dict[int, torch.Tensor], bf16: bool) -> None:
+    for weight in weights:
+        ops.packed_matmul(inputs[weight.inputs], weight, None, bf16)
 
 
 def attention() -> None:
@@ -134,7 +178,7 @@ def _compare(count: int, op: Op[Any], *arguments: object) -> None:
 def main() -> None:
     """Runs the named part, or all."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {' '.join(catalog.describe())}")
-    parts: dict[str, Callable[[], None]] = {"linear": linear, "attention": attention, "rows": rows}
+    parts: dict[str, Callable[[], None]] = {"linear": linear, "packed": packed, "attention": attention, "rows": rows}
     if torch.cuda.is_available() and availability.missing() is None:
         parts["gpu"] = gpu
     with torch.inference_mode():

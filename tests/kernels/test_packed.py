@@ -94,6 +94,17 @@ def test_a_rows_bits_depend_on_the_row_alone(form: Form, bf16: bool) -> None:
                 assert torch.equal(ops.packed_matmul(x[first:last], packed, None, bf16), whole[first:last])
 
 
+@pytest.mark.parametrize("form", [Form.CODES8, Form.CODES4])
+def test_products_are_those_with_the_values_in_float32(form: Form) -> None:
+    """Bit for bit: a model's tokens do not depend on whether its weights stay packed."""
+    torch.manual_seed(5)
+    for minima in (False, True):
+        packed, dense = _weight(form, 200, 512, minima=minima)
+        for rows in (1, 7, 40):
+            x = torch.randn(rows, 512)
+            assert torch.equal(ops.packed_matmul(x, packed), ops.packed_matmul(x, pack_dense(dense)))
+
+
 def test_outputs_and_whole_groups_of_inputs_can_be_cut() -> None:
     torch.manual_seed(3)
     codes = _codes(Form.CODES4, 64, 256, 32, wide=False, minima=True)

@@ -57,7 +57,7 @@ def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
             "packed_products",
             "ropes",
             "exchanges",
-        )  # fmt: skip
+        )
     ]
 
 

@@ -1,8 +1,7 @@
 // x @ weight.T for weights in panels of 16 outputs: float32, bfloat16, or codes of 8 or 4 bits with a scale and a minimum per
 // group of inputs. `packed.py` describes the layout.
 //
-// A value is scale * code + minimum, so a group adds scale * sum(code * x) + minimum * sum(x). The inputs of a group are
-// added in order, and so are the groups: one template makes every number of rows, and a row's bits depend on nothing else.
+// One template makes every number of rows, in the order of the inputs: a row's bits depend on nothing else.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -18,7 +17,8 @@ typedef _Float16 half_floats __attribute__((vector_size(32)));
 typedef uint8_t bytes __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(64)));
 
-enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3 };
+// EXPANDED: codes of a panel as they are multiplied, for many rows; the values are the same.
+enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, EXPANDED = 4 };
 
 struct Weight {
     const uint8_t* data;
@@ -39,6 +39,8 @@ struct Weight {
         const int64_t bits = form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4;
         panel = header + inputs * WIDTH * bits / 8;
     }
+
+    inline void scales(const uint8_t* panel, int64_t group, floats* scale, floats* least) const;
 };
 
 template <class T> inline T read(const void* from) {
@@ -57,6 +59,11 @@ inline floats numbers(const uint8_t* from, bool wide) {
 #else
     return __builtin_convertvector(read<half_floats>(from), floats);
 #endif
+}
+
+inline void Weight::scales(const uint8_t* panel, int64_t g, floats* scale, floats* least) const {
+    *scale = numbers(panel + g * scale_bytes, wide);
+    *least = minima ? numbers(panel + (inputs / group + g) * scale_bytes, wide) : *scale * -offset;
 }
 
 inline floats byte_numbers(const uint8_t* from) {
@@ -78,7 +85,7 @@ template <Form F, int P> struct Column {
     }
 
     inline floats get(const uint8_t* const* codes, int64_t first, int j, int p) const {
-        if (F == FLOAT32) return read<floats>(codes[p] + first * 64);
+        if (F == FLOAT32 || F == EXPANDED) return read<floats>(codes[p] + first * 64);
         if (F == BFLOAT16) return (floats)(j ? chunk[p] & 0xffff0000u : chunk[p] << 16);
         if (F == CODES8) return byte_numbers(codes[p] + first * 16);
         return numbers((chunk[p] >> (uint32_t)(j * 4)) & 15u);
@@ -92,7 +99,7 @@ template <Form F, int P> struct PairColumn {
     // Two inputs of bfloat16 and 8 bits, eight of 4 bits: four pairs of inputs that are four apart.
     inline void load(const uint8_t* const* codes, int64_t first) {
         for (int p = 0; p < P; p++) {
-            if (F == BFLOAT16) chunk[p] = read<words>(codes[p] + first * 32);
+            if (F == BFLOAT16 || F == EXPANDED) chunk[p] = read<words>(codes[p] + first * 32);
             if (F == CODES4) chunk[p] = read<words>(codes[p] + first * 8);
             if (F == CODES8) {
                 const uint8_t* two = codes[p] + first * 16;
@@ -127,24 +134,30 @@ inline floats add_pairs(floats total, words a, words b) {
 #endif
 }
 
-// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then. sums: of each row's inputs per group.
+// Inputs that a column reads at a time, and how many times it is multiplied for them.
+template <Form F, bool PAIRS> constexpr int STEP = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
+template <Form F, bool PAIRS> constexpr int TURNS = STEP<F, PAIRS> / (PAIRS ? 2 : 1);
+
+// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then.
+// In float32 each value is scale * code + minimum, and all is as with a weight in float32 of these values. In pairs the
+// codes are multiplied, and a group adds scale * sum(code * x) + minimum * sum(x); sums: of each row's inputs per group.
 template <Form F, bool PAIRS, int R, int P>
-inline void multiply(const Weight& w, const uint8_t* const* panels, const void* inputs, const float* sums, floats (*total)[P]) {
+inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_t* const* codes, const void* inputs,
+                     const float* sums, floats (*total)[P]) {
     const float* x = (const float*)inputs;
     const uint32_t* pairs = (const uint32_t*)inputs;
-    const int64_t groups = w.inputs / w.group;
-    const uint8_t* codes[P];
-    for (int p = 0; p < P; p++) codes[p] = panels[p] + w.header;
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) total[r][p] = floats{};
+    constexpr bool CODED = F == CODES8 || F == CODES4, SCALED = PAIRS && (CODED || F == EXPANDED);
+    constexpr int step = STEP<F, PAIRS>, turns = TURNS<F, PAIRS>;
     typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
-    constexpr int step = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
-    constexpr int turns = PAIRS ? step / 2 : step;
+    const int64_t group = CODED || SCALED ? w.group : w.inputs, groups = w.inputs / group;
     for (int64_t g = 0; g < groups; g++) {
-        floats part[R][P];
+        floats scale[P], least[P], part[R][P];
+        for (int p = 0; p < P && (CODED || SCALED); p++) w.scales(panels[p], g, &scale[p], &least[p]);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) part[r][p] = F < CODES8 ? total[r][p] : floats{};
-        for (int64_t first = g * w.group; first < (g + 1) * w.group; first += step) {
+            for (int p = 0; p < P; p++) part[r][p] = SCALED ? floats{} : total[r][p];
+        for (int64_t first = g * group; first < (g + 1) * group; first += step) {
             column.load(codes, first);
 #pragma GCC unroll 8
             for (int j = 0; j < turns; j++) {
@@ -158,7 +171,10 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const void* 
                     }
                 } else {
                     floats value[P];
-                    for (int p = 0; p < P; p++) value[p] = column.get(codes, first, j, p);
+                    for (int p = 0; p < P; p++) {
+                        value[p] = column.get(codes, first, j, p);
+                        if (CODED) value[p] = value[p] * scale[p] + least[p];
+                    }
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
                         const floats input = spread(x[r * w.inputs + first + j]);
@@ -167,27 +183,27 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const void* 
                 }
             }
         }
-        for (int p = 0; p < P; p++) {
-            if (F < CODES8) {
-                for (int r = 0; r < R; r++) total[r][p] = part[r][p];
-                continue;
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) {
+                if (SCALED) {
+                    total[r][p] += scale[p] * part[r][p];
+                    total[r][p] += least[p] * sums[r * groups + g];
+                } else
+                    total[r][p] = part[r][p];
             }
-            const floats scale = numbers(panels[p] + g * w.scale_bytes, w.wide);
-            const floats least = w.minima ? numbers(panels[p] + (groups + g) * w.scale_bytes, w.wide) : scale * -w.offset;
-            for (int r = 0; r < R; r++) {
-                total[r][p] += scale * part[r][p];
-                total[r][p] += least * sums[r * groups + g];
-            }
-        }
     }
 }
 
 template <Form F, bool PAIRS, int R, int P>
-void tile(const Weight& w, int64_t panel, const void* x, const float* sums, const float* bias, float* out) {
-    const uint8_t* panels[P];
-    for (int p = 0; p < P; p++) panels[p] = w.data + (panel + p) * w.panel;
+void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x, const float* sums, const float* bias,
+          float* out) {
+    const uint8_t *panels[P], *codes[P];
+    for (int p = 0; p < P; p++) {
+        panels[p] = w.data + (panel + p) * w.panel;
+        codes[p] = F == EXPANDED ? expanded + p * w.inputs * (PAIRS ? 32 : 64) : panels[p] + w.header;
+    }
     floats total[R][P];
-    multiply<F, PAIRS, R, P>(w, panels, x, sums, total);
+    multiply<F, PAIRS, R, P>(w, panels, codes, x, sums, total);
     for (int p = 0; p < P; p++) {
         const int64_t first = (panel + p) * WIDTH;
         const int64_t kept = std::min<int64_t>(WIDTH, w.outputs - first);
@@ -200,32 +216,62 @@ void tile(const Weight& w, int64_t panel, const void* x, const float* sums, cons
     }
 }
 
+// The codes of one panel as they are multiplied.
+template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_t* to) {
+    const uint8_t* codes = w.data + panel * w.panel + w.header;
+    typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
+    floats scale, least;
+    for (int64_t first = 0; first < w.inputs; first += STEP<F, PAIRS>) {
+        if (first % w.group == 0) w.scales(codes - w.header, first / w.group, &scale, &least);
+        column.load(&codes, first);
+        for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
+            if constexpr (PAIRS)
+                store((float*)to, (floats)column.get(j, 0));
+            else
+                store((float*)to, column.get(&codes, first, j, 0) * scale + least);
+        }
+    }
+}
+
 constexpr int ROWS = 12, PAIR = 2, QUAD = 4;
+constexpr int MANY = 2 * ROWS;  // rows for which codes are expanded
+
+// All rows times P panels.
+template <Form F, bool PAIRS, int P>
+void rows_times(const Weight& w, int64_t panel, const uint8_t* expanded, const uint8_t* x, const float* sums, int64_t rows,
+                const float* bias, float* out) {
+    const int64_t groups = w.inputs / w.group, row_bytes = w.inputs * (PAIRS ? 2 : 4);
+    int64_t row = 0;
+    auto run = [&](auto kernel, int count) {
+        for (; row + count <= rows; row += count)
+            kernel(w, panel, expanded, x + row * row_bytes, sums + row * groups, bias, out + row * w.outputs);
+    };
+    run(tile<F, PAIRS, ROWS, P>, ROWS);
+    run(tile<F, PAIRS, 4, P>, 4);
+    run(tile<F, PAIRS, 1, P>, 1);
+}
 
 // All rows times the panels [from, to).
 template <Form F, bool PAIRS>
-void share(const Weight& w, int64_t from, int64_t to, const void* x, const float* sums, int64_t rows, const float* bias,
+void share(const Weight& w, int64_t from, int64_t to, const void* inputs, const float* sums, int64_t rows, const float* bias,
            float* out) {
-    const int64_t groups = w.inputs / w.group;
+    const uint8_t* x = (const uint8_t*)inputs;
     int64_t panel = from;
-    auto run = [&](auto kernel, int64_t row) {
-        kernel(w, panel, (const uint8_t*)x + row * w.inputs * (PAIRS ? 2 : 4), sums + row * groups, bias, out + row * w.outputs);
-    };
     if (rows == 1) {
-        for (; panel + QUAD <= to; panel += QUAD) run(tile<F, PAIRS, 1, QUAD>, 0);
-        for (; panel < to; panel++) run(tile<F, PAIRS, 1, 1>, 0);
+        for (; panel + QUAD <= to; panel += QUAD) tile<F, PAIRS, 1, QUAD>(w, panel, nullptr, x, sums, bias, out);
+        for (; panel < to; panel++) tile<F, PAIRS, 1, 1>(w, panel, nullptr, x, sums, bias, out);
         return;
     }
+    std::vector<uint8_t> space(F >= CODES8 && rows >= MANY ? PAIR * w.inputs * (PAIRS ? 32 : 64) : 0);
     for (; panel < to; panel += PAIR) {
-        int64_t row = 0;
-        if (panel + PAIR <= to) {
-            for (; row + ROWS <= rows; row += ROWS) run(tile<F, PAIRS, ROWS, PAIR>, row);
-            for (; row + 4 <= rows; row += 4) run(tile<F, PAIRS, 4, PAIR>, row);
-            for (; row < rows; row++) run(tile<F, PAIRS, 1, PAIR>, row);
-        } else {
-            for (; row + 4 <= rows; row += 4) run(tile<F, PAIRS, 4, 1>, row);
-            for (; row < rows; row++) run(tile<F, PAIRS, 1, 1>, row);
+        const bool both = panel + PAIR <= to;
+        if (space.empty()) {
+            (both ? rows_times<F, PAIRS, PAIR> : rows_times<F, PAIRS, 1>)(w, panel, nullptr, x, sums, rows, bias, out);
+            continue;
         }
+        for (int p = 0; p < (both ? PAIR : 1); p++) expand<F, PAIRS>(w, panel + p, &space[p * space.size() / PAIR]);
+        (both ? rows_times<EXPANDED, PAIRS, PAIR> : rows_times<EXPANDED, PAIRS, 1>)(w, panel, space.data(), x, sums, rows,
+                                                                                    bias, out);
     }
 }
 
@@ -249,7 +295,7 @@ void run(const Weight& w, int64_t from, int64_t to, const void* x, const float* 
         case FLOAT32: return share<FLOAT32, false>(w, from, to, x, sums, rows, bias, out);
         case BFLOAT16: return share<BFLOAT16, PAIRS>(w, from, to, x, sums, rows, bias, out);
         case CODES8: return share<CODES8, PAIRS>(w, from, to, x, sums, rows, bias, out);
-        case CODES4: return share<CODES4, PAIRS>(w, from, to, x, sums, rows, bias, out);
+        default: return share<CODES4, PAIRS>(w, from, to, x, sums, rows, bias, out);
     }
 }
 
@@ -262,7 +308,8 @@ extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows,
     const Weight w(data, outputs, inputs, form, group, wide, minima, offset);
     const int64_t panels = (outputs + WIDTH - 1) / WIDTH, groups = inputs / group;
     const bool coded = form >= CODES8;
-    std::vector<float> sums(coded ? rows * groups : 0);
+    const bool scaled = coded && in_pairs;
+    std::vector<float> sums(scaled ? rows * groups : 0);
     std::vector<uint32_t> pairs(in_pairs ? rows * inputs / 2 : 0);
     const int team = threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads);
 #pragma omp parallel num_threads(team) if (team > 1)
@@ -271,15 +318,15 @@ extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows,
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, form == CODES4, 8, &pairs[i * 4]);
         }
-        if (coded) {
+        if (scaled) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < rows * groups; i++) {
                 const float* from = x + i / groups * inputs + i % groups * group;
                 float total = 0.f;
                 for (int64_t k = 0; k < group; k++) {
-                    const uint32_t bits = in_pairs ? rounded(from[k]) << 16 : 0;
-                    float input = from[k];
-                    if (in_pairs) std::memcpy(&input, &bits, 4);
+                    const uint32_t bits = rounded(from[k]) << 16;
+                    float input;
+                    std::memcpy(&input, &bits, 4);
                     total += input;
                 }
                 sums[i] = total;
