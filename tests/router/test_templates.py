@@ -83,10 +83,10 @@ def test_prompts_are_those_of_transformers(templates: dict[str, str]) -> None:
                 expected = render_jinja_template([copy.deepcopy(messages)], chat_template=source, **given)[0][0]
             except Exception:
                 with pytest.raises(ChatTemplateError):
-                    template.render(messages, now, **options)
+                    template.render(messages, now, options)
                 rejected.append(f"{name} {kind}")
                 continue
-            assert template.render(messages, now, **options) == expected, f"{name} {kind}"
+            assert template.render(messages, now, options) == expected, f"{name} {kind}"
     assert len(rejected) <= 20, rejected  # by the templates themselves: roles in another order, no tools
 
 
@@ -100,7 +100,7 @@ def test_a_clients_control_tokens_are_found(templates: dict[str, str]) -> None:
                 for message in messages
             ]
             try:
-                chat = RenderedChat(ChatTemplate(source, SPECIAL), hostile, now, **options)
+                chat = RenderedChat(ChatTemplate(source, SPECIAL), hostile, now, options)
                 origins = chat.origins()
             except ChatTemplateError:
                 continue
