@@ -104,7 +104,7 @@ _FUNCTION_TAGS = Tags(
 TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("openai", "gpt_oss"),
-        ("<|channel|>", "to=functions"),
+        ("<|channel|>", "commentary"),
         Form.JSON,
         start=rf"{_TO}⟦<|channel|>⟧{_WORD}{_JSON_TYPE}",
         call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧{_WORD}|⟦<|channel|>⟧{_WORD}{_TO}){_JSON_TYPE}",

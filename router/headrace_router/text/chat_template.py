@@ -76,8 +76,10 @@ class ChatTemplate:
 
     @cached_property
     def takes_several_calls(self) -> bool:
-        """Whether an assistant's message may have more than one call."""
-        return not self.knows_tools or any(self._renders(calls=2, **form) for form in _FORMS)
+        """Whether an assistant's message may have more than one call; false only where one works and two do not."""
+        if not self.knows_tools or not self._renders(calls=1, **self._form):
+            return True
+        return self._renders(calls=2, **self._form)
 
     @cached_property
     def _form(self) -> Mapping[str, bool]:
