@@ -79,6 +79,20 @@ def test_calls_and_their_results(capsys: pytest.CaptureFixture[str], tmp_path: P
     loaded = Conversation("other")
     load_transcript(path, loaded, ChatSettings())
     assert loaded.request_messages() == conversation.request_messages() and loaded.tools == TOOLS
+    assert not loaded.open_calls
+
+
+def test_a_loaded_conversation_goes_on_with_the_result_of_its_call(tmp_path: Path) -> None:
+    client = Client(CALLS)
+    conversation = Conversation("tiny", tools=TOOLS)
+    session = ChatSession(cast(ApiClient, client), conversation, ChatSettings(), Terminal())
+    session.run(Entries("Weather?", "20 degrees"))
+    path = tmp_path / "saved"
+    save_transcript(path, conversation, ChatSettings(), replace=False)
+    loaded = Conversation("tiny")
+    load_transcript(path, loaded, ChatSettings())
+    assert loaded.open_calls == ["id1"] and loaded.add_message("30 degrees")
+    assert loaded.request_messages()[-1] == {"role": "tool", "tool_call_id": "id1", "content": "30 degrees"}
 
 
 def test_tools_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

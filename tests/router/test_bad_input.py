@@ -13,6 +13,7 @@ STRICT: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {"type": "null"}}},
 }
+TEXT: dict[str, Any] = {"name": "f", "parameters": {"type": "string"}}
 BAD: dict[str, str] = {"name": "f", "arguments": "[1"}
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -72,6 +73,9 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "bad stops": (_with(stop=[1] * 100_000), 400),
     "tool without a name": (_with(tools=[{"type": "function", "function": {}}]), 400),
     "name of a tool": (_with(tools=[{"type": "function", "function": {"name": "a b"}}]), 400),
+    "a flat tool": (_with(tools=[{"type": "function", "name": "f", "parameters": {}}]), 400),
+    "parameters of a text": (_with(tools=[{"type": "function", "function": TEXT}]), 400),
+    "any tool": (_with(tools=[TOOL], tool_choice="any"), 400),
     "two tools of one name": (_with(tools=[TOOL, TOOL]), 400),
     "a tool of another kind": (_with(tools=[{"type": "web_search"}]), 400),
     "no tool to choose": (_with(tool_choice="required"), 400),
@@ -136,6 +140,10 @@ def test_hostile_chat_bodies(shared: Any, name: str, stream: bool) -> None:
         ("more than the context", "context_length_exceeded", "max_tokens"),
         ("tool without a name", "missing_required_parameter", "tools[0].function.name"),
         ("two tools of one name", None, "tools"),
+        ("a flat tool", "invalid_value", "tools[0]"),
+        ("any tool", "invalid_value", "tool_choice"),
+        ("parameters of a text", None, "tools[0].function.parameters"),
+        ("arguments", None, "messages[0].tool_calls[0].function.arguments"),
         ("unknown field", "unknown_parameter", "quantum"),
         ("hot", "invalid_value", "temperature"),
         ("unknown role", "invalid_value", "messages[0].role"),

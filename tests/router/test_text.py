@@ -186,5 +186,5 @@ def test_a_last_message_is_continued_as_by_transformers(content: str, shown: str
     )
     messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": content}]
     expected, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
-    chat = RenderedChat(ChatTemplate(source, {}), messages, NOW, continue_final_message=True)
+    chat = RenderedChat(ChatTemplate(source, {}), messages, NOW, {"continue_final_message": True})
     assert chat.text == expected[0] and len(chat.origins()) == len(chat.text)

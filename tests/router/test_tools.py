@@ -259,3 +259,82 @@ def test_a_parameter_named_like_a_control_token_is_refused(harness: Any, make_re
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         answer = client.post("/v1/chat/completions", json=_body(tools=tools))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "control_token_in_text"
+
+
+def test_messages_that_clients_send_back(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica)
+    call = {"id": None, "type": None, "index": 0, "function": {"name": "get_time", "arguments": "null", "parsed": None}}
+    messages = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "cut off",
+            "reasoning_details": [],
+            "tool_calls": [],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_details": []},
+        {"role": "tool", "content": None, "tool_call_id": ""},
+    ]
+    tool = {**WEATHER, "annotations": None, "function": {**WEATHER["function"], "return": {}}}
+    _post(harness, messages=messages, tools=[tool], chat_template_kwargs={"now": 1, "template": 2, "self": 3})
+    assert '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>' in _prompt(replica)
+
+
+def test_calls_as_the_template_takes_them(harness: Any, make_replica: Any) -> None:
+    """One call in a message, ids of nine letters and digits, and no system message."""
+    picky = (
+        "{{ tools }}{% for m in messages %}{% if m.tool_calls is defined %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{% if m.tool_calls[0].id | length != 9 %}"
+        "{{ raise_exception('nine characters') }}{% endif %}"
+        "{{ m.tool_calls[0].id + m.tool_calls[0].function.arguments }}"
+        "{% endif %}{{ m.role }}: {{ m.content }}{{ m.tool_call_id }}\n{% endfor %}"
+    )
+    replica = _start(harness, make_replica, chat_template=picky + "{# <tool_call> #}")
+    message = _post(harness)["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    message["tool_calls"][0]["id"] = "call_of_another_server"
+    result = {"role": "tool", "tool_call_id": "call_of_another_server", "content": "sunny"}
+    _post(harness, messages=[*MESSAGES, message, result])
+    line = next(line for line in _prompt(replica).splitlines() if line.startswith("tool: sunny"))
+    assert len(line) == len("tool: sunny") + 9 and line[-9:] + '{"city": "Zürich 🙂"}' in _prompt(replica)
+
+
+def test_a_template_without_system_messages(harness: Any, make_replica: Any) -> None:
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    replica = _start(harness, make_replica, chat_template=strict)
+    _post(harness)
+    assert _prompt(replica).startswith("You can use tools.") and _prompt(replica).endswith("in Zürich?")
+
+
+def test_strict_tools_are_no_reason_to_refuse(harness: Any, make_replica: Any) -> None:
+    """Frameworks set `strict`, also for models whose calls cannot be told from text."""
+    template = TEMPLATE + '{# ipython "parameters": #}'
+    _start(harness, make_replica, chat_template=template, reply='{"name": "get_time", "parameters": {}}')
+    strict = {"type": "function", "function": {"name": "get_time", "strict": True}}
+    assert _post(harness, tools=[strict])["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_tool_without_parameters_gets_none(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica)
+    _post(harness, tools=[TIME], tool_choice="required")
+    assert '"additionalProperties": false' in json.loads(replica.submits[-1].grammar)["grammars"][0]["lark_grammar"]
+
+
+def test_what_a_limit_cuts_after_calls_is_no_text(harness: Any, make_replica: Any) -> None:
+    _start(harness, make_replica, reply=ANSWER.partition("\n\n")[2], chat_template=PLAIN)
+    for tokens in range(60, 140, 3):
+        message = _post(harness, max_tokens=tokens)["choices"][0]["message"]
+        assert (message["content"] or "") in "Let me look." or not message.get("tool_calls"), tokens
+
+
+def test_a_template_whose_calls_are_not_known(harness: Any, make_replica: Any) -> None:
+    unknown = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    _start(harness, make_replica, chat_template=unknown)
+    assert _post(harness)["choices"][0]["message"]["content"] == ANSWER
+    with harness.client() as client:
+        answer = client.post("/v1/chat/completions", json=_body(tool_choice="required"))
+    assert answer.status_code == 400 and "--tool-parser" in answer.json()["error"]["message"]

@@ -8,6 +8,7 @@ In a joined Ray ranks may run on other machines: they make the checks that depen
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from headrace_cluster.core.placement import (
     PROCESS_BYTES,
@@ -31,6 +32,7 @@ from headrace_worker.comm.interface import address_on
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, gpu_headroom, request_limit, size_kv
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
+from headrace_worker.model.facts import read_template
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.headers import check_length, gguf_footprint, read_headers
 from headrace_worker.model.source import HubUnreachableError, ModelSource, hub_commit, is_here, resolve
@@ -70,6 +72,8 @@ def check_start(
         for model in spec.models:
             if model.rank_interface:
                 address_on(model.rank_interface)
+            if model.chat_template is not None:
+                read_template(Path(model.chat_template).expanduser())
     located = [_locate(spec, model, warn) for model in spec.models]
     spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
     builds = [build for model, source in located if source for build in _builds(spec, model, source, machine)]

@@ -105,11 +105,11 @@ _HEAD = regex.compile(
     regex.DOTALL,
 )
 _TAIL = regex.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)*\}}', regex.DOTALL)
-_FIRST_KEY = regex.compile(r'\{\s*"(?:(?:tool_)?name|id|type|tool_call_id|arguments|parameters)"')
+_FIRST_KEY = regex.compile(r'\{\s{0,99}"(?:(?:tool_)?name|id|type|tool_call_id|arguments|parameters)"')
 HEAD_CHARS = 4096  # up to the arguments, where the name comes first
-_OPEN = regex.compile(r"(?P<array>\[\s*)?(?=\{)")
-_NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
-_CLOSE = regex.compile(r"\s*\]")
+_OPEN = regex.compile(r"(?P<array>\[\s{0,9})?(?=\{)")
+_NEXT = regex.compile(r"\s{0,9}[,;]\s{0,9}(?=\{)")
+_CLOSE = regex.compile(r"\s{0,9}\]")
 
 
 class ObjectsReader(_Base):
@@ -190,7 +190,7 @@ class ObjectsReader(_Base):
     def _tail(self) -> Iterator[Event]:
         """After the arguments: the rest of the object."""
         found = _TAIL.match(self.rest, partial=True)
-        if found is None:
+        if found is None or (found.partial and len(self.rest) > HEAD_CHARS):
             self.state = State.DONE
         elif not found.partial:
             self.rest = self.rest[found.end() :]
@@ -219,11 +219,13 @@ class ObjectsReader(_Base):
 
 
 def _string(text: str) -> str | None:
-    """Of a JSON string."""
+    """Of a JSON string; None if it is no text."""
     try:
-        return str(json.loads(text))
+        found = str(json.loads(text))
+        found.encode()  # half a surrogate pair is no text
     except ValueError:
         return None
+    return found
 
 
 def _call(text: str) -> tuple[str, str] | None:
@@ -236,9 +238,19 @@ def _call(text: str) -> tuple[str, str] | None:
             given = json.loads(given)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(given, dict | None):
+    if not isinstance(name, str) or _string(json.dumps(name)) is None or not isinstance(given, dict | None):
         return None
-    return name, json.dumps(given or {}, ensure_ascii=False)
+    return name, _dumped(given or {})
+
+
+def _dumped(value: Any) -> str:
+    """As JSON; half a surrogate pair is escaped. Raises ValueError or TypeError where JSON has no such value."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
 
 
 class TaggedReader(_Base):
@@ -288,18 +300,23 @@ class TaggedReader(_Base):
         kind = found.groupdict().get("kind")
         properties = self._schema.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        self._value = _Value(kind, schema if isinstance(schema, Mapping) else {}, self._before)
+        self._value = _Value(kind, value_types(schema, self._schema), self._before)
         self._count += 1
         return ("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+
+
+_DEEPEST = 32  # references and unions in each other
 
 
 class _Value:
     """One tagged value as JSON."""
 
-    def __init__(self, kind: str | None, schema: Mapping[str, Any], before: str) -> None:
-        """kind: its type, or whether it is a string, as the model says. before: what it does not begin with."""
+    def __init__(self, kind: str | None, types: set[str], before: str) -> None:
+        """kind: its type, or whether it is a string, as the model says. types: as the schema says, empty for any.
+
+        before: what it does not begin with.
+        """
         self._before = before
-        types = value_types(schema)
         self._text = kind in ("true", "string") or (kind is None and types == {"string"})
         self._types = types if kind is None else {"string", kind} if kind != "false" else set()
         self._buffer = ""
@@ -320,16 +337,29 @@ class _Value:
         return self.add("") + '"' if self._text else _typed(self._buffer, self._types)
 
 
-def value_types(schema: Mapping[str, Any]) -> set[str]:
-    """That a value of the schema may have; empty if it doesn't say."""
-    found = schema.get("type", [])
-    types = {found} if isinstance(found, str) else {one for one in found if isinstance(one, str)}
-    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        if isinstance(part, Mapping):
-            types |= value_types(part)
-    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
-        types.add(_type(value))
-    return types
+def value_types(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
+    """That a value of the schema may have; empty if it may have any, or doesn't say. root: of local references."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return set()
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        found: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return value_types(found, root, depth + 1)
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(values, list):
+            return {_type(value) for value in values}
+    for branches in (schema.get("anyOf"), schema.get("oneOf")):
+        if isinstance(branches, list):
+            types = [value_types(branch, root, depth + 1) for branch in branches]
+            return set().union(*types) if all(types) else set()
+    return set()
 
 
 def _type(value: Any) -> str:
@@ -363,7 +393,7 @@ def _refuse(name: str) -> None:
 class PythonReader(_Base):
     """A list of calls in Python's syntax. Each is passed on when it is complete."""
 
-    _HEAD = regex.compile(r"\s*(?:(?P<end>\])|[\[,]?\s*(?P<name>[A-Za-z_][\w.]*)\()")
+    _HEAD = regex.compile(r"\s{0,9}(?:(?P<end>\])|[\[,]?\s{0,9}(?P<name>[A-Za-z_][\w.]{0,256})\()")
 
     def __init__(self, names: Container[str] | None) -> None:
         """names: of the tools, where it is a call only if it names one."""
@@ -415,11 +445,6 @@ def _python(arguments: str) -> str | None:
         return _dumped(found) if len(found) == len(call.keywords) else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
-
-
-def _dumped(value: Any) -> str:
-    """As JSON. Raises ValueError or TypeError where JSON has no such value."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 class GemmaReader(_Base):

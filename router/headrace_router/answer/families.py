@@ -2,7 +2,8 @@
 
 Patterns are regular expressions in which ⟦…⟧ surrounds a marker. Where the model's vocabulary has the marker as a token
 of its own, only this token matches; else its text does. In the answer such a token is one private character, from
-U+F0000 on, which no name contains. The names of rows are those of vLLM's parsers, so that its users find theirs.
+U+F0000 on, which no name contains. All repetitions are bounded: text that may become a marker is matched again with
+each token. The names of rows are those of vLLM's parsers, so that its users find theirs.
 """
 
 from collections.abc import Iterator
@@ -81,22 +82,32 @@ class ReasoningFamily:
     answer: str = ""
 
 
+_WS = r"\s{0,9}"
+_WORD = r"\w{1,64}"
 _DSML = r"<⟦｜DSML｜⟧ ?"
 _DSML_END = r"</⟦｜DSML｜⟧ ?"
-_NAME = r"(?P<name>[^\s<>\[\]{}\"\U000f0000-\U000f00ff]+)"
+_NAME = r"(?P<name>[^\s<>\[\]{}\"\U000f0000-\U000f00ff]{1,256})"
 _CHANNEL = r"(?:⟦<|start|>⟧assistant)?"
-_TO = r"\s*to=functions\.(?P<name>[^\s<\U000f0000-\U000f00ff]+)"
-_OTHER = r"\s*to=(?!functions\.)[^\s<\U000f0000-\U000f00ff]+"  # tools of the model's makers
-_JSON_TYPE = r"\s*(?:⟦<|constrain|>⟧)?\s*(?:json)?\s*⟦<|message|>⟧"
+_TO = r"\s?to=functions\.(?P<name>[^\s<\U000f0000-\U000f00ff]{1,256})"
+_OTHER = r"\s?to=(?!functions\.)[^\s<\U000f0000-\U000f00ff]{1,256}"  # tools of the model's makers
+_JSON_TYPE = r"\s{0,9}(?:⟦<|constrain|>⟧)?\s{0,9}(?:json)?\s{0,9}⟦<|message|>⟧"
+
+_FUNCTION_TAGS = Tags(
+    r"<parameter=(?P<key>[^>\n]{1,256})>",
+    r"\n?</parameter>(?=\s{0,9}(?:<parameter=[^>\n]{1,256}>|</function>))"
+    r"|\n(?=<parameter=[^>\n]{1,256}>\n)|\n(?=</function>\s{0,9}(?:⟦</tool_call>⟧|⟦</seed:tool_call>⟧))",
+    r"</function>",
+    before="\n",
+)
 
 # The first row that fits a template is taken.
 TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("openai", "gpt_oss"),
-        ("<|channel|>", "<|constrain|>"),
+        ("<|channel|>", "commentary"),
         Form.JSON,
-        start=rf"{_TO}⟦<|channel|>⟧\w+{_JSON_TYPE}",
-        call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧\w+|⟦<|channel|>⟧\w+{_TO}){_JSON_TYPE}",
+        start=rf"{_TO}⟦<|channel|>⟧{_WORD}{_JSON_TYPE}",
+        call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧{_WORD}|⟦<|channel|>⟧{_WORD}{_TO}){_JSON_TYPE}",
         noise=r"⟦<|call|>⟧",
         written="⟦<|channel|>⟧commentary to=functions.{name} ⟦<|constrain|>⟧json⟦<|message|>⟧{args}",
         between="⟦<|call|>⟧⟦<|start|>⟧assistant",
@@ -105,13 +116,13 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("kimi_k3",),
         ("<|open|>", "<|sep|>"),
         Form.TAGGED,
-        call=r'⟦<|open|>⟧call tool="(?P<name>[^"]*)"[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧',
+        call=r'⟦<|open|>⟧call tool="(?P<name>[^"]{0,256})"[^<\U000f0000-\U000f00ff]{0,99}⟦<|sep|>⟧',
         tags=Tags(
-            r'⟦<|open|>⟧argument key="(?P<key>[^"]*)"(?: type="(?P<kind>\w+)")?⟦<|sep|>⟧',
+            r'⟦<|open|>⟧argument key="(?P<key>[^"]{0,256})"(?: type="(?P<kind>\w{1,64})")?⟦<|sep|>⟧',
             r"⟦<|close|>⟧argument⟦<|sep|>⟧(?=⟦<|open|>⟧argument|⟦<|close|>⟧call)",
             r"⟦<|close|>⟧call⟦<|sep|>⟧",
         ),
-        noise=r"(?:⟦<|open|>⟧|⟦<|close|>⟧)(?:tools|response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧",
+        noise=r"(?:⟦<|open|>⟧|⟦<|close|>⟧)(?:tools|response|message)[^<\U000f0000-\U000f00ff]{0,99}⟦<|sep|>⟧",
         wrapper=("⟦<|open|>⟧tools⟦<|sep|>⟧", "⟦<|close|>⟧tools⟦<|sep|>⟧"),
         written='⟦<|open|>⟧call tool="{name}"⟦<|sep|>⟧{args}⟦<|close|>⟧call⟦<|sep|>⟧',
         value=('⟦<|open|>⟧argument key="{key}"⟦<|sep|>⟧', "⟦<|close|>⟧argument⟦<|sep|>⟧"),
@@ -120,8 +131,8 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("kimi_k2",),
         ("<|tool_call_argument_begin|>",),
         Form.JSON,
-        call=r"⟦<|tool_call_begin|>⟧\s*(?:functions\.)?(?P<name>[^\s:<\U000f0000-\U000f00ff]+)(?::\d+)?\s*"
-        r"⟦<|tool_call_argument_begin|>⟧\s*(?=\{)",
+        call=r"⟦<|tool_call_begin|>⟧\s{0,9}(?:functions\.)?(?P<name>[^\s:<\U000f0000-\U000f00ff]{1,256})(?::\d{1,9})?\s{0,9}"
+        r"⟦<|tool_call_argument_begin|>⟧\s{0,9}(?=\{)",
         noise=r"⟦<|tool_call_end|>⟧|⟦<|tool_calls_section_begin|>⟧|⟦<|tool_calls_section_end|>⟧",
         wrapper=("⟦<|tool_calls_section_begin|>⟧", "⟦<|tool_calls_section_end|>⟧"),
         ident="functions.{name}:{count}",
@@ -131,9 +142,9 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("deepseek_v32", "deepseek_v4"),
         ("｜DSML｜",),
         Form.TAGGED,
-        call=rf'{_DSML}invoke name="(?P<name>[^"]+)"\s*(?:>|(?=/>))',
+        call=rf'{_DSML}invoke name="(?P<name>[^"]{{1,256}})"{_WS}(?:>|(?=/>))',
         tags=Tags(
-            rf'{_DSML}parameter name="(?P<key>[^"]*)"(?: string="(?P<kind>\w+)")?>',
+            rf'{_DSML}parameter name="(?P<key>[^"]{{0,256}})"(?: string="(?P<kind>{_WORD})")?>',
             rf"{_DSML_END}parameter>",
             rf"/>|{_DSML_END}invoke>",
         ),
@@ -146,7 +157,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("deepseek_v3", "deepseek_r1"),
         ("<｜tool▁sep｜>", "```json"),
         Form.JSON,
-        call=r"⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧(?P<name>[^\n]+)\n```json\n\s*(?=\{)",
+        call=r"⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧(?P<name>[^\n]{1,256})\n```json\n\s{0,9}(?=\{)",
         noise=r"(?:\n```)?⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
         wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
         written="⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧{name}\n```json\n{args}\n```⟦<｜tool▁call▁end｜>⟧",
@@ -156,7 +167,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("deepseek_v31",),
         ("<｜tool▁sep｜>",),
         Form.JSON,
-        call=r"⟦<｜tool▁call▁begin｜>⟧(?P<name>[^\n\U000f0000-\U000f00ff]+?)⟦<｜tool▁sep｜>⟧\s*(?=\{)",
+        call=r"⟦<｜tool▁call▁begin｜>⟧(?P<name>[^\n\U000f0000-\U000f00ff]{1,256}?)⟦<｜tool▁sep｜>⟧\s{0,9}(?=\{)",
         noise=r"⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
         wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
         written="⟦<｜tool▁call▁begin｜>⟧{name}⟦<｜tool▁sep｜>⟧{args}⟦<｜tool▁call▁end｜>⟧",
@@ -165,17 +176,17 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("gemma4",),
         ("<|tool_call>", "call:"),
         Form.GEMMA,
-        call=r"⟦<|tool_call>⟧call:(?P<name>[^\s{\U000f0000-\U000f00ff]+)(?=\{)",
+        call=r"⟦<|tool_call>⟧call:(?P<name>[^\s{\U000f0000-\U000f00ff]{1,256})(?=\{)",
         noise=r"⟦<tool_call|>⟧",
     ),
     ToolFamily(
         ("glm45", "glm47"),
         ("<arg_key>",),
         Form.TAGGED,
-        call=r"⟦<tool_call>⟧\s*(?P<name>[^\s<{\U000f0000-\U000f00ff]+)\s*(?=⟦<arg_key>⟧|⟦</tool_call>⟧)",
+        call=r"⟦<tool_call>⟧\s{0,9}(?P<name>[^\s<{\U000f0000-\U000f00ff]{1,256})\s{0,9}(?=⟦<arg_key>⟧|⟦</tool_call>⟧)",
         tags=Tags(
-            r"⟦<arg_key>⟧(?P<key>.*?)⟦</arg_key>⟧\s*⟦<arg_value>⟧",
-            r"⟦</arg_value>⟧(?=\s*(?:⟦<arg_key>⟧|⟦</tool_call>⟧))",
+            r"⟦<arg_key>⟧(?P<key>[^<\U000f0000-\U000f00ff]{1,256})⟦</arg_key>⟧\s{0,9}⟦<arg_value>⟧",
+            r"⟦</arg_value>⟧(?=\s{0,9}(?:⟦<arg_key>⟧|⟦</tool_call>⟧))",
             r"⟦</tool_call>⟧",
         ),
         written="⟦<tool_call>⟧{name}\n{args}⟦</tool_call>⟧",
@@ -183,17 +194,22 @@ TOOLS: tuple[ToolFamily, ...] = (
         value=("⟦<arg_key>⟧{key}⟦</arg_key>⟧\n⟦<arg_value>⟧", "⟦</arg_value>⟧\n"),
     ),
     ToolFamily(
+        ("seed_oss",),
+        ("<seed:tool_call>",),
+        Form.TAGGED,
+        call=r"(?:⟦<seed:tool_call>⟧\s{0,9})?<function=(?P<name>[^>\n]{1,256})>",
+        tags=_FUNCTION_TAGS,
+        noise=r"⟦</seed:tool_call>⟧",
+        written="⟦<seed:tool_call>⟧\n<function={name}>\n{args}</function>\n⟦</seed:tool_call>⟧",
+        between="\n",
+        value=("<parameter={key}>", "</parameter>\n"),
+    ),
+    ToolFamily(
         ("qwen3_coder", "qwen3_xml"),
         ("<function=", "<parameter="),
         Form.TAGGED,
-        call=r"(?:⟦<tool_call>⟧\s*)?<function=(?P<name>[^>\n]+)>",
-        tags=Tags(
-            r"<parameter=(?P<key>[^>\n]+)>",
-            r"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))"
-            r"|\n(?=<parameter=[^>\n]+>\n)|\n(?=</function>\s*⟦</tool_call>⟧)",
-            r"</function>",
-            before="\n",
-        ),
+        call=r"(?:⟦<tool_call>⟧\s{0,9})?<function=(?P<name>[^>\n]{1,256})>",
+        tags=_FUNCTION_TAGS,
         noise=r"⟦</tool_call>⟧",
         ends_reasoning=True,
         written="⟦<tool_call>⟧\n<function={name}>\n{args}</function>\n⟦</tool_call>⟧",
@@ -204,14 +220,14 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("mistral",),
         ("[TOOL_CALLS]",),
         Form.JSON,
-        call=rf"⟦[TOOL_CALLS]⟧(?:\s*(?=\[\s*\{{)|\s*{_NAME}\s*(?:⟦[CALL_ID]⟧\w+)?(?:⟦[ARGS]⟧)?\s*(?=\{{))",
+        call=rf"⟦[TOOL_CALLS]⟧(?:{_WS}(?=\[{_WS}\{{)|{_WS}{_NAME}{_WS}(?:⟦[CALL_ID]⟧{_WORD})?(?:⟦[ARGS]⟧)?{_WS}(?=\{{))",
         written="⟦[TOOL_CALLS]⟧{name}⟦[ARGS]⟧{args}",
     ),
     ToolFamily(
         ("granite",),
         ("<|tool_call|>",),
         Form.OBJECTS,
-        call=r"⟦<|tool_call|>⟧\s*(?=\[|\{)",
+        call=r"⟦<|tool_call|>⟧\s{0,9}(?=\[|\{)",
         wrapper=("⟦<|tool_call|>⟧[", "]"),
         written='{"name": "{name}", "arguments": {args}}',
         between=", ",
@@ -220,7 +236,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("command",),
         ("<|START_ACTION|>",),
         Form.OBJECTS,
-        call=r"⟦<|START_ACTION|>⟧\s*(?=\[|\{)",
+        call=r"⟦<|START_ACTION|>⟧\s{0,9}(?=\[|\{)",
         noise=r"⟦<|END_ACTION|>⟧",
         wrapper=("⟦<|START_ACTION|>⟧[", "]⟦<|END_ACTION|>⟧"),
         written='{"tool_call_id": "0", "tool_name": "{name}", "parameters": {args}}',
@@ -230,15 +246,15 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("llama4_pythonic", "pythonic"),
         ("<|python_start|>",),
         Form.PYTHON,
-        start=r"\s*(?:⟦<|python_start|>⟧)?\s*(?=\[\s*[A-Za-z_][\w.]*\()",
+        start=r"\s{0,9}(?:⟦<|python_start|>⟧)?\s{0,9}(?=\[\s{0,9}[A-Za-z_][\w.]{0,256}\()",
         noise=r"⟦<|python_end|>⟧",
     ),
     ToolFamily(
         ("llama3_json",),
-        ("<|python_tag|>", '"parameters"'),
+        ('"parameters": ', "ipython"),
         Form.OBJECTS,
-        start=r"\s*(?=\{)",
-        call=r"⟦<|python_tag|>⟧\s*(?=\{)",
+        start=r"\s{0,9}(?=\{)",
+        call=r"⟦<|python_tag|>⟧\s{0,9}(?=\{)",
         written='{"name": "{name}", "parameters": {args}}',
         between="; ",
     ),
@@ -246,7 +262,7 @@ TOOLS: tuple[ToolFamily, ...] = (
         ("hermes", "qwen"),
         ("<tool_call>",),
         Form.OBJECTS,
-        call=r"⟦<tool_call>⟧\s*(?=\{|\[)",
+        call=r"⟦<tool_call>⟧\s{0,9}(?=\{|\[)",
         noise=r"⟦</tool_call>⟧",
         written='⟦<tool_call>⟧\n{"name": "{name}", "arguments": {args}}\n⟦</tool_call>⟧',
         between="\n",
@@ -257,16 +273,16 @@ REASONING: tuple[ReasoningFamily, ...] = (
     ReasoningFamily(
         ("openai_gptoss", "gpt_oss"),
         ("<|channel|>", "analysis"),
-        open=rf"{_CHANNEL}⟦<|channel|>⟧analysis\s*⟦<|message|>⟧",
+        open=rf"{_CHANNEL}⟦<|channel|>⟧analysis{_WS}⟦<|message|>⟧",
         close=r"⟦<|end|>⟧|⟦<|return|>⟧|⟦<|call|>⟧|(?=⟦<|start|>⟧)",
         prefix="<|channel|>analysis<|message|>",
         written=("⟦<|channel|>⟧analysis⟦<|message|>⟧", "⟦<|end|>⟧⟦<|start|>⟧assistant"),
         answer="⟦<|channel|>⟧final⟦<|message|>⟧",
-        noise=rf"{_CHANNEL}⟦<|channel|>⟧(?:final|commentary)\s*(?:⟦<|constrain|>⟧)?\s*(?:json)?\s*⟦<|message|>⟧"
+        noise=rf"{_CHANNEL}⟦<|channel|>⟧(?:final|commentary){_WS}(?:⟦<|constrain|>⟧)?{_WS}(?:json)?{_WS}⟦<|message|>⟧"
         r"|⟦<|end|>⟧|⟦<|return|>⟧|⟦<|call|>⟧",
-        dropped=rf"{_CHANNEL}(?:{_OTHER}⟦<|channel|>⟧\w+|⟦<|channel|>⟧\w+{_OTHER}"
-        r"|⟦<|channel|>⟧(?!analysis|final|commentary)\w+)"
-        r"[^<\U000f0000-\U000f00ff]*(?:⟦<|constrain|>⟧[^<\U000f0000-\U000f00ff]*)?⟦<|message|>⟧",
+        dropped=rf"{_CHANNEL}(?:{_OTHER}⟦<|channel|>⟧{_WORD}|⟦<|channel|>⟧{_WORD}{_OTHER}"
+        r"|⟦<|channel|>⟧(?!analysis|final|commentary)\w{1,64})"
+        r"[^<\U000f0000-\U000f00ff]{0,99}(?:⟦<|constrain|>⟧[^<\U000f0000-\U000f00ff]{0,99})?⟦<|message|>⟧",
     ),
     ReasoningFamily(
         ("kimi_k3",),
@@ -276,7 +292,7 @@ REASONING: tuple[ReasoningFamily, ...] = (
         prefix="<|open|>think<|sep|>",
         written=("⟦<|open|>⟧think⟦<|sep|>⟧", "⟦<|close|>⟧think⟦<|sep|>⟧"),
         answer="⟦<|open|>⟧response⟦<|sep|>⟧",
-        noise=r"⟦<|open|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧|⟦<|close|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]*⟦<|sep|>⟧",
+        noise=r"⟦<|open|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]{0,99}⟦<|sep|>⟧|⟦<|close|>⟧(?:response|message)[^<\U000f0000-\U000f00ff]{0,99}⟦<|sep|>⟧",
     ),
     ReasoningFamily(
         ("gemma4",),

@@ -47,20 +47,22 @@ class Syntax:
         self._char_of = {marker: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
         self._spelled = {FIRST_TOKEN + place: marker for place, marker in enumerate(found)}
         self._shown = {char: "" if marker in self.special else marker for char, marker in self._spelled.items()}
-        noise = [row.noise for row in (tools, reasoning) if row is not None and row.noise]
         plain = {
             "think": reasoning.open if reasoning else NOTHING,
-            "noise": "|".join(noise) or NOTHING,
+            "noise": (reasoning and reasoning.noise) or NOTHING,
             "dropped": (reasoning and reasoning.dropped) or NOTHING,
         }
+        noise = "|".join(row.noise for row in (tools, reasoning) if row is not None and row.noise)
         call = (tools and tools.call) or NOTHING
         self.start = self.compiled((tools and tools.start) or NOTHING)
         self.text = self._of(plain)
-        self.text_with_calls = self._of({"call": call, **plain})
+        self.text_with_calls = self._of({"call": call, **plain, "noise": noise or NOTHING})
         thinking = {"noise": reasoning.close if reasoning else NOTHING}
         self.thinking = self._of(thinking)
         self.thinking_with_calls = self._of({"call": call, **thinking} if tools and tools.ends_reasoning else thinking)
-        every = [self._marker(marker) for pattern in (call, *plain.values()) for marker in MARKER.findall(pattern)]
+        every = [
+            self._marker(marker) for pattern in (call, noise, *plain.values()) for marker in MARKER.findall(pattern)
+        ]
         self.marker = regex.compile("|".join(every) or NOTHING)
         self.form = tools.form if tools else Form.JSON
         self.tags = (
@@ -78,6 +80,15 @@ class Syntax:
     def begins_in_reasoning(self, prompt: str) -> bool:
         """Whether the answer to this rendered prompt does."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.prefix.rstrip())
+
+    def stops(self, texts: Sequence[str]) -> list[str]:
+        """Stop strings, and these as they are in an answer where a marker in them is a token."""
+        found = dict.fromkeys(texts)
+        for text in texts:
+            for marker, char in self._char_of.items():
+                text = text.replace(marker, char)
+            found[text] = None
+        return list(found)
 
     def spelled(self, text: str) -> str:
         """Text with the private characters replaced by their markers."""
@@ -98,11 +109,20 @@ Row = TypeVar("Row", ToolFamily, ReasoningFamily)
 
 
 def syntax_of(
-    template: str, tool_parser: str, reasoning_parser: str, tokens: Mapping[str, int], special: Container[int]
+    template: str,
+    tool_parser: str,
+    reasoning_parser: str,
+    tokens: Mapping[str, int],
+    special: Container[int],
+    *,
+    knows_tools: bool = True,
 ) -> Syntax:
-    """Of a model, from its chat template or the names of parsers. Where the template knows no tools, it is `hermes`."""
+    """Of a model, from its chat template or the names of parsers.
+
+    Where the template knows no tools, calls are those of `hermes`, which our own text about tools asks for.
+    """
     tools = _row(TOOLS, tool_parser, template)
-    if tools is None and tool_parser != "none":
+    if tool_parser in ("", "auto") and not knows_tools:
         tools = _row(TOOLS, "hermes", template)
     return Syntax(tools, _row(REASONING, reasoning_parser, template), tokens, special)
 
@@ -153,6 +173,11 @@ class AnswerParser:
         """Whether the answer is complete, whatever follows."""
         return self._one_call and self.calls > 0
 
+    @property
+    def held(self) -> int:
+        """Characters of which it is not certain yet what they are."""
+        return len(self._buffer)
+
     def push(self, text: str) -> list[Event]:
         """The events that this text completes."""
         if self.full:
@@ -189,7 +214,7 @@ class AnswerParser:
                 return True
         pattern = self._thoughts if self._thinking or self._dropping else self._text
         found = pattern.search(self._buffer, partial=True)
-        if final and found is not None and found.partial and not self.syntax.marker.search(self._buffer, found.start()):
+        if final and found is not None and found.partial and not self._is_cut_off(found.start()):
             found = None  # it was no marker after all
         end = len(self._buffer) if found is None else found.start()
         self._show(events, self._buffer[:end])
@@ -198,6 +223,10 @@ class AnswerParser:
             return False
         self._take(found)
         return True
+
+    def _is_cut_off(self, place: int) -> bool:
+        """Whether what is held from here on began a call, or what belongs to calls."""
+        return self.calls > 0 or self.syntax.marker.search(self._buffer, place) is not None
 
     def _take(self, found: "regex.Match[str]") -> None:
         """Of a match at the start of the buffer."""

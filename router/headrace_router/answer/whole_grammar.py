@@ -48,6 +48,8 @@ def whole_grammar(
     if not required and not any(tool.strict for tool in tools) and not (constraint and (tools or syntax.reasoning)):
         return constraint
     rules = _Rules(syntax)
+    if not required and not constraint and not rules.head_is_marker:
+        return ""  # text cannot be told from calls: `strict` is not enforced
     begin = rules.reasoning(thinking)
     if not tools:
         body = f"{rules.answer} @constraint"
@@ -82,6 +84,11 @@ class _Rules:
         self.answer = self._pieces(syntax.reasoning.answer) if syntax.reasoning else ""
         self.lines: list[str] = []
 
+    @property
+    def head_is_marker(self) -> bool:
+        """Whether a marker begins the calls."""
+        return bool(self._head)
+
     def reasoning(self, thinking: bool) -> str:
         """What an answer begins with."""
         row = self._syntax.reasoning
@@ -107,8 +114,6 @@ class _Rules:
     def text_or(self, calls: str) -> str:
         """Text, with calls after it or without."""
         marker = self._head[1:-1]
-        if not marker:
-            raise UnforceableCallsError
         if marker in self._syntax.special:
             self._add("TEXT", "/(?s:.*)/")
             if self.answer:
@@ -150,11 +155,16 @@ class _Rules:
         row = self._row
         assert row is not None
         parts: list[str] = []
-        properties = schema.get("properties")
+        properties, required = schema.get("properties"), schema.get("required")
         for number, (key, value) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
             name = f"value_{place}_{number}"
             inner = dict(value) if isinstance(value, Mapping) else {}
-            is_text = value_types(inner) == {"string"} and not inner.keys() & {"enum", "const", "pattern", "$ref"}
+            is_text = value_types(inner, schema) == {"string"} and not inner.keys() & {
+                "enum",
+                "const",
+                "pattern",
+                "$ref",
+            }
             before, after = (
                 part.replace("{key}", key).replace("{string}", "true" if is_text else "false") for part in row.value
             )
@@ -164,7 +174,7 @@ class _Rules:
             else:
                 self._add(name, f"%json {json.dumps(prepared_schema({**_definitions(schema), **inner}))}")
                 part = f"{self._pieces(before)} {name} {self._pieces(after)}"
-            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            parts.append(part if isinstance(required, list) and key in required else f"({part})?")
         return " ".join(parts)
 
     def _pieces(self, text: str) -> str:

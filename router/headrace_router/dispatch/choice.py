@@ -97,7 +97,7 @@ class Choice:
         self.failure: ApiError | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # until the next update
         self._text = card.tokens.stream(request.prompt_token_ids, card.syntax.chars if parser is not None else None)
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(card.syntax.stops(stop) if parser is not None else stop)
         self._one_by_one = bool(stop) or request.sampling.HasField("logprobs")
         self._min_tokens = request.sampling.min_tokens
         self._pending: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # token, logprobs, where its text begins

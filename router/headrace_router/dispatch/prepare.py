@@ -78,7 +78,7 @@ class Preparer:
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str, constraint: str) -> tuple[GenerationRequest, str]:
         """The request, and the grammar of its answers."""
         limits = self._limits
-        messages = [template_message(message) for message in body.messages]
+        messages = [template_message(message, place) for place, message in enumerate(body.messages)]
         used = tools_of(body)
         options = _template_options(body)
         if used is not None:
@@ -104,7 +104,7 @@ class Preparer:
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
 
         def encode() -> tuple[Prompt, bool]:
-            token_ids, thinking = card.chat(messages, **options)
+            token_ids, thinking = card.chat(messages, options)
             return hasher.prompt(token_ids), thinking
 
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
@@ -120,7 +120,7 @@ class Preparer:
                     card.syntax,
                     used.schemas if used is not None and calls else None,
                     thinking=thinking,
-                    one_call=used is not None and used.one_call,
+                    one_call=used is not None and (used.one_call or not card.template.takes_several_calls),
                 ),
             )
         return request, _grammar(card, used, constraint, thinking)
@@ -306,13 +306,17 @@ def _grammar(card: ModelCard, used: ToolUse | None, constraint: str, thinking: b
             used.offered if used is not None else (),
             constraint=constraint,
             required=used is not None and used.required,
-            one_call=used is not None and used.one_call,
+            one_call=used is not None and (used.one_call or not card.template.takes_several_calls),
             thinking=thinking,
         )
     except UnforceableCallsError:
+        if card.syntax.tools is None:
+            raise UnsupportedError(
+                "How this model writes calls of tools is not known: its operator can name it by --tool-parser.",
+                param="tools",
+            ) from None
         raise UnsupportedError(
-            "This model's calls of tools cannot be forced: send 'tool_choice' as auto, without 'strict' and without "
-            "'response_format'.",
+            "This model's calls of tools cannot be forced: send 'tool_choice' as auto, and no 'response_format'.",
             param="tools",
         ) from None
     except ValueError as error:

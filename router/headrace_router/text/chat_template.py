@@ -1,5 +1,6 @@
 """The model's own chat template, rendered as by transformers, in jinja's immutable sandbox."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -41,7 +42,9 @@ class ChatTemplate:
         except Exception:  # beside jinja2's own errors: deep nesting, numbers of thousands of digits
             self._problem = "This model's chat template is not valid Jinja: use /v1/completions instead."
 
-    def render(self, messages: Sequence[Mapping[str, Any]], now: datetime, **options: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], now: datetime, options: Mapping[str, Any] | None = None
+    ) -> str:
         """The prompt's text. Raises ChatTemplateError with the template's message.
 
         messages: the arguments of calls are objects. now: the date that the template may write. options: `tools`,
@@ -49,13 +52,14 @@ class ChatTemplate:
         """
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
+        options = dict(options or {})
         if not self.knows_tools:
-            messages = with_tools(messages, options.pop("tools", None))
-        elif self._takes_text_arguments:
-            messages = [_with_text_arguments(message) for message in messages]
+            messages = with_tools(messages, options.pop("tools", None), system=self._takes_system)
+        else:
+            messages = [self._fitting(message) for message in messages]
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens, **options}
         try:
-            return self._template.render(messages=messages, strftime_now=now.strftime, **given)
+            return self._template.render({**given, "messages": messages, "strftime_now": now.strftime})
         except jinja2.exceptions.SecurityError:
             raise ChatTemplateError(
                 "The model's chat template does something that the sandbox forbids, whatever the messages are: use "
@@ -71,34 +75,75 @@ class ChatTemplate:
             raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from None
 
     @cached_property
-    def _takes_text_arguments(self) -> bool:
-        """Whether it fails on the arguments of a call unless they are JSON text, as some templates do."""
-        call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
-        probe: list[Mapping[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "d", "tool_call_id": "call00000", "name": "a"},
-        ]
-        tools = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {"type": "object"}}}]
-        given = {"tools": tools, "documents": None, "add_generation_prompt": True, **self._special_tokens}
-        assert self._template is not None
-        for messages, takes in ((probe, False), ([_with_text_arguments(message) for message in probe], True)):
-            try:
-                self._template.render(messages=messages, strftime_now=datetime.now().strftime, **given)
-            except Exception:  # of templates, filters and operators
-                continue
-            return takes
-        return False
+    def takes_several_calls(self) -> bool:
+        """Whether an assistant's message may have more than one call; false only where one works and two do not."""
+        if not self.knows_tools or not self._renders(calls=1, **self._form):
+            return True
+        return self._renders(calls=2, **self._form)
 
+    @cached_property
+    def _form(self) -> Mapping[str, bool]:
+        """How the template wants calls."""
+        return next((form for form in _FORMS if self._renders(calls=1, **form)), _FORMS[0])
 
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not message.get("tool_calls"):
+    @cached_property
+    def _takes_system(self) -> bool:
+        return self._succeeds([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], None)
+
+    def _fitting(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message of which calls and results are in the template's form."""
+        if message.get("tool_calls"):
+            return {**message, "tool_calls": [_call(call, **self._form) for call in message["tool_calls"]]}
+        if self._form["short_ids"] and message.get("tool_call_id"):
+            return {**message, "tool_call_id": _short(message["tool_call_id"])}
         return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+
+    def _renders(self, *, calls: int, as_text: bool, short_ids: bool) -> bool:
+        """Whether it renders a chat with so many calls."""
+        idents = [f"call_{place}" for place in range(calls)]
+        listed = [{"id": ident, "type": "function", "function": {"name": "a", "arguments": {}}} for ident in idents]
+        messages: list[Mapping[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [_call(call, as_text=as_text, short_ids=short_ids) for call in listed],
+            },
+        ]
+        messages += [
+            {"role": "tool", "content": "b", "name": "a", "tool_call_id": _short(ident) if short_ids else ident}
+            for ident in idents
+        ]
+        parameters = {"type": "object", "properties": {}}
+        tool = {"name": "a", "description": "", "parameters": parameters}
+        return self._succeeds(messages, [{"type": "function", "function": tool}])
+
+    def _succeeds(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
+        assert self._template is not None
+        given = {"tools": tools, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+        try:
+            self._template.render({**given, "messages": messages, "strftime_now": datetime.now().strftime})
+        except Exception:  # of templates, filters and operators
+            return False
+        return True
+
+
+# Arguments as JSON text, which some templates want; ids of nine letters and digits, as Mistral's templates want.
+_FORMS = tuple({"as_text": as_text, "short_ids": short_ids} for short_ids in (False, True) for as_text in (False, True))
+
+
+def _call(call: Mapping[str, Any], *, as_text: bool, short_ids: bool) -> Mapping[str, Any]:
+    function = call["function"]
+    if as_text:
+        function = {**function, "arguments": _tojson(function["arguments"])}
+    return {**call, "id": _short(call["id"]) if short_ids else call["id"], "function": function}
+
+
+def _short(ident: str) -> str:
+    """The same nine letters and digits for an id; itself if it is that."""
+    if len(ident) == 9 and ident.isalnum() and ident.isascii():
+        return ident
+    return hashlib.sha256(ident.encode()).hexdigest()[:9]
 
 
 class _GenerationTag(Extension):

@@ -64,6 +64,7 @@ class ModelCard:
             facts.reasoning_parser,
             {token.content: token_id for token_id, token in added.items()},
             {token_id for token_id, token in added.items() if token.special},
+            knows_tools=self.template.knows_tools,
         )
         try:
             with panics_as_errors():
@@ -73,17 +74,17 @@ class ModelCard:
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
             raise ModelFactsError("the replica's tokenizer does not encode text") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of `chat`."""
-        return self.chat(messages, **options)[0]
+        return self.chat(messages, {})[0]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], bool]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[int], bool]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop.
 
         options: of the template. Returns the token ids, and whether the answer begins inside of the reasoning.
         """
         known = self.with_known_roles(messages)
-        rendered = RenderedChat(self.template, known, datetime.now(), **options)
+        rendered = RenderedChat(self.template, known, datetime.now(), options)
         return self.encoder.encode_chat(rendered), self.syntax.begins_in_reasoning(rendered.text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -91,12 +92,16 @@ class ModelCard:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Replaces the role developer by system, its predecessor, for templates that do not know developer."""
-        keeps = "developer" in self.template.source
-        return [
-            {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
-            for message in messages
-        ]
+        """As the template knows them: developer is system where it has no such role, and reasoning has its name."""
+        keeps, thinking = "developer" in self.template.source, ".thinking" in self.template.source
+        found = []
+        for message in messages:
+            known = {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
+            # gpt-oss refuses a call's message with both.
+            if thinking and "reasoning_content" in known and not (known["content"] and known.get("tool_calls")):
+                known["thinking"] = known["reasoning_content"]
+            found.append(known)
+        return found
 
 
 def _unknown_token(spec: dict[str, Any]) -> str | None:

@@ -20,8 +20,8 @@ class UnmarkedChatError(InvalidRequestError, code="control_token_in_text"):
 
     def __init__(self) -> None:
         super().__init__(
-            "These messages spell one of the model's control tokens, and the model's chat template changes them in a "
-            "way that cannot be followed: remove what looks like a control token.",
+            "These messages, or definitions of tools, spell one of the model's control tokens, and the model's chat "
+            "template changes them in a way that cannot be followed: remove what looks like a control token.",
             param="messages",
         )
 
@@ -52,7 +52,7 @@ class RenderedChat:
     """A chat in the model's own format. It is rendered again with marks around the client's strings."""
 
     def __init__(
-        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], now: datetime, **options: Any
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], now: datetime, options: Mapping[str, Any]
     ) -> None:
         """now, options: as for `ChatTemplate.render`, and `continue_final_message`: the answer goes on with its text.
 
@@ -61,9 +61,9 @@ class RenderedChat:
         self._template = template
         self._messages = messages
         self._now = now
-        self._continues = options.pop("continue_final_message", False)
-        self._options = options
-        self.text = self._render(messages, options)
+        self._continues = options.get("continue_final_message", False)
+        self._options = {name: value for name, value in options.items() if name != "continue_final_message"}
+        self.text = self._render(messages, self._options)
 
     def strings(self) -> list[str]:
         """All strings of the client but roles and types."""
@@ -103,9 +103,9 @@ class RenderedChat:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if not self._continues:
-            return self._template.render(messages, self._now, **options)
+            return self._template.render(messages, self._now, options)
         last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_OPEN}"}
-        rendered = self._template.render([*messages[:-1], last], self._now, **options, add_generation_prompt=False)
+        rendered = self._template.render([*messages[:-1], last], self._now, {**options, "add_generation_prompt": False})
         place = rendered.rfind(_OPEN.strip())
         if place < 0:
             raise ChatTemplateError("The model's chat template does not show the last message.", param="messages")

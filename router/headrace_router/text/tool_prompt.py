@@ -19,11 +19,12 @@ You will get its result between <tool_response> and </tool_response>."""
 
 
 def with_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, system: bool
 ) -> list[dict[str, Any]]:
     """Messages of system, user and assistant alone, which say the same.
 
-    tools: as in OpenAI's API.
+    tools: as in OpenAI's API. system: whether the template takes messages of this role; else the first message has the
+    text about tools.
     """
     found = [_as_text(message) for message in messages]
     if tools:
@@ -31,6 +32,8 @@ def with_tools(
         text = _INTRODUCTION.format(tools=listed)
         if found and found[0]["role"] == "system":
             found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{text}"}
+        elif found and not system:
+            found[0] = {**found[0], "content": f"{text}\n\n{found[0]['content']}"}
         else:
             found.insert(0, {"role": "system", "content": text})
     return found

@@ -144,24 +144,29 @@ class TextPart(_Body):
     text: StrictStr
 
 
-class CalledFunction(_Body):
+class _Open(_Body):
+    """An object that comes from an answer, or is part of a definition: other members change nothing."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+
+class CalledFunction(_Open):
     name: StrictStr = Field(min_length=1, max_length=256)
     arguments: StrictStr = Field(description="a JSON object, as text")
 
 
-class ToolCall(_Body):
+class ToolCall(_Open):
     """A call that the assistant made."""
 
-    id: StrictStr = Field(default="", max_length=256)
-    type: Literal["function"] = "function"
+    id: StrictStr | None = Field(default=None, max_length=256)
+    type: Literal["function"] | None = None
     function: CalledFunction
-    index: StrictInt | None = Field(default=None, description="part of a streamed answer that is sent back")
 
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
-        default=None, description="may be left out of an assistant's message with `tool_calls`"
+        default=None, description="may be left out by an assistant and a tool"
     )
     name: StrictStr | None = Field(default=None, max_length=256)
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = Field(
@@ -179,22 +184,29 @@ class ChatMessage(_Body):
             raise ValueError("'tool_calls' belong into messages of the role assistant")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("'tool_call_id' belongs into messages of the role tool")
-        if self.content is None and not self.tool_calls:
+        # An answer that was cut off in its reasoning has none, and a tool may have nothing to say.
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("'content' is missing")
         return self
 
 
-class FunctionTool(_Body):
+class FunctionTool(_Open):
     name: StrictStr = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema of an object")
     strict: StrictBool | None = Field(default=None, description="the arguments always follow the schema")
 
 
-class Tool(_Body):
+class Tool(_Open):
     type: Literal["function"]
     function: FunctionTool
-    cache_control: Any = Field(default=None, description="prefixes are always cached")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_place(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "name" in value and "function" not in value:
+            raise ValueError("the name, description and parameters belong into 'function': {'name': …}")
+        return value
 
 
 class ToolName(_Body):
@@ -206,6 +218,17 @@ class ToolChoice(_Body):
 
     type: Literal["function"]
     function: ToolName
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("none", "auto", "required"):
+        raise ValueError(
+            "it must be none, auto, required, or {'type': 'function', 'function': {'name': …}} for one of the tools"
+        )
+    return value
+
+
+ToolChoiceInput = Annotated[Literal["none", "auto", "required"] | ToolChoice, BeforeValidator(_tool_choice)]
 
 
 class ChatBody(RequestOptions):
@@ -227,9 +250,7 @@ class ChatBody(RequestOptions):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(
         default=None, description="that the model may call; see docs/tools.md"
     )
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
-        default=None, description="auto if there are tools"
-    )
+    tool_choice: ToolChoiceInput | None = Field(default=None, description="auto if there are tools")
     parallel_tool_calls: StrictBool | None = Field(
         default=None, description="false: the answer ends with its first call"
     )

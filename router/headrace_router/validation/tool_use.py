@@ -7,7 +7,9 @@ from typing import Any
 
 from headrace_router.answer.whole_grammar import OfferedTool
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.validation.bodies import ChatBody, ChatMessage, ToolChoice
+from headrace_router.validation.bodies import CalledFunction, ChatBody, ChatMessage, ToolChoice
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,12 @@ def tools_of(body: ChatBody) -> ToolUse | None:
     if not tools or choice == "none":
         return None
     functions = [tool.function for tool in tools]
+    for place, function in enumerate(functions):
+        if (function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequestError(
+                f"'tools[{place}].function.parameters' is not valid: its 'type' must be object.",
+                param=f"tools[{place}].function.parameters",
+            )
     required = bool(named) or choice == "required"
     return ToolUse(
         listed=[
@@ -48,7 +56,7 @@ def tools_of(body: ChatBody) -> ToolUse | None:
             for function in functions
         ],
         offered=tuple(
-            OfferedTool(function.name, function.parameters or {}, required or bool(function.strict))
+            OfferedTool(function.name, function.parameters or _NO_PARAMETERS, required or bool(function.strict))
             for function in functions
             if not named or function.name == named
         ),
@@ -57,12 +65,12 @@ def tools_of(body: ChatBody) -> ToolUse | None:
     )
 
 
-def template_message(message: ChatMessage) -> dict[str, Any]:
+def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
     """As templates see it: text parts are joined by newlines, and arguments of calls are objects.
 
-    Raises InvalidRequestError.
+    place: of the message, for errors. Raises InvalidRequestError.
     """
-    found = message.model_dump(exclude_none=True, exclude={"reasoning"})
+    found = message.model_dump(exclude_none=True, exclude={"reasoning", "tool_calls"})
     content = message.content or ""
     found["content"] = content if isinstance(content, str) else "\n".join(part.text for part in content)
     if message.reasoning and not message.reasoning_content:
@@ -70,22 +78,21 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [
             {
-                "id": call.id,
+                "id": call.id or "",
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": _function(call.function, f"messages[{place}].tool_calls[{number}]"),
             }
-            for call in message.tool_calls
+            for number, call in enumerate(message.tool_calls)
         ]
     return found
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _function(called: CalledFunction, path: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        arguments = json.loads(called.arguments or "{}") or {}
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(
-            "The 'arguments' of a call in 'messages' are no JSON object, as text.", param="messages"
-        )
-    return value
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{path}.function.arguments"
+        raise InvalidRequestError(f"'{field}' is not valid: it must be the text of a JSON object.", param=field)
+    return {"name": called.name, "arguments": arguments}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
@@ -167,14 +168,23 @@ def _backend(tokenizer: Any) -> Tokenizer:
 
 
 def read_template(path: Path) -> str:
-    """The text of a chat template's file. Raises ModelLoadError."""
+    """The text of a chat template's file. Raises ModelLoadError where it cannot be read, or is not valid Jinja."""
     try:
-        return path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
         raise ModelLoadError(
-            f"--chat-template {path} cannot be read ({reason}): name a file on the rank's node."
+            f"--chat-template {path} cannot be read ({reason}): name a file on the machine where the model runs."
         ) from error
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError as error:
+        if "generation" in str(error.message):  # a tag of transformers
+            return source
+        raise ModelLoadError(
+            f"--chat-template {path} is not valid Jinja, line {error.lineno}: {error.message}"
+        ) from error
+    return source
 
 
 def has_tokenizer(source: ModelSource) -> bool:

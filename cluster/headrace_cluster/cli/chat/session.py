@@ -1,6 +1,7 @@
 """The loop of a conversation: entries in, answers out; handles answers that are interrupted or fail."""
 
 import contextlib
+import json
 import time
 from typing import Any, Protocol
 
@@ -93,7 +94,8 @@ class ChatSession:
             self._terminal.error(error)
             self._terminal.note("(the message is not in the conversation; /retry asks again)")
         else:
-            self._conversation.add_answer("".join(pieces), list(calls.values()) if finish_reason != "length" else [])
+            complete = [call for call in calls.values() if _is_complete(call)]
+            self._conversation.add_answer("".join(pieces), complete)
             if self._conversation.open_calls:
                 self._terminal.note("(the next message is the result of the first call)")
             if finish_reason == "length":
@@ -136,6 +138,15 @@ class ChatSession:
         if self._settings.stats:
             self._terminal.note(meter.summary(usage))
         return finish_reason
+
+
+def _is_complete(call: dict[str, Any]) -> bool:
+    """Whether its arguments were not cut off."""
+    try:
+        json.loads(call["function"]["arguments"] or "{}")
+    except ValueError:
+        return False
+    return True
 
 
 def _collect(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:

@@ -65,9 +65,20 @@ def load_transcript(path: Path, conversation: Conversation, settings: ChatSettin
     conversation.system = plain.pop(0)["content"] if plain[0]["role"] == "system" else None
     conversation.pending = plain.pop()["content"] if plain and plain[-1]["role"] == "user" else None
     conversation.messages = plain
-    conversation.open_calls = []
+    conversation.open_calls = _open_calls(plain)
     conversation.tools = tools or ()
     return model
+
+
+def _open_calls(messages: list[dict[str, Any]]) -> list[str]:
+    """Ids of the last answer's calls that have no result."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or any(message["role"] == "user" for message in messages[answers[-1] :]):
+        return []
+    answered = {message.get("tool_call_id") for message in messages[answers[-1] :]}
+    calls = messages[answers[-1]].get("tool_calls") or []
+    idents = [str(call.get("id")) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [ident for ident in idents if ident not in answered]
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ MESSAGE: tuple[RestrictedField, ...] = (
     accepted_at("refusal", JsonKind.STRING, ""),
     accepted("annotations", JsonKind.LIST, "Part of an answer that is sent back; not passed to templates."),
     accepted_at("thinking_blocks", JsonKind.LIST, []),
+    accepted("reasoning_details", JsonKind.LIST, "Part of an answer that is sent back."),
     accepted("provider_specific_fields", JsonKind.OBJECT, "Part of an answer that is sent back."),
     accepted("cache_control", JsonKind.OBJECT, _CACHED),
     accepted_at("prefix", JsonKind.BOOLEAN, False),

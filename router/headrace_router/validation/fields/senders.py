@@ -96,7 +96,10 @@ _SENDERS: dict[str, dict[Scope, str]] = {
     "LiteLLM": {
         Scope.CHAT: "thinking reasoning_effort enable_thinking safe_prompt extra_body stop_sequences",
         Scope.COMPLETIONS: "extra_body max_completion_tokens stop_sequences",
-        Scope.MESSAGE: "provider_specific_fields thinking_blocks reasoning_content cache_control prefix annotations",
+        Scope.MESSAGE: """
+            provider_specific_fields thinking_blocks reasoning_content reasoning_details cache_control prefix
+            annotations
+        """,
         Scope.PART: "cache_control",
     },
     "LangChain": {
