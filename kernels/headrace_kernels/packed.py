@@ -11,6 +11,7 @@ groups [G, 16], then the minima [G, 16] where they are stored, then the codes:
 Outputs are padded to whole panels by zeros.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -74,6 +75,30 @@ class Codes:
         groups = slice(start // self.group, end // self.group)
         minimum = None if self.minimum is None else self.minimum[:, groups]
         return Codes(self.codes[:, start:end], self.scale[:, groups], minimum, self.offset)
+
+
+def concatenate(parts: Sequence[Codes]) -> Codes:
+    """The outputs of all parts, in order. Parts of different kinds get the finest groups, and minima in float32."""
+    first = parts[0]
+    kinds = {(part.group, part.scale.dtype, part.minimum is None, part.offset) for part in parts}
+    if len(kinds) > 1:
+        group = min(part.group for part in parts)
+        parts = [_general(part, group) for part in parts]
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return Codes(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(minima) if minima else None,
+        first.offset if len(kinds) == 1 else 0,
+    )
+
+
+def _general(codes: Codes, group: int) -> Codes:
+    """The same values with scales and minima in float32 for smaller groups."""
+    scale = codes.scale.float()
+    minimum = scale * -codes.offset if codes.minimum is None else codes.minimum.float()
+    times = codes.group // group
+    return Codes(codes.codes, scale.repeat_interleave(times, 1), minimum.repeat_interleave(times, 1))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ import torch
 
 from headrace_kernels import ops
 from headrace_kernels.packed import pack_codes, pack_dense
+from headrace_worker.model.coded import CodedLinear, CodedMatrix, PackedCodes, merge_coded
 from headrace_worker.model.gguf_codes import format_of, read_codes
+from headrace_worker.model.gguf_file import GgufTensor
+from headrace_worker.model.gguf_tensors import packed_bytes
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where float16 are
@@ -36,6 +39,35 @@ def test_values_are_those_of_the_gguf_package(name: str) -> None:
     packed = pack_codes(found, known.form)
     assert torch.equal(ops.packed_rows(packed, torch.arange(19)), expected)
     assert torch.equal(ops.packed_matmul(x, packed), ops.packed_matmul(x, pack_dense(expected)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_memory_of_a_matrix_is_known_from_its_header(name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    known = format_of(kind)
+    assert known is not None
+    matrix = CodedMatrix(read_codes(kind, blocks(name, 32, 8)), known.form)
+    tensor = GgufTensor("a", tuple(matrix.shape), int(kind), 0)
+    assert matrix.nbytes == matrix.packed().nbytes == packed_bytes(tensor)
+
+
+def test_linears_of_different_kinds_are_merged_without_changing_a_value() -> None:
+    parts = []
+    for name in ("Q4_K", "Q6_K", "Q4_0", "Q8_0"):
+        kind = gguf.GGMLQuantizationType[name]
+        known = format_of(kind)
+        assert known is not None
+        count = 2 if name.endswith("K") else 16  # blocks of a row of 512 values
+        parts.append(CodedLinear(CodedMatrix(read_codes(kind, blocks(name, 16, count)), known.form), None))
+    merged = merge_coded(parts, None)
+    values = torch.cat([part.matrix.codes.dense() for part in parts])
+    assert torch.allclose(merged.matrix.codes.dense(), values, rtol=1e-6, atol=1e-7)
+    x = torch.randn(3, 512)
+    assert torch.equal(PackedCodes(merged)(x), ops.packed_matmul(x, pack_dense(merged_values(parts))))
+
+
+def merged_values(parts: list[CodedLinear]) -> torch.Tensor:
+    return merge_coded(parts, None).matrix.codes.dense()
 
 
 def test_other_kinds_have_no_format() -> None:

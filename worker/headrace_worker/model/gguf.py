@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.coded import CodedMatrix
+from headrace_worker.model.gguf_codes import format_of, read_codes
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
 from headrace_worker.model.gguf_metadata import number, text
@@ -23,7 +25,7 @@ _INTERLEAVED_ROTARY = {"llama"}  # q and k rows are stored permuted
 
 
 class GgufWeights:
-    """Tensors of a GGUF file under transformers' names, dequantized to float32 when read."""
+    """Tensors of a GGUF file under transformers' names: dequantized to float32 when read, or as codes."""
 
     def __init__(self, file: GgufFile) -> None:
         self.read_bytes = 0
@@ -42,9 +44,34 @@ class GgufWeights:
         check_name(name, self._by_name)
         tensor = self._by_name[name]
         ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(tensor.shape)]
-        permuted = self._arch in _INTERLEAVED_ROTARY and (".q_proj." in name or ".k_proj." in name)
-        head = self._head_rows(tensor, "q_proj" in name) if permuted else 0
+        head = self._permuted_head(name, tensor)
         return join(ranges, lambda spans: self._read_block(tensor, spans, head))
+
+    def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None:
+        """A matrix without its values; None where it has no codes, or is cut within their groups."""
+        check_name(name, self._by_name)
+        tensor = self._by_name[name]
+        storage = storage_of(tensor)
+        known = format_of(storage.kind)
+        if known is None or len(tensor.shape) != 2:
+            return None
+        (outputs, inputs) = (spans_of(cuts, dim, size) for dim, size in enumerate(tensor.shape))
+        if len(inputs) > 1 or any(edge % storage.block for edge in inputs[0]):
+            return None
+        row_bytes = storage.row_bytes(tensor)
+        raw = np.frombuffer(self._file.buffer, np.uint8, tensor.shape[0] * row_bytes, tensor.offset)
+        columns = slice(*(edge // storage.block * storage.block_bytes for edge in inputs[0]))
+        parts = [raw.reshape(-1, row_bytes)[slice(*span), columns] for span in outputs]
+        self.read_bytes += sum(part.nbytes for part in parts)
+        codes = read_codes(storage.kind, np.concatenate(parts))
+        if head := self._permuted_head(name, tensor):
+            codes = codes.rows(torch.arange(len(codes.codes)).view(-1, head // 2, 2).swapaxes(1, 2).flatten())
+        return CodedMatrix(codes, known.form)
+
+    def _permuted_head(self, name: str, tensor: GgufTensor) -> int:
+        """Rows of a head whose rows are in another order than transformers has them; 0 for other tensors."""
+        permuted = self._arch in _INTERLEAVED_ROTARY and (".q_proj." in name or ".k_proj." in name)
+        return self._head_rows(tensor, "q_proj" in name) if permuted else 0
 
     def _read_block(self, tensor: GgufTensor, spans: tuple[Span, ...], head: int) -> torch.Tensor:
         """One span of each dimension; `head`: rows of a head if they must be reordered to transformers' order."""

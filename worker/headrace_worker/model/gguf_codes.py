@@ -50,6 +50,11 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
+def _parts(values: Tensor, count: int) -> Tensor:
+    """[…, n] -> […, count, n / count]."""
+    return values.reshape(*values.shape[:-1], count, -1)
+
+
 def _rows(values: Tensor) -> Tensor:
     """[rows, blocks, …] -> [rows, n]."""
     return values.reshape(len(values), -1).contiguous()
@@ -76,7 +81,7 @@ def _eight(blocks: Tensor) -> Codes:
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Twelve bytes with eight scales and eight minima of six bits each: two of [rows, blocks, 8]."""
-    first, second, third = packed.split(4, -1)
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([first & 63, third & 15 | (first >> 6) << 4], -1)
     minima = torch.cat([second & 63, third >> 4 | (second >> 6) << 4], -1)
     return scales.float(), minima.float()
@@ -87,7 +92,7 @@ def _k(*, fifth: bool) -> Callable[[Tensor], Codes]:
 
     def read(blocks: Tensor) -> Codes:
         scales, minima = _k_scales(blocks[..., 4:16])
-        codes = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+        codes = _nibbles(_parts(blocks[..., -128:], 4)).reshape(*blocks.shape[:2], 8, 32)
         if fifth:  # bit j of byte i is the fifth one of the i-th value of part j
             bits = blocks[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1
             codes = codes | bits.transpose(-1, -2) << 4
@@ -100,8 +105,9 @@ def _k(*, fifth: bool) -> Callable[[Tensor], Codes]:
 
 def _six_k(blocks: Tensor) -> Codes:
     """Q6_K: the lower four bits, the upper two, sixteen signed scales, their scale."""
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)) & 3
+    low = _nibbles(_parts(blocks[..., :128], 2)).reshape(*blocks.shape[:2], 2, 4, 32)
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    high = _parts(blocks[..., 128:192], 2)[..., None, :] >> shifts & 3
     scale = _halves(blocks, 208).float()[..., None] * blocks[..., 192:208].contiguous().view(torch.int8).float()
     return Codes(_rows(low | high << 4), _rows(scale), None, 32)
 

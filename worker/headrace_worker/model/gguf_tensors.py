@@ -22,6 +22,16 @@ class Storage:
         return tensor.shape[-1] // self.block * self.block_bytes
 
 
+# Bits of a value in memory where matrices of this kind stay packed (gguf_codes.py): of its code and its share of scales.
+_PACKED_BITS = {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
+
+
+def packed_bytes(tensor: GgufTensor) -> int:
+    """Of a tensor on a CPU in float32, where matrices stay packed."""
+    bits = _PACKED_BITS.get(storage_of(tensor).kind.name, 32) if len(tensor.shape) == 2 else 32
+    return round(prod(tensor.shape) * bits / 8)
+
+
 def storage_of(tensor: GgufTensor) -> Storage:
     """Raises ModelUnsupportedError for an unknown type."""
     try:

@@ -15,7 +15,7 @@ from headrace_worker.model.facts import check_tokenizer_file, has_tokenizer, max
 from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.gguf_config import gguf_config, weight_names
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.gguf_tensors import check_tensors
+from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.safetensors_files import float_elements, open_files
@@ -28,6 +28,13 @@ class Headers:
 
     elements: int  # lower bound of the elements of all ranks of a replica together; 0 for random weights
     config: dict[str, Any]  # config.json unchanged; for a GGUF file the whole transformers config
+    packed_bytes: int | None = None  # of weights that stay packed on a CPU in float32
+
+    def weight_bytes(self, element_bytes: int, *, on_cpu: bool) -> int:
+        """Of all ranks of a replica together; a lower bound."""
+        if on_cpu and element_bytes == 4 and self.packed_bytes is not None:
+            return self.packed_bytes
+        return self.elements * element_bytes
 
 
 def read_headers(source: ModelSource) -> Headers:
@@ -45,7 +52,8 @@ def gguf_footprint(config: ReplicaConfig, headers: Headers, element_bytes: int) 
     """Footprint of the single rank of a GGUF model: its config is complete, and its architecture is supported."""
     fields = SimpleNamespace(**headers.config)
     layout = cache_layout(fields, config.block_size, element_bytes)
-    return Footprint(layout, headers.elements * element_bytes, max_positions(fields))
+    weight_bytes = headers.weight_bytes(element_bytes, on_cpu=config.device == "cpu")
+    return Footprint(layout, weight_bytes, max_positions(fields))
 
 
 def _gguf_headers(source: ModelSource) -> Headers:
@@ -55,7 +63,8 @@ def _gguf_headers(source: ModelSource) -> Headers:
     if source.kind == "dummy":
         return Headers(0, config)
     check_tensors(file)
-    return Headers(sum(prod(file.tensors[stored].shape) for _, stored in weight_names(file)), config)
+    tensors = [file.tensors[stored] for _, stored in weight_names(file)]
+    return Headers(sum(prod(tensor.shape) for tensor in tensors), config, sum(map(packed_bytes, tensors)))
 
 
 def _folder_headers(source: ModelSource) -> Headers:

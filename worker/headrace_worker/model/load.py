@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from headrace_kernels.cpu import library
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
@@ -91,11 +92,13 @@ def load(
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
         weights = open_weights(source, model, sharding, gguf)
-        weight_bytes = fill(model, weights, sharding, place, dtype, report)
+        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic)
+        coded = weights if isinstance(weights, GgufWeights) and stays_packed(plan, place, dtype) else None
+        weight_bytes = fill(model, weights, sharding, place, dtype, report, coded)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
-        notes = surgery.apply(model, plan or surgery.SurgeryPlan(deterministic=config.deterministic))
+        notes = surgery.apply(model, plan)
         check_filled(model)
         sharding.connect(model)
         facts = facts_job.result()
@@ -120,6 +123,11 @@ def load(
         notes=notes,
         deterministic=config.deterministic,
     )
+
+
+def stays_packed(plan: surgery.SurgeryPlan, place: torch.device, dtype: torch.dtype) -> bool:
+    """Whether quantized weights stay in few bits: products with them are those with their values, bit for bit."""
+    return place.type == "cpu" and dtype is torch.float32 and plan.linears and library.missing() is None
 
 
 def open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:

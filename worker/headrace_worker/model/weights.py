@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.coded import CodedEmbedding, CodedLinear, CodedMatrix, put_codes, takes_codes
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
@@ -29,6 +30,12 @@ class Weights(Protocol):
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
+
+
+class CodedWeights(Weights, Protocol):
+    """A checkpoint of which some matrices are codes."""
+
+    def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None: ...
 
 
 class SafetensorsWeights:
@@ -114,18 +121,33 @@ def check_name(name: str, known: Mapping[str, object]) -> None:
 
 
 def fill(
-    model: nn.Module, weights: Weights, sharding: Sharding, device: torch.device, dtype: torch.dtype, report: Progress
+    model: nn.Module,
+    weights: Weights,
+    sharding: Sharding,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Progress,
+    coded: CodedWeights | None = None,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
-    keeps in float32. Tied parameters stay one tensor. Raises ModelLoadError as `match` does.
+    keeps in float32. Tied parameters stay one tensor. coded: the weights, if matrices of linears and of the embedding
+    stay codes where they are. Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     wanted = model.state_dict(keep_vars=True)
     placed = 0
     for done, (name, stored) in enumerate(sources.items()):
+        if done % 16 == 0:
+            report("loading weights", done / len(sources))
+        if coded is not None and takes_codes(model, name):
+            matrix = coded.read_codes(stored, sharding.cuts.get(name, ()))
+            if matrix is not None:
+                put_codes(model, name, matrix)
+                placed += matrix.nbytes
+                continue
         tensor = weights.read(stored, sharding.cuts.get(name, ()))
         if name in sharding.zeros:
             tensor = torch.zeros_like(tensor)
@@ -141,10 +163,12 @@ def fill(
         tensor = tensor.to(device=device, dtype=target, copy=isinstance(weights, SafetensorsWeights))
         _put(model, name, tensor)
         placed += tensor.nbytes
-        if done % 16 == 0:
-            report("loading weights", done / len(sources))
     for name, source in shared.items():
-        _put(model, name, model.get_parameter(source))
+        owner = model.get_submodule(source.rpartition(".")[0])
+        if isinstance(owner, CodedLinear | CodedEmbedding):
+            put_codes(model, name, owner.matrix)
+        else:
+            _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
     return placed
 

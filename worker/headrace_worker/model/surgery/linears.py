@@ -8,31 +8,53 @@ from torch import Tensor, nn
 from headrace_kernels.invariant import InvariantLinear, is_invariant_already
 from headrace_kernels.linear import PackedLinear
 from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.model.coded import CodedLinear, PackedCodes, merge_coded
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear as transformers has it, with values or with codes."""
+    return type(module) in (nn.Linear, CodedLinear)
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     """One linear whose outputs are those of `parts`, concatenated."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
-    weight = torch.cat([part.weight for part in linears])
-    biases = [part.bias for part in linears]
+    coded = [part for part in linears if isinstance(part, CodedLinear)]
+    if len(coded) == len(linears):
+        return merge_coded(coded, _merged_bias(linears))
+    weight = torch.cat(
+        [part.matrix.codes.dense() if isinstance(part, CodedLinear) else part.weight for part in linears]
+    )
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
-    if any(bias is not None for bias in biases):
-        zeros = [part.weight.new_zeros(part.out_features) for part in linears]
-        filled: list[Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
-        merged.bias = nn.Parameter(torch.cat(filled), requires_grad=False)
+    if (bias := _merged_bias(linears)) is not None:
+        merged.bias = nn.Parameter(bias, requires_grad=False)
     return merged
 
 
-def pack_linear(module: nn.Module) -> PackedLinear | None:
+def _values(linear: nn.Linear) -> Tensor:
+    return linear.matrix.codes.dense() if isinstance(linear, CodedLinear) else linear.weight
+
+
+def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+    if all(part.bias is None for part in linears):
+        return None
+    return torch.cat([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in linears])
+
+
+def pack_linear(module: nn.Module) -> PackedLinear | PackedCodes | None:
     """A plain linear in the fastest form for its device, or None."""
+    if isinstance(module, CodedLinear):
+        return PackedCodes(module)
     if type(module) is not nn.Linear:
         return None
     return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def make_linear_invariant(module: nn.Module) -> PackedLinear | InvariantLinear | None:
+def make_linear_invariant(module: nn.Module) -> PackedLinear | PackedCodes | InvariantLinear | None:
     """A plain linear in a form whose rows do not depend on each other, or None."""
+    if isinstance(module, CodedLinear):
+        return PackedCodes(module)
     if type(module) is not nn.Linear:
         return None
     if is_invariant_already(module.weight):
@@ -42,7 +64,7 @@ def make_linear_invariant(module: nn.Module) -> PackedLinear | InvariantLinear |
 
 def check_invariant(model: nn.Module) -> None:
     """Raises ModelUnsupportedError when there is still a product whose rows may depend on their batch."""
-    known = (PackedLinear, InvariantLinear, nn.Embedding)
+    known = (PackedLinear, PackedCodes, InvariantLinear, nn.Embedding)
     for name, module in model.named_modules():
         if not isinstance(module, known) and any(part.dim() > 1 for part in module.parameters(recurse=False)):
             raise ModelUnsupportedError(

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
-from headrace_worker.model.surgery.linears import merge_linears
+from headrace_worker.model.surgery.linears import is_plain, merge_linears
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
 
@@ -27,7 +27,7 @@ def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if type(act).__name__ not in ("SiLU", "SiLUActivation"):
         return None
-    if any(type(child) is not nn.Linear for child in children.values()):
+    if not all(map(is_plain, children.values())):
         return None
     if set(children) == {"gate_proj", "up_proj", "down_proj"}:
         gate_up: nn.Module = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])

@@ -1,16 +1,14 @@
 """Which changes are applied, in which order, and a note of the result."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_worker.model.cache_layout import layer_windows
+from headrace_worker.model.coded import reads_weight
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
@@ -93,18 +91,10 @@ def _replace(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
         parent = pending.pop()
         for name, child in list(parent.named_children()):
             # A parent that reads a child's weight expects transformers' own module.
-            new = None if f"self.{name}.weight" in _source(type(parent).forward) else replacement(child)
+            new = None if reads_weight(parent, name) else replacement(child)
             if new is None:
                 pending.append(child)
             else:
                 setattr(parent, name, new.train(child.training))
                 count += 1
     return count
-
-
-@cache
-def _source(forward: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(forward)
-    except (OSError, TypeError):  # not from a file
-        return ""

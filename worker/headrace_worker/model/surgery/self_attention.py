@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headrace_worker.model.attention import attend
-from headrace_worker.model.surgery.linears import merge_linears
+from headrace_worker.model.surgery.linears import is_plain, merge_linears
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -55,7 +55,7 @@ def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttenti
         return None
     linears = [module.get_submodule(name) for name in sorted(_PARTS)]
     head_dim = getattr(module, "head_dim", None)
-    if any(type(linear) is not nn.Linear for linear in linears) or not isinstance(head_dim, int):
+    if not all(map(is_plain, linears)) or not isinstance(head_dim, int):
         return None
     if not isinstance(getattr(module, "scaling", None), float):
         return None

@@ -1,0 +1,139 @@
+"""Modules whose weights stay codes: in place of transformers' own while a model is changed, and packed afterwards.
+
+Until it is packed, a `CodedLinear` computes with all of its values, which are made for each call: it is only called to
+compare a replacement with it.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import headrace_kernels.ops as ops
+from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes
+
+
+class CodedMatrix:
+    """A weight in codes [out, in], which is packed once, for all modules that share it."""
+
+    def __init__(self, codes: Codes, form: Form) -> None:
+        self.shape = codes.codes.shape
+        self.form = form
+        self._codes: Codes | None = codes
+        self._packed: PackedWeight | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """When it is packed, without the padding of its outputs."""
+        codes = self.codes
+        scales = codes.scale.nbytes * (1 if codes.minimum is None else 2)
+        return codes.codes.numel() * self.form.bits // 8 + scales
+
+    @property
+    def codes(self) -> Codes:
+        """Only until it is packed."""
+        assert self._codes is not None
+        return self._codes
+
+    def packed(self) -> PackedWeight:
+        """Packs it, if that was not done."""
+        if self._packed is None:
+            self._packed = pack_codes(self.codes, self.form)
+            self._codes = None
+        return self._packed
+
+
+class CodedLinear(nn.Linear):
+    """A linear whose `weight` has the right shape and no values: NaN, so that nothing can use it by mistake."""
+
+    def __init__(self, matrix: CodedMatrix, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = matrix.shape
+        self.matrix = matrix
+        self.weight = nn.Parameter(torch.full((1, 1), torch.nan).expand(matrix.shape), requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return functional.linear(x, self.matrix.codes.dense(), self.bias)
+
+
+class PackedCodes(nn.Module):
+    """A linear with a packed weight."""
+
+    def __init__(self, linear: CodedLinear) -> None:
+        super().__init__()
+        self.packed = linear.matrix.packed()
+        self.weight: Tensor | None = None
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        bias = self.bias
+        assert bias is None or isinstance(bias, Tensor)
+        return ops.packed_matmul(x, self.packed, bias)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        packed = self.packed
+        return f"in_features={packed.inputs}, out_features={packed.outputs}, weight={packed.form.name}"
+
+
+class CodedEmbedding(nn.Embedding):
+    """An embedding that unpacks the rows of its tokens."""
+
+    def __init__(self, matrix: CodedMatrix) -> None:
+        weight = torch.full((1, 1), torch.nan).expand(matrix.shape)
+        super().__init__(*matrix.shape, _weight=weight, _freeze=True)
+        self.matrix = matrix
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [...] -> [..., N]."""
+        return ops.packed_rows(self.matrix.packed(), input_ids)
+
+
+def merge_coded(parts: list[CodedLinear], bias: Tensor | None) -> CodedLinear:
+    """One linear whose outputs are those of `parts`, concatenated."""
+    codes = concatenate([part.matrix.codes for part in parts])
+    form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
+    return CodedLinear(CodedMatrix(codes, form), bias)
+
+
+def takes_codes(model: nn.Module, name: str) -> bool:
+    """Whether this tensor is the weight of a linear or an embedding as transformers has them, and only they read it."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if leaf != "weight" or type(owner) not in (nn.Linear, nn.Embedding):
+        return False
+    parent_name, _, child = owner_name.rpartition(".")
+    return not reads_weight(model.get_submodule(parent_name), child)
+
+
+def put_codes(model: nn.Module, name: str, matrix: CodedMatrix) -> None:
+    """Puts a module with codes in the place of the one with this weight. Its bias comes later, or was there."""
+    owner_name = name.rpartition(".")[0]
+    owner = model.get_submodule(owner_name)
+    if isinstance(owner, nn.Embedding):
+        model.set_submodule(owner_name, CodedEmbedding(matrix).train(owner.training))
+        return
+    assert isinstance(owner, nn.Linear)
+    coded = CodedLinear(matrix, None)
+    coded.bias = owner.bias
+    model.set_submodule(owner_name, coded.train(owner.training))
+
+
+def reads_weight(parent: nn.Module, child: str) -> bool:
+    """Whether a module's forward reads the weight of one of its modules."""
+    return f"self.{child}.weight" in _source(type(parent).forward)
+
+
+@cache
+def _source(forward: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # not from a file
+        return ""
