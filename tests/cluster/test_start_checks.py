@@ -108,10 +108,10 @@ def test_every_other_model_needs_the_child(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kv_cache_memory": "500GiB"}, ("500.75 GiB", "16.00 GiB are free", "--kv-cache-memory 15")),
+        ({"kv_cache_memory": "500GiB"}, ("500.34 GiB", "16.00 GiB are free", "--kv-cache-memory 16")),
         ({"kv_cache_memory": "1MiB"}, ("8192 tokens", "larger --kv-cache-memory")),
         ({"max_model_len": 8193}, ("--max-model-len 8193", "8192 positions")),
-        ({"replicas": 40}, ("40 replicas", "30.04 GiB", "--replicas 21 or less")),
+        ({"replicas": 60, "cpu_share": 0.01}, ("60 replicas", "--replicas 4")),
         ({"replicas": 41}, ("41 ranks", "2.05 CPUs", "--cpu-share")),
         ({"device": "cuda"}, ("1 GPU is needed", "this machine has none", "--device cpu")),
         ({"rank_interface": "nonet0"}, ("--rank-interface nonet0", "it has lo (127.0.0.1)")),

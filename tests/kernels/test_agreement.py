@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels.packed import pack_dense
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The difference of one rounding of the format, and of the interpreter, which truncates bfloat16 instead of rounding it.
@@ -43,6 +44,7 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     pool = torch.zeros(2, 1, 2, 16, 40, dtype=dtype)
     rotated = heads[:, :4], heads[:, 4:6], heads[:, 6:], table, table.flip(0)
     yield catalog.ROPE_WRITE_KV, (*rotated, pool, torch.arange(9)), {}
+    yield catalog.PACKED_MATMUL, (wide, pack_dense(torch.randn(33, 200)), None, False), {}
     yield catalog.ROW_LOGSUMEXP, (scores,), {}
     yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
     yield catalog.GUMBEL_ARGMAX, (scores, keys), {}

@@ -11,7 +11,7 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
     """See ``headrace_kernels.ops.packed_matmul``."""
     if bf16 and weight.form is not Form.FLOAT32:
         x = x.bfloat16().float()
-    return functional.linear(x, unpack(weight), bias)
+    return functional.linear(x, unpack(weight).to(x.dtype), bias)
 
 
 def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:

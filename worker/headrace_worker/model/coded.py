@@ -88,7 +88,7 @@ class CodedEmbedding(nn.Embedding):
 
     def __init__(self, matrix: CodedMatrix) -> None:
         weight = torch.full((1, 1), torch.nan).expand(matrix.shape)
-        super().__init__(*matrix.shape, _weight=weight, _freeze=True)
+        super().__init__(matrix.shape[0], matrix.shape[1], _weight=weight, _freeze=True)
         self.matrix = matrix
 
     def forward(self, input_ids: Tensor) -> Tensor:

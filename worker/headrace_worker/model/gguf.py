@@ -17,7 +17,7 @@ from headrace_worker.model.gguf_codes import format_of, read_codes
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
 from headrace_worker.model.gguf_metadata import number, text
-from headrace_worker.model.gguf_tensors import check_tensors, storage_of
+from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes, storage_of
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import check_name, join
 
@@ -46,6 +46,11 @@ class GgufWeights:
         ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(tensor.shape)]
         head = self._permuted_head(name, tensor)
         return join(ranges, lambda spans: self._read_block(tensor, spans, head))
+
+    def packed_share(self, name: str) -> float:
+        """The memory of a packed tensor, of that in float32."""
+        tensor = self._by_name[name]
+        return packed_bytes(tensor) / (4 * prod(tensor.shape))
 
     def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None:
         """A matrix without its values; None where it has no codes, or is cut within their groups."""

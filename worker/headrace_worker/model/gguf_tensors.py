@@ -22,7 +22,7 @@ class Storage:
         return tensor.shape[-1] // self.block * self.block_bytes
 
 
-# Bits of a value in memory where matrices of this kind stay packed (gguf_codes.py): of its code and its share of scales.
+# Bits of a value in memory where matrices of this kind stay packed (gguf_codes.py), with its share of the scales.
 _PACKED_BITS = {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
 
 

@@ -105,6 +105,10 @@ def load(
         facts = replace(facts, defaults=facts.defaults | config.defaults)
         if config.chat_template is not None:
             facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
+    if coded is not None:
+        notes.append("Quantized weights stay packed as in the file; products are those with their values in float32.")
+    elif isinstance(weights, GgufWeights) and place.type == "cpu" and (reason := library.missing()):
+        notes.append(f"Quantized weights are unpacked to {weight_bytes >> 20} MiB, since {reason}.")
     if source.kind == "dummy":
         notes.append("Weights are random (--load-format dummy): the output is meaningless.")
     notes.extend(facts.notes)

@@ -20,6 +20,7 @@ from headrace_worker.model.build import build_meta, check_rope, output_rows, rea
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.facts import read_facts
 from headrace_worker.model.footprint import Footprint, PreflightResult
+from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.isolated_rank import IsolatedRank
 from headrace_worker.model.load import open_weights
@@ -46,9 +47,13 @@ def build_without_weights(config: ReplicaConfig) -> Footprint:
         rows = output_rows(model)
         layouts.append(cache_layout(model.config, config.block_size, dtype.itemsize, parallel))
         sharding = shard(model, parallel, META)
-        read, _ = match(model, open_weights(source, model, sharding, gguf), sharding)
+        weights = open_weights(source, model, sharding, gguf)
+        read, _ = match(model, weights, sharding)
         local = model.state_dict()
-        weight_bytes = max(weight_bytes, sum(local[name].nbytes for name in read))
+        coded = weights if isinstance(weights, GgufWeights) and dtype is torch.float32 else None
+        shares = [1.0 if coded is None or config.device != "cpu" else coded.packed_share(one) for one in read.values()]
+        sizes = (round(local[name].nbytes * share) for name, share in zip(read, shares, strict=True))
+        weight_bytes = max(weight_bytes, sum(sizes))
     facts = read_facts(source, model.config, gguf, rows, config.trust_remote_code)
     request_limit(config.max_model_len, facts.max_positions)
     return Footprint(max(layouts, key=lambda layout: layout.block_bytes), weight_bytes, facts.max_positions)
