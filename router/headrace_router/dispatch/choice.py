@@ -39,13 +39,27 @@ class CallPart:
 
 
 @dataclass(slots=True)
+class ParsedParts:
+    """What became visible of an answer besides its text. calls: by index."""
+
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, CallPart] = field(default_factory=dict)
+
+    def extend(self, later: "ParsedParts") -> None:
+        """Adds what came next."""
+        self.reasoning += later.reasoning
+        for index, part in later.calls.items():
+            known = self.calls.setdefault(index, CallPart(index, part.ident, part.name))
+            known.arguments += part.arguments
+            known.complete = part.complete
+
+
+@dataclass(slots=True)
 class ChoiceUpdate:
     """What became visible of one choice since the last update."""
 
     index: int
     pieces: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, CallPart] = field(default_factory=dict)  # by index
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as text-bearing token ids, when asked for
     offsets: list[int] = field(default_factory=list)  # with logprobs: where in the answer a token's character begins
@@ -53,6 +67,7 @@ class ChoiceUpdate:
     # In the first update, when asked for: of all but the prompt's first token.
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    parsed: "ParsedParts | None" = None  # where an answer is more than text
 
     @property
     def text(self) -> str:
@@ -61,11 +76,9 @@ class ChoiceUpdate:
     def extend(self, later: "ChoiceUpdate") -> None:
         """Merges the next update of the same choice: a slow client's unread updates stay one object."""
         self.pieces += later.pieces
-        self.reasoning += later.reasoning
-        for index, part in later.calls.items():
-            known = self.calls.setdefault(index, CallPart(index, part.ident, part.name))
-            known.arguments += part.arguments
-            known.complete = part.complete
+        if later.parsed is not None:
+            self.parsed = self.parsed or ParsedParts()
+            self.parsed.extend(later.parsed)
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.offsets += later.offsets
@@ -195,17 +208,18 @@ class Choice:
             self._add(update, self._parser.push(text))
 
     def _add(self, update: ChoiceUpdate, events: Sequence[Event]) -> None:
+        parsed = update.parsed = update.parsed or ParsedParts()
         for event in events:
             if isinstance(event, Text):
                 update.pieces.append(event.text)
             elif isinstance(event, Reasoning):
-                update.reasoning.append(event.text)
+                parsed.reasoning.append(event.text)
             elif isinstance(event, CallStart):
                 ident = call_id(self._card.syntax, event.name, self._calls_before + self._calls)
-                update.calls[self._calls] = CallPart(self._calls, ident, event.name)
+                parsed.calls[self._calls] = CallPart(self._calls, ident, event.name)
                 self._calls += 1
             else:
-                part = update.calls.setdefault(self._calls - 1, CallPart(self._calls - 1))
+                part = parsed.calls.setdefault(self._calls - 1, CallPart(self._calls - 1))
                 if isinstance(event, Args):
                     part.arguments += event.text
                 else:

@@ -41,7 +41,7 @@ from headrace_router.api.session import session_of
 from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError, AuthenticationError, InternalError, InvalidRequestError
 from headrace_router.core.limits import Limits
-from headrace_router.dispatch.choice import ChoiceUpdate
+from headrace_router.dispatch.choice import ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
@@ -294,16 +294,17 @@ def _probability(token_id: int, entry: TokenLogprobs) -> TokenProbability:
 
 def _event(update: ChoiceUpdate, prompt: Sequence[int]) -> GenerateEvent:
     """prompt: its token ids."""
+    parsed = update.parsed or ParsedParts()
     return GenerateEvent(
         choice_index=update.index,
         text=update.text,
         token_ids=update.token_ids,
         logprobs=[entry.logprob for entry in update.logprobs],
         finish_reason=update.finish_reason or "",
-        reasoning_content="".join(update.reasoning),
+        reasoning_content="".join(parsed.reasoning),
         tool_calls=[
             ToolCallPart(index=part.index, id=part.ident, name=part.name, arguments=part.arguments)
-            for part in update.calls.values()
+            for part in parsed.calls.values()
         ],
         prompt_logprobs=[_probability(*pair) for pair in zip(prompt[1:], update.prompt_logprobs or (), strict=False)],
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace_router.api.http.formats import TokenFormat, array, dumps, event, usage
-from headrace_router.dispatch.choice import CallPart, ChoiceUpdate
+from headrace_router.dispatch.choice import CallPart, ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.line_json import line_json
 from headrace_router.validation.bodies import ChatBody
@@ -24,7 +24,6 @@ class ChatFormat:
     ) -> None:
         """reasoning_field: of the model's reasoning, in deltas and messages."""
         card = running.request.card
-        self._parsed = running.request.parser is not None
         self._reasoning_field = reasoning_field if body.include_reasoning is not False else ""
         self._choices = len(running.choices)
         self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
@@ -49,9 +48,14 @@ class ChatFormat:
             yield self._before + b"%d" % index + delta + self._after
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        delta = self._delta(update) if self._parsed else b'{"content":%b}' % line_json(update.text)
-        listed = update.token_ids and (self._ids or self._logprobs or not self._parsed)
-        if listed or update.pieces or delta != (b"{}" if self._parsed else b'{"content":""}'):
+        if update.parsed is not None:
+            delta = self._delta(update, update.parsed)
+            listed = update.token_ids and (self._ids or self._logprobs)
+            visible = bool(listed) or delta != b"{}"
+        else:
+            delta = b'{"content":%b}' % line_json(update.text)
+            visible = bool(update.text or update.token_ids)
+        if visible:
             beginning = self._before + b'%d,"delta":%b,"logprobs":' % (update.index, delta)
             ids = b',"token_ids":' + line_json(update.token_ids) if self._ids else b""
             end = ids + b',"finish_reason":null}' + self._after
@@ -65,15 +69,15 @@ class ChatFormat:
             finish = b',"delta":{},"logprobs":null,"finish_reason":"%b"}' % update.finish_reason.encode()
             yield self._before + b"%d" % update.index + finish + self._after
 
-    def _delta(self, update: ChoiceUpdate) -> bytes:
+    def _delta(self, update: ChoiceUpdate, parsed: ParsedParts) -> bytes:
         """What is new of an answer's reasoning, text and calls."""
         delta: dict[str, Any] = {}
-        if update.reasoning and self._reasoning_field:
-            delta[self._reasoning_field] = "".join(update.reasoning)
+        if parsed.reasoning and self._reasoning_field:
+            delta[self._reasoning_field] = "".join(parsed.reasoning)
         if update.pieces:
             delta["content"] = update.text
-        if update.calls:
-            delta["tool_calls"] = [_call_delta(part) for part in update.calls.values()]
+        if parsed.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in parsed.calls.values()]
         return line_json(delta)
 
     def usage_chunk(self, running: RunningRequest) -> bytes:
@@ -104,10 +108,11 @@ class ChatFormat:
 
     def _choice(self, update: ChoiceUpdate) -> Iterator[bytes]:
         message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
-        if update.reasoning and self._reasoning_field:
-            message[self._reasoning_field] = "".join(update.reasoning)
+        parsed = update.parsed or ParsedParts()
+        if parsed.reasoning and self._reasoning_field:
+            message[self._reasoning_field] = "".join(parsed.reasoning)
         # A call that was cut off is none: its arguments are no JSON, or not all of them.
-        if calls := [part for part in update.calls.values() if part.complete]:
+        if calls := [part for part in parsed.calls.values() if part.complete]:
             message["content"] = update.text or None
             message["tool_calls"] = [
                 {
