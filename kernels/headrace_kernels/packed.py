@@ -49,6 +49,11 @@ class Codes:
     offset: int = 0
 
     @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.codes.shape
+
+    @property
     def group(self) -> int:
         """Inputs with one scale."""
         return self.codes.shape[1] // self.scale.shape[1]

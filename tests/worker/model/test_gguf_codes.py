@@ -60,14 +60,17 @@ def test_linears_of_different_kinds_are_merged_without_changing_a_value() -> Non
         count = 2 if name.endswith("K") else 16  # blocks of a row of 512 values
         parts.append(CodedLinear(CodedMatrix(read_codes(kind, blocks(name, 16, count)), known.form), None))
     merged = merge_coded(parts, None)
-    values = torch.cat([part.matrix.codes.dense() for part in parts])
-    assert torch.allclose(merged.matrix.codes.dense(), values, rtol=1e-6, atol=1e-7)
+    assert merged is not None
+    values = torch.cat([part.matrix.dense() for part in parts])
+    assert torch.allclose(merged.matrix.dense(), values, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, 512)
     assert torch.equal(PackedCodes(merged)(x), ops.packed_matmul(x, pack_dense(merged_values(parts))))
 
 
 def merged_values(parts: list[CodedLinear]) -> torch.Tensor:
-    return merge_coded(parts, None).matrix.codes.dense()
+    merged = merge_coded(parts, None)
+    assert merged is not None
+    return merged.matrix.dense()
 
 
 def test_other_kinds_have_no_format() -> None:

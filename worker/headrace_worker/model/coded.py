@@ -1,4 +1,4 @@
-"""Modules whose weights stay codes: in place of transformers' own while a model is changed, and packed afterwards.
+"""Modules whose weights stay codes or bfloat16: in place of transformers' own while a model is changed, then packed.
 
 Until it is packed, a `CodedLinear` computes with all of its values, which are made for each call: it is only called to
 compare a replacement with it.
@@ -14,36 +14,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import headrace_kernels.ops as ops
-from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes
+from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes, pack_dense
 
 
 class CodedMatrix:
-    """A weight in codes [out, in], which is packed once, for all modules that share it."""
+    """A weight [out, in] in codes or in bfloat16, which is packed once, for all modules that share it."""
 
-    def __init__(self, codes: Codes, form: Form) -> None:
-        self.shape = codes.codes.shape
+    def __init__(self, values: Codes | Tensor, form: Form) -> None:
+        self.shape = values.shape
         self.form = form
-        self._codes: Codes | None = codes
+        self._values: Codes | Tensor | None = values
         self._packed: PackedWeight | None = None
 
     @property
     def nbytes(self) -> int:
         """When it is packed, without the padding of its outputs."""
-        codes = self.codes
-        scales = codes.scale.nbytes * (1 if codes.minimum is None else 2)
-        return codes.codes.numel() * self.form.bits // 8 + scales
+        values = self.values
+        if isinstance(values, Tensor):
+            return values.nbytes
+        scales = values.scale.nbytes * (1 if values.minimum is None else 2)
+        return values.codes.numel() * self.form.bits // 8 + scales
 
     @property
-    def codes(self) -> Codes:
+    def values(self) -> Codes | Tensor:
         """Only until it is packed."""
-        assert self._codes is not None
-        return self._codes
+        assert self._values is not None
+        return self._values
+
+    def dense(self) -> Tensor:
+        """All values in float32; only until it is packed."""
+        values = self.values
+        return values.float() if isinstance(values, Tensor) else values.dense()
 
     def packed(self) -> PackedWeight:
         """Packs it, if that was not done."""
         if self._packed is None:
-            self._packed = pack_codes(self.codes, self.form)
-            self._codes = None
+            values = self.values
+            self._packed = pack_dense(values) if isinstance(values, Tensor) else pack_codes(values, self.form)
+            self._values = None
         return self._packed
 
 
@@ -59,7 +67,7 @@ class CodedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return functional.linear(x, self.matrix.codes.dense(), self.bias)
+        return functional.linear(x, self.matrix.dense(), self.bias)
 
 
 class PackedCodes(nn.Module):
@@ -96,11 +104,13 @@ class CodedEmbedding(nn.Embedding):
         return ops.packed_rows(self.matrix.packed(), input_ids)
 
 
-def merge_coded(parts: list[CodedLinear], bias: Tensor | None) -> CodedLinear:
-    """One linear whose outputs are those of `parts`, concatenated."""
-    codes = concatenate([part.matrix.codes for part in parts])
+def merge_coded(parts: list[CodedLinear], bias: Tensor | None) -> CodedLinear | None:
+    """One linear whose outputs are those of `parts`, concatenated; None of codes and bfloat16 together."""
+    values = [part.matrix.values for part in parts]
     form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
-    return CodedLinear(CodedMatrix(codes, form), bias)
+    if codes := [value for value in values if isinstance(value, Codes)]:
+        return CodedLinear(CodedMatrix(concatenate(codes), form), bias) if len(codes) == len(values) else None
+    return CodedLinear(CodedMatrix(torch.cat([value for value in values if isinstance(value, Tensor)]), form), bias)
 
 
 def takes_codes(model: nn.Module, name: str) -> bool:

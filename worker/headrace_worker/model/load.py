@@ -93,8 +93,8 @@ def load(
         sharding = shard(model, parallel, place)
         weights = open_weights(source, model, sharding, gguf)
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic)
-        coded = weights if isinstance(weights, GgufWeights) and stays_packed(plan, place, dtype) else None
-        weight_bytes = fill(model, weights, sharding, place, dtype, report, coded)
+        packed = stays_packed(plan, place, dtype)
+        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=packed)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
@@ -105,7 +105,7 @@ def load(
         facts = replace(facts, defaults=facts.defaults | config.defaults)
         if config.chat_template is not None:
             facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
-    if coded is not None:
+    if packed and isinstance(weights, GgufWeights):
         notes.append("Quantized weights stay packed as in the file; products are those with their values in float32.")
     elif isinstance(weights, GgufWeights) and place.type == "cpu" and (reason := library.missing()):
         notes.append(f"Quantized weights are unpacked to {weight_bytes >> 20} MiB, since {reason}.")
@@ -130,7 +130,7 @@ def load(
 
 
 def stays_packed(plan: surgery.SurgeryPlan, place: torch.device, dtype: torch.dtype) -> bool:
-    """Whether quantized weights stay in few bits: products with them are those with their values, bit for bit."""
+    """Whether weights stay in the checkpoint's bits: products are those with their values in float32, bit for bit."""
     return place.type == "cpu" and dtype is torch.float32 and plan.linears and library.missing() is None
 
 

@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from headrace_kernels.packed import Form
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
@@ -32,7 +33,8 @@ class Weights(Protocol):
     def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
 
 
-class CodedWeights(Weights, Protocol):
+@runtime_checkable
+class CodedWeights(Protocol):
     """A checkpoint of which some matrices are codes."""
 
     def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None: ...
@@ -127,7 +129,8 @@ def fill(
     device: torch.device,
     dtype: torch.dtype,
     report: Progress,
-    coded: CodedWeights | None = None,
+    *,
+    packed: bool = False,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
@@ -142,13 +145,18 @@ def fill(
     for done, (name, stored) in enumerate(sources.items()):
         if done % 16 == 0:
             report("loading weights", done / len(sources))
-        if coded is not None and takes_codes(model, name):
-            matrix = coded.read_codes(stored, sharding.cuts.get(name, ()))
-            if matrix is not None:
-                put_codes(model, name, matrix)
-                placed += matrix.nbytes
-                continue
-        tensor = weights.read(stored, sharding.cuts.get(name, ()))
+        cuts = sharding.cuts.get(name, ())
+        strict = any(part in keep_float32 for part in name.split("."))
+        stays = packed and not strict and takes_codes(model, name)
+        matrix = weights.read_codes(stored, cuts) if stays and isinstance(weights, CodedWeights) else None
+        if matrix is None:
+            tensor = weights.read(stored, cuts)
+            if stays and tensor.dtype is torch.bfloat16 and tensor.shape[1] % 8 == 0:
+                matrix = CodedMatrix(tensor.clone(), Form.BFLOAT16)
+        if matrix is not None:
+            put_codes(model, name, matrix)
+            placed += matrix.nbytes
+            continue
         if name in sharding.zeros:
             tensor = torch.zeros_like(tensor)
         if wanted[name].is_floating_point() and not tensor.is_floating_point():
@@ -158,7 +166,7 @@ def fill(
             )
         target = tensor.dtype
         if tensor.is_floating_point():
-            target = torch.float32 if any(part in keep_float32 for part in name.split(".")) else dtype
+            target = torch.float32 if strict else dtype
         # Always a copy: a mapped file may be replaced meanwhile, and a view keeps the whole tensor in memory.
         tensor = tensor.to(device=device, dtype=target, copy=isinstance(weights, SafetensorsWeights))
         _put(model, name, tensor)

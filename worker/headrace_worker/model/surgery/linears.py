@@ -20,11 +20,9 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     """One linear whose outputs are those of `parts`, concatenated."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     coded = [part for part in linears if isinstance(part, CodedLinear)]
-    if len(coded) == len(linears):
-        return merge_coded(coded, _merged_bias(linears))
-    weight = torch.cat(
-        [part.matrix.codes.dense() if isinstance(part, CodedLinear) else part.weight for part in linears]
-    )
+    if len(coded) == len(linears) and (whole := merge_coded(coded, _merged_bias(linears))) is not None:
+        return whole
+    weight = torch.cat([part.matrix.dense() if isinstance(part, CodedLinear) else part.weight for part in linears])
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     if (bias := _merged_bias(linears)) is not None:
@@ -33,7 +31,7 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
 
 
 def _values(linear: nn.Linear) -> Tensor:
-    return linear.matrix.codes.dense() if isinstance(linear, CodedLinear) else linear.weight
+    return linear.matrix.dense() if isinstance(linear, CodedLinear) else linear.weight
 
 
 def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
