@@ -55,6 +55,7 @@ def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
             "stores",
             "row_ops",
             "packed_products",
+            "decoder_layers",
             "ropes",
             "exchanges",
         )

@@ -28,6 +28,8 @@ _SIGNATURES = {
     "headrace_silu_mul": "ppipiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_packed_matmul": "ppipiiiiiifpii",
+    "headrace_layers": "pppppipipiiii",
+    "headrace_layer_bytes": "",
     "headrace_row_logsumexp": "ppiiii",
     "headrace_gumbel_noise_at": "pppii",
     "headrace_gumbel_argmax": "ppipiii",
@@ -36,7 +38,7 @@ _SIGNATURES = {
 }
 
 # What the functions that check values return; the others return nothing.
-_RETURN_STATUS = {"headrace_attention", "headrace_write_kv"}
+_RETURN_STATUS = {"headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes"}
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {
     2: "query_starts and seq_lens describe tokens or keys that do not exist",

@@ -24,7 +24,9 @@ os.environ.pop("LD_PRELOAD", None)  # this process has the runtimes; the compile
 from headrace_kernels import catalog  # noqa: E402
 from headrace_kernels.arguments import KernelArgumentError  # noqa: E402
 from headrace_kernels.cpu.exchange import Exchange, segment_bytes  # noqa: E402
+from headrace_kernels.cpu.layers import LayerCacheStep, Layers, LayerWeights, Norm, Product  # noqa: E402
 from headrace_kernels.cpu.library import load  # noqa: E402
+from headrace_kernels.meta import AttentionMeta  # noqa: E402
 from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense  # noqa: E402
 from support.kernels.attention_case import Case, make_attention_case  # noqa: E402
 
@@ -135,6 +137,38 @@ def packed_products(form: Form, outputs: int, groups: int, rows: int, bf16: bool
 
 
 @property_test
+@given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70), st.booleans())
+def decoder_layers(tokens: int, kv_heads: int, group: int, hidden: int, middle: int, normed: bool) -> None:
+    """Two layers; the worker's tests compare their values."""
+    heads, width = kv_heads * group, (group + 2) * kv_heads * 16
+
+    def norm(size: int) -> Norm:
+        return Norm(torch.rand(size), 1e-5)
+
+    def product(outputs: int, inputs: int) -> Product:
+        return Product(pack_dense(torch.randn(outputs, inputs)), torch.randn(outputs) if normed else None)
+
+    layers = [
+        LayerWeights(
+            norm(hidden), product(width, hidden), norm(16) if normed else None, norm(16) if normed else None,
+            product(hidden, heads * 16), norm(hidden), product(2 * middle, hidden), product(hidden, middle),
+            heads, kv_heads, 16, 0.25, 0.0, torch.randn(heads) if normed else None,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert all(layer.fits() for layer in layers)
+    blocks = tokens // 4 + 1
+    starts, lens = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    tables, slots = torch.arange(blocks, dtype=torch.int32)[None], torch.arange(tokens)
+    meta = AttentionMeta(starts, lens, tables, slots, tokens, tokens)
+    caches = [LayerCacheStep(torch.zeros(2, blocks, kv_heads, 4, 16), 0, meta) for _ in layers]
+    out, values = Layers(layers)(torch.randn(1, tokens, hidden), caches, *torch.randn(2, tokens, 16))
+    assert bool(out.isfinite().all())
+    for cache, value in zip(caches, values, strict=True):
+        assert torch.equal(cache.pool[1].transpose(1, 2).reshape(-1, kv_heads, 16)[:tokens], value)
+
+
+@property_test
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 3), sizes, st.data())
 def ropes(tokens: int, heads: int, kv_heads: int, head_dim: int, data: st.DataObject) -> None:
     half = data.draw(st.integers(0, head_dim // 2))
@@ -185,6 +219,7 @@ PROPERTIES: tuple[Callable[[], None], ...] = (
     stores,
     row_ops,
     packed_products,
+    decoder_layers,
     ropes,
     exchanges,
 )

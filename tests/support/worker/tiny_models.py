@@ -24,9 +24,13 @@ TINY: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-16": {"model_type": "llama", "head_dim": 16},  # heads of a size that the C++ kernels take
+    "llama-bias-16": {"model_type": "llama", "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "qwen2-16": {"model_type": "qwen2", "hidden_size": 64},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 9, "head_dim": 12},
+    "mistral-16": {"model_type": "mistral", "sliding_window": 9, "head_dim": 16},
     "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},

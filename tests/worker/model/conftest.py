@@ -1,5 +1,6 @@
 """Fixtures of the model and runner tests: tiny saved models, and a driver that builds plans."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(family: str) -> Path:
         if family not in made:
             made[family] = save_tiny(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def half(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the same model saved in bfloat16, made once per session."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            whole, folder = tiny(family), tmp_path_factory.mktemp(f"{family}-half")
+            AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16).save_pretrained(folder)
+            for file in whole.iterdir():
+                if not (folder / file.name).exists() and file.suffix != ".safetensors":
+                    shutil.copy(file, folder)
+            made[family] = folder
         return made[family]
 
     return get

@@ -1,6 +1,5 @@
 """Weights that stay in the bits of the checkpoint: what is packed, and that no token changes."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,18 +19,10 @@ from headrace_worker.offline import OfflineEngine, Prompt
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no C++ compiler: weights are unpacked")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2", "qwen3"])
-def halves(
-    request: pytest.FixtureRequest, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+@pytest.fixture(scope="module", params=["llama", "llama-bias-16", "gemma2", "qwen3"])
+def halves(request: pytest.FixtureRequest, half: Callable[[str], Path]) -> Path:
     """A family's tiny model, saved in bfloat16."""
-    folder = tmp_path_factory.mktemp("halves")
-    whole = tiny(request.param)
-    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16).save_pretrained(folder)
-    for file in whole.iterdir():
-        if not (folder / file.name).exists() and file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    return folder
+    return half(request.param)
 
 
 def test_a_bfloat16_checkpoint_stays_as_it_is_with_the_tokens_of_float32(

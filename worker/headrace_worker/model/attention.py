@@ -46,6 +46,15 @@ class StepContext:
     attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
     written: Callable[[int, Tensor], None] | None = None  # called with each layer, and its values
 
+    def attend_once(self, layer: int) -> None:
+        """Notes that a layer attends. Raises StepContextError the second time."""
+        if layer in self.attended:
+            raise StepContextError(
+                f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and "
+                "token, so this model is not supported."
+            )
+        self.attended.add(layer)
+
 
 class _Current(threading.local):
     step: StepContext | None = None
@@ -112,12 +121,7 @@ def attend(
             f"Layer {layer} has keys of size {key.shape[2]} and values of size {value.shape[2]}: layers whose keys and "
             "values differ in shape are not supported."
         )
-    if layer in step.attended:
-        raise StepContextError(
-            f"Layer {layer} attends more than once in a step: the cache holds one key and value per layer and token, "
-            "so this model is not supported."
-        )
-    step.attended.add(layer)
+    step.attend_once(layer)
     meta = step.metas[cache.group]
     if rope is None:
         ops.write_kv(key, value, cache.pool, meta.slots)

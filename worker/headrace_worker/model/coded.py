@@ -81,9 +81,13 @@ class PackedCodes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        return ops.packed_matmul(x, self.packed, self.packed_bias())
+
+    def packed_bias(self) -> Tensor | None:
+        """[out]"""
         bias = self.bias
         assert bias is None or isinstance(bias, Tensor)
-        return ops.packed_matmul(x, self.packed, bias)
+        return bias
 
     def extra_repr(self) -> str:
         """For ``print(model)``."""

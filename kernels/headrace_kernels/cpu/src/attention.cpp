@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "entries.h"
 #include "vector.h"
 
 namespace {

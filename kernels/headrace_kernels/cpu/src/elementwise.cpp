@@ -1,6 +1,7 @@
 // Norms, silu * up and rotary embedding in float32. Rows are contiguous and may have any stride.
 #include <cmath>
 
+#include "entries.h"
 #include "vector.h"
 
 namespace {

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "entries.h"
 #include "vector.h"
 #ifdef __AVX512F__
 #include <immintrin.h>

@@ -12,6 +12,7 @@ from headrace_worker.model.coded import reads_weight
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
+from headrace_worker.model.surgery.native import join_layers
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.self_attention import fuse_attention
 
@@ -25,11 +26,12 @@ class SurgeryPlan:
     mlp: bool = True
     layers: bool = True  # needs norms and attention
     linears: bool = True
+    native: bool = True  # needs layers and linears
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
 
     @staticmethod
     def none() -> "SurgeryPlan":
-        return SurgeryPlan(norms=False, attention=False, mlp=False, layers=False, linears=False)
+        return SurgeryPlan(norms=False, attention=False, mlp=False, layers=False, linears=False, native=False)
 
 
 @torch.no_grad()
@@ -49,6 +51,8 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (plan.linears or plan.deterministic, "linears", make_linear_invariant if plan.deterministic else pack_linear),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
+    if plan.native:
+        counts["layers in one call"] = join_layers(model)
     if plan.deterministic:
         check_invariant(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)

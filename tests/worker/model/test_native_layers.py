@@ -1,0 +1,142 @@
+"""Adjacent layers in one C++ call: the bits of the layers one by one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_kernels.arguments import KernelArgumentError
+from headrace_kernels.cpu import library
+from headrace_kernels.meta import AttentionMeta
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.model.attention import LayerCache, StepContext, StepContextError, step_context
+from headrace_worker.model.load import load
+from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.model.surgery.layers import FusedLayer
+from headrace_worker.model.surgery.native import NativeLayers
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no C++ compiler")
+
+BLOCK, BLOCKS = 4, 12
+# Two prefills of other lengths, and a decode step: [query length, keys].
+SEQUENCES = [(7, 7), (1, 9), (3, 12)]
+TOKENS = sum(queries for queries, _ in SEQUENCES)
+
+
+@pytest.fixture(params=["llama-16", "llama-bias-16", "qwen2-16", "qwen3", "mistral-16"])
+def native(
+    request: pytest.FixtureRequest,
+    half: Callable[[str], Path],
+    replica: Callable[..., ReplicaConfig],
+    add_tokenizer: Callable[[Path], None],
+) -> NativeLayers:
+    """The layers of a family's tiny model."""
+    folder = half(request.param)
+    add_tokenizer(folder)
+    model = load(replica(folder))
+    found = [module for module in model.module.modules() if isinstance(module, NativeLayers)]
+    assert len(found) == 1 and len(found[0].layers) == 3, "all layers are in one call"
+    assert "3 layers in one call" in model.notes[0]
+    return found[0]
+
+
+def step_of(native: NativeLayers, window: int = 0) -> StepContext:
+    """A step over a cache of random keys and values; the same every time."""
+    generator = torch.Generator().manual_seed(5)
+    attention = first(native).self_attn
+    shape = (2, BLOCKS, attention.kv_heads, BLOCK, attention.head_dim)
+    layers = {i: LayerCache(0, torch.randn(shape, generator=generator), window) for i in range(len(native.layers))}
+    tables = torch.randperm(BLOCKS, generator=generator).to(torch.int32).view(len(SEQUENCES), -1)
+    starts, slots = [0], []
+    for row, (queries, keys) in enumerate(SEQUENCES):
+        starts.append(starts[-1] + queries)
+        slots += [int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(keys - queries, keys)]
+    lens = torch.tensor([keys for _, keys in SEQUENCES], dtype=torch.int32)
+    meta = AttentionMeta(torch.tensor(starts, dtype=torch.int32), lens, tables, torch.tensor(slots), 7, 12)
+    return StepContext(layers, [meta])
+
+
+def inputs(native: NativeLayers) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Hidden states [1, T, N], and cos and sin [1, T, D]."""
+    generator = torch.Generator().manual_seed(6)
+    attention, norm = first(native).self_attn, first(native).input_layernorm
+    angles = torch.randn(1, TOKENS, attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
+    return torch.randn(1, TOKENS, len(norm.weight), generator=generator), (angles.cos(), angles.sin())
+
+
+def first(native: NativeLayers) -> FusedLayer:
+    layer = native.layers[0]
+    assert isinstance(layer, FusedLayer)
+    return layer
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_every_bit_is_that_of_the_layers_one_by_one(native: NativeLayers, window: int) -> None:
+    hidden, rotary = inputs(native)
+    step, alone = step_of(native, window), step_of(native, window)
+    given = hidden.clone()
+    with torch.no_grad(), step_context(step):
+        found = native(hidden, rotary)
+    assert torch.equal(hidden, given), "its input is not written to"
+    with torch.no_grad(), step_context(alone):
+        for layer in native.layers:
+            hidden = layer(hidden, rotary)
+    assert torch.equal(found, hidden)
+    assert all(torch.equal(step.layers[i].pool, alone.layers[i].pool) for i in step.layers)
+    assert step.attended == alone.attended == {0, 1, 2}
+
+
+def test_each_layer_is_announced_when_its_keys_are_written(native: NativeLayers) -> None:
+    hidden, rotary = inputs(native)
+    step, plain = step_of(native), step_of(native)
+    slots = step.metas[0].slots
+    announced: list[int] = []
+
+    def written(layer: int, values: Tensor) -> None:
+        stored = step.layers[layer].pool[1, slots // BLOCK, :, slots % BLOCK]
+        assert torch.equal(values, stored)
+        later = [other for other in step.layers if other > layer]
+        assert all(torch.equal(step.layers[i].pool, plain.layers[i].pool) for i in later), "it was not computed yet"
+        announced.append(layer)
+
+    step.written = written
+    with torch.no_grad(), step_context(step):
+        found = native(hidden, rotary)
+    assert announced == [0, 1, 2]
+    with torch.no_grad(), step_context(plain):
+        assert torch.equal(found, native(hidden, rotary))
+
+
+def test_a_step_that_it_does_not_read_runs_the_layers(native: NativeLayers) -> None:
+    hidden, rotary = inputs(native)
+    step, other = step_of(native), step_of(native)
+    other.metas = [replace(other.metas[0], slots=other.metas[0].slots.to(torch.int32))]
+    with torch.no_grad(), step_context(step):
+        expected = native(hidden, rotary)
+    with torch.no_grad(), step_context(other):
+        torch.testing.assert_close(native(hidden, rotary), expected)
+
+
+def test_wrong_steps_are_refused(native: NativeLayers) -> None:
+    hidden, rotary = inputs(native)
+    step = step_of(native)
+    step.metas[0].slots[3] = BLOCK * BLOCKS
+    with torch.no_grad(), step_context(step), pytest.raises(KernelArgumentError, match="slot is outside of the pool"):
+        native(hidden, rotary)
+    step = step_of(native)
+    with torch.no_grad(), step_context(step):
+        native(hidden, rotary)
+        with pytest.raises(StepContextError, match="more than once"):
+            native(hidden, rotary)
+    short = (rotary[0][:, :5], rotary[1][:, :5])
+    for given, angles, message in ((hidden[:, :5], short, "11 slots"), (hidden, short, "do not fit")):
+        with torch.no_grad(), step_context(step_of(native)), pytest.raises(KernelArgumentError, match=message):
+            native(given, angles)
+
+
+def test_the_plan_disables_it(half: Callable[[str], Path], replica: Callable[..., ReplicaConfig]) -> None:
+    model = load(replica(half("llama-16")), plan=SurgeryPlan(native=False))
+    assert not any(isinstance(module, NativeLayers) for module in model.module.modules())

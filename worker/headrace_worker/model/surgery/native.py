@@ -1,0 +1,134 @@
+"""Runs of adjacent fused layers as one C++ call: no Python and no torch between their operations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace_kernels.cpu import library
+from headrace_kernels.cpu.layers import LayerCacheStep, Layers, LayerWeights, Norm, Product
+from headrace_worker.model.attention import current_step
+from headrace_worker.model.coded import PackedCodes
+from headrace_worker.model.surgery.layers import FusedLayer
+from headrace_worker.model.surgery.mlp import FusedMlp
+from headrace_worker.model.surgery.norms import FusedRmsNorm
+
+
+class NativeLayers(nn.Module):
+    """Adjacent layers of one shape; steps that the C++ code does not read run the layers themselves."""
+
+    def __init__(self, layers: list[FusedLayer], weights: list[LayerWeights]) -> None:
+        super().__init__()
+        _copy_attributes(layers[0], self)
+        self.layers = nn.ModuleList(layers)
+        self._indexes = [layer.self_attn.layer_idx for layer in layers]
+        self._all = Layers(weights)
+        self._each = [Layers([one]) for one in weights]
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """hidden_states [1, T, N] -> [1, T, N]."""
+        step = current_step()
+        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        caches = []
+        for index in self._indexes:
+            cache = step.layers[index]
+            caches.append(LayerCacheStep(cache.pool, cache.window, step.metas[cache.group]))
+        inputs = (hidden_states, cos, sin)
+        if not all(x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 for x in inputs) or not all(
+            cache.fits() for cache in caches
+        ):
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, position_embeddings)
+            return hidden_states
+        for index in self._indexes:
+            step.attend_once(index)
+        if step.written is None:
+            return self._all(hidden_states, caches, cos, sin)[0]
+        for index, one, its in zip(self._indexes, self._each, caches, strict=True):
+            hidden_states, values = one(hidden_states, [its], cos, sin)
+            step.written(index, values[0])
+        return hidden_states
+
+
+class _Passed(nn.Module):
+    """In place of a layer that an earlier module computes."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        _copy_attributes(original, self)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The same hidden states."""
+        return hidden_states
+
+
+def join_layers(model: nn.Module) -> int:
+    """Replace each run of layers that C++ can compute; returns how many layers are in such runs."""
+    if library.missing() is not None:
+        return 0
+    count = 0
+    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        run: list[tuple[FusedLayer, LayerWeights]] = []
+        for end in range(len(layers) + 1):
+            layer = layers[end] if end < len(layers) else None
+            weights = native_weights(layer) if isinstance(layer, FusedLayer) else None
+            if run and (weights is None or not _continues(run[-1], layer, weights)):
+                start = end - len(run)
+                native = NativeLayers([one for one, _ in run], [weights for _, weights in run])
+                for place in range(start, end):
+                    layers[place] = _Passed(layers[place])
+                layers[start] = native.eval()
+                count += len(run)
+                run = []
+            if weights is not None:
+                assert isinstance(layer, FusedLayer)
+                run.append((layer, weights))
+    return count
+
+
+def _continues(last: tuple[FusedLayer, LayerWeights], layer: Any, weights: LayerWeights) -> bool:
+    """Whether a layer gets the same arguments as the one before, and has its shape."""
+    before, shape = last
+
+    def of(one: LayerWeights) -> tuple[int, ...]:
+        parts = (one.qkv, one.out, one.gate_up, one.down)
+        return (one.heads, one.kv_heads, one.head_dim, *(n for p in parts for n in (p.weight.outputs, p.weight.inputs)))
+
+    return _kind(before) == _kind(layer) and of(shape) == of(weights)
+
+
+def _kind(layer: nn.Module) -> object:
+    """What a model's forward may choose a layer's arguments by."""
+    return getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
+
+
+def native_weights(layer: FusedLayer) -> LayerWeights | None:
+    """What C++ needs of a layer; None where it is not written for it."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if not isinstance(mlp, FusedMlp):
+        return None
+    products = []
+    for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        if not isinstance(linear, PackedCodes):
+            return None
+        products.append(Product(linear.packed, linear.packed_bias()))
+    norms = []
+    for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm, layer.post_attention_layernorm):
+        if norm is not None and not isinstance(norm, FusedRmsNorm):
+            return None
+        norms.append(None if norm is None else Norm(norm.weight.detach(), norm.eps))
+    first, query, key, second = norms
+    if first is None or second is None:
+        return None
+    weights = LayerWeights(
+        first, products[0], query, key, products[1], second, products[2], products[3], attention.heads,
+        attention.kv_heads, attention.head_dim, attention.scaling, attention.softcap, attention.sinks,
+    )  # fmt: skip
+    return weights if weights.fits() else None
+
+
+def _copy_attributes(original: nn.Module, to: nn.Module) -> None:
+    """A model's forward may read plain attributes of its layers, such as their attention type."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and name != "training":
+            setattr(to, name, value)
