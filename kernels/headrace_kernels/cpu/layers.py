@@ -20,10 +20,11 @@ _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 @dataclass(frozen=True)
 class Product:
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias; bf16: x is rounded to bfloat16 first."""
 
     weight: PackedWeight
     bias: Tensor | None
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class LayerWeights:
         """Whether the C++ code is written for it."""
         group = self.heads // self.kv_heads
         norms = [norm.weight for norm in self._norms() if norm is not None]
-        tensors = [*norms, *(part.bias for part in self._products() if part.bias is not None)]
+        tensors = [*norms, *(part.bias for part in self.products() if part.bias is not None)]
         return (
             self.head_dim % 16 == 0
             and group <= 64
@@ -67,7 +68,8 @@ class LayerWeights:
             and all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in tensors)
         )
 
-    def _products(self) -> tuple[Product, Product, Product, Product]:
+    def products(self) -> tuple[Product, Product, Product, Product]:
+        """In the order of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
     def _norms(self) -> tuple[Norm | None, ...]:
@@ -84,6 +86,7 @@ class _Matrix(ctypes.Structure):
         ("group", _I),
         ("wide", _I),
         ("minima", _I),
+        ("in_pairs", _I),
         ("offset", _D),
     ]
 
@@ -184,15 +187,16 @@ def _pointer(tensor: Tensor | None) -> int | None:
 def _matrix(product: Product) -> _Matrix:
     w = product.weight
     return _Matrix(
-        w.data.data_ptr(), _pointer(product.bias), w.outputs, w.inputs, int(w.form), w.group, w.wide, w.minima, w.offset
-    )
+        w.data.data_ptr(), _pointer(product.bias), w.outputs, w.inputs, int(w.form), w.group, w.wide, w.minima,
+        product.bf16, w.offset,
+    )  # fmt: skip
 
 
 def _layer(layer: LayerWeights) -> _Layer:
     norms = layer._norms()
     eps = [0.0 if norm is None else norm.eps for norm in norms]
     return _Layer(
-        *map(_matrix, layer._products()),
+        *map(_matrix, layer.products()),
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
         _pointer(layer.sinks), layer.heads, layer.kv_heads, layer.head_dim, *eps, layer.scale, layer.softcap,
     )  # fmt: skip

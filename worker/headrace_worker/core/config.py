@@ -94,6 +94,16 @@ class ReplicaSettings:
             json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
         ),
     ] = None
+    cpu_arithmetic: Annotated[
+        Literal["exact", "bf16"],
+        Field(
+            description="of products on CPUs in float32; bf16: inputs and dense weights are rounded to bfloat16, "
+            "faster for many tokens",
+            json_schema_extra=flag(
+                "--cpu-arithmetic", help="products on CPUs; bf16: inputs rounded to bfloat16, faster for many tokens"
+            ),
+        ),
+    ] = "exact"
     rank_interface: Annotated[
         str | None,
         Field(

@@ -71,17 +71,18 @@ class CodedLinear(nn.Linear):
 
 
 class PackedCodes(nn.Module):
-    """A linear with a packed weight."""
+    """A linear with a packed weight. bf16: inputs are rounded to bfloat16, where the kernels can."""
 
-    def __init__(self, linear: CodedLinear) -> None:
+    def __init__(self, linear: CodedLinear, bf16: bool = False) -> None:
         super().__init__()
         self.packed = linear.matrix.packed()
+        self.bf16 = bf16 and self.packed.form is not Form.FLOAT32 and self.packed.inputs % 8 == 0
         self.weight: Tensor | None = None
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return ops.packed_matmul(x, self.packed, self.packed_bias())
+        return ops.packed_matmul(x, self.packed, self.packed_bias(), self.bf16)
 
     def packed_bias(self) -> Tensor | None:
         """[out]"""

@@ -92,9 +92,16 @@ def load(
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
         weights = open_weights(source, model, sharding, gguf)
-        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic)
+        bf16 = config.cpu_arithmetic == "bf16"
+        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
         packed = stays_packed(plan, place, dtype)
-        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=packed)
+        if bf16 and not packed:
+            why = library.missing() or f"this replica runs in {dtype} on {place.type}".replace("torch.", "")
+            raise ModelUnsupportedError(
+                f"--cpu-arithmetic bf16 is for CPUs, --dtype float32 and the C++ kernels, but {why}: leave it out."
+            )
+        kept = None if not packed else torch.bfloat16 if bf16 else torch.float32
+        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=kept)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
@@ -106,7 +113,8 @@ def load(
         if config.chat_template is not None:
             facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
     if packed and isinstance(weights, GgufWeights):
-        notes.append("Quantized weights stay packed as in the file; products are those with their values in float32.")
+        arithmetic = "with inputs in bfloat16" if bf16 else "those with their values in float32"
+        notes.append(f"Quantized weights stay packed as in the file; products are {arithmetic}.")
     elif isinstance(weights, GgufWeights) and place.type == "cpu" and (reason := library.missing()):
         notes.append(f"Quantized weights are unpacked to {weight_bytes >> 20} MiB, since {reason}.")
     if source.kind == "dummy":

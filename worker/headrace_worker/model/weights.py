@@ -130,13 +130,13 @@ def fill(
     dtype: torch.dtype,
     report: Progress,
     *,
-    packed: bool = False,
+    packed: torch.dtype | None = None,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
-    keeps in float32. Tied parameters stay one tensor. coded: the weights, if matrices of linears and of the embedding
-    stay codes where they are. Raises ModelLoadError as `match` does.
+    keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
+    codes, bfloat16 stays, others become this dtype; None: all become `dtype`. Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -147,12 +147,14 @@ def fill(
             report("loading weights", done / len(sources))
         cuts = sharding.cuts.get(name, ())
         strict = any(part in keep_float32 for part in name.split("."))
-        stays = packed and not strict and takes_codes(model, name)
+        stays = packed is not None and not strict and takes_codes(model, name)
         matrix = weights.read_codes(stored, cuts) if stays and isinstance(weights, CodedWeights) else None
         if matrix is None:
             tensor = weights.read(stored, cuts)
-            if stays and tensor.dtype is torch.bfloat16 and tensor.shape[1] % 8 == 0:
-                matrix = CodedMatrix(tensor.clone(), Form.BFLOAT16)
+            if stays and tensor.is_floating_point():
+                half = torch.bfloat16 in (tensor.dtype, packed) and tensor.shape[1] % 8 == 0
+                form, values = (Form.BFLOAT16, torch.bfloat16) if half else (Form.FLOAT32, torch.float32)
+                matrix = CodedMatrix(tensor.to(values, copy=True), form)
         if matrix is not None:
             put_codes(model, name, matrix)
             placed += matrix.nbytes

@@ -5,7 +5,7 @@
 struct Matrix {
     const uint8_t* data;
     const float* bias;
-    int64_t outputs, inputs, form, group, wide, minima;
+    int64_t outputs, inputs, form, group, wide, minima, in_pairs;
     double offset;
 };
 
@@ -29,7 +29,7 @@ namespace {
 
 void multiply(const Matrix& w, const float* x, int64_t rows, float* out, int64_t threads) {
     headrace_packed_matmul(out, x, rows, w.data, w.outputs, w.inputs, w.form, w.group, w.wide, w.minima, (float)w.offset,
-                           w.bias, 0, threads);
+                           w.bias, w.in_pairs, threads);
 }
 
 }  // namespace

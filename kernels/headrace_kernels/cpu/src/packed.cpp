@@ -234,7 +234,11 @@ template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_
     }
 }
 
-constexpr int ROWS = 12, PAIR = 2, QUAD = 4;
+#ifdef __AVX512F__
+constexpr int ROWS = 12, PAIR = 2, QUAD = 4;  // 24 sums of the 32 registers
+#else
+constexpr int ROWS = 6, PAIR = 1, QUAD = 4;  // 12 of the 16 of half the size
+#endif
 constexpr int MANY = 2 * ROWS;  // rows for which codes are expanded
 
 // All rows times P panels.

@@ -40,19 +40,19 @@ def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     return torch.cat([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in linears])
 
 
-def pack_linear(module: nn.Module) -> PackedLinear | PackedCodes | None:
-    """A plain linear in the fastest form for its device, or None."""
+def pack_linear(module: nn.Module, bf16: bool = False) -> PackedLinear | PackedCodes | None:
+    """A plain linear in the fastest form for its device, or None. bf16: see `PackedCodes`."""
     if isinstance(module, CodedLinear):
-        return PackedCodes(module)
+        return PackedCodes(module, bf16)
     if type(module) is not nn.Linear:
         return None
     return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def make_linear_invariant(module: nn.Module) -> PackedLinear | PackedCodes | InvariantLinear | None:
-    """A plain linear in a form whose rows do not depend on each other, or None."""
+def make_linear_invariant(module: nn.Module, bf16: bool = False) -> PackedLinear | PackedCodes | InvariantLinear | None:
+    """A plain linear in a form whose rows do not depend on each other, or None. bf16: see `PackedCodes`."""
     if isinstance(module, CodedLinear):
-        return PackedCodes(module)
+        return PackedCodes(module, bf16)
     if type(module) is not nn.Linear:
         return None
     if is_invariant_already(module.weight):

@@ -22,6 +22,7 @@ class NativeLayers(nn.Module):
         _copy_attributes(layers[0], self)
         self.layers = nn.ModuleList(layers)
         self._indexes = [layer.self_attn.layer_idx for layer in layers]
+        self.weights = tuple(weights)
         self._all = Layers(weights)
         self._each = [Layers([one]) for one in weights]
 
@@ -111,7 +112,7 @@ def native_weights(layer: FusedLayer) -> LayerWeights | None:
     for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
         if not isinstance(linear, PackedCodes):
             return None
-        products.append(Product(linear.packed, linear.packed_bias()))
+        products.append(Product(linear.packed, linear.packed_bias(), linear.bf16))
     norms = []
     for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm, layer.post_attention_layernorm):
         if norm is not None and not isinstance(norm, FusedRmsNorm):

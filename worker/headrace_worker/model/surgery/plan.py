@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ class SurgeryPlan:
     layers: bool = True  # needs norms and attention
     linears: bool = True
     native: bool = True  # needs layers and linears
+    bf16: bool = False  # inputs of products with packed weights are rounded to bfloat16
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
 
     @staticmethod
@@ -48,7 +50,11 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (plan.attention, "attentions", _Once(fuse_attention, window_of)),
         (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
         (plan.layers, "layers", _Once(fuse_layer, window_of)),
-        (plan.linears or plan.deterministic, "linears", make_linear_invariant if plan.deterministic else pack_linear),
+        (
+            plan.linears or plan.deterministic,
+            "linears",
+            partial(make_linear_invariant if plan.deterministic else pack_linear, bf16=plan.bf16),
+        ),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
     if plan.native:
