@@ -172,8 +172,7 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
     std::fill(scores, scores + count * TILE, 0.f);
     multiply(scratch.query.data(), head_dim, count, [=](int k) { return transposed + k * TILE; }, 0, head_dim, scores, TILE, end);
 
-    ints lane;
-    for (int i = 0; i < WIDTH; i++) lane[i] = i;
+    const ints lane = lanes();
     for (int r = 0; r < count; r++) {
         float* row = scores + r * TILE;
         const int64_t position = first + r / group;

@@ -8,15 +8,11 @@
 
 #include "entries.h"
 #include "vector.h"
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 namespace {
-
-typedef _Float16 half_floats __attribute__((vector_size(32)));
-typedef uint8_t bytes __attribute__((vector_size(16)));
-typedef uint32_t words __attribute__((vector_size(64)));
 
 // EXPANDED: codes of a panel as they are multiplied, for many rows; the values are the same.
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, EXPANDED = 4 };
@@ -50,15 +46,20 @@ template <class T> inline T read(const void* from) {
     return x;
 }
 
-inline floats numbers(words codes) { return __builtin_convertvector((ints)codes, floats); }
+inline floats numbers(words codes) { return converted((ints)codes); }
 
 // Compilers make single conversions of what follows, so the units are named.
 inline floats numbers(const uint8_t* from, bool wide) {
     if (wide) return read<floats>(from);
 #ifdef __AVX512F__
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    const __m128i* half = (const __m128i*)from;
+    return {(float_register)_mm256_cvtph_ps(_mm_loadu_si128(half)), (float_register)_mm256_cvtph_ps(_mm_loadu_si128(half + 1))};
 #else
-    return __builtin_convertvector(read<half_floats>(from), floats);
+    float x[WIDTH];
+    for (int i = 0; i < WIDTH; i++) x[i] = read<_Float16>(from + 2 * i);
+    return load(x);
 #endif
 }
 
@@ -70,8 +71,14 @@ inline void Weight::scales(const uint8_t* panel, int64_t g, floats* scale, float
 inline floats byte_numbers(const uint8_t* from) {
 #ifdef __AVX512F__
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    const __m128i all = _mm_loadu_si128((const __m128i*)from);
+    const __m256i low = _mm256_cvtepu8_epi32(all), high = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(all, all));
+    return {(float_register)_mm256_cvtepi32_ps(low), (float_register)_mm256_cvtepi32_ps(high)};
 #else
-    return numbers(__builtin_convertvector(read<bytes>(from), words));
+    float x[WIDTH];
+    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
+    return load(x);
 #endif
 }
 
@@ -119,10 +126,12 @@ template <Form F, int P> struct PairColumn {
 #endif
     }
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
     // The numbers from 0 to 15 in bfloat16, in all 16-bit places that an index of 5 bits reaches.
     static constexpr words TABLE = {0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, 0x41104100, 0x41304120,
                                     0x41504140, 0x41704160, 0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0,
                                     0x41104100, 0x41304120, 0x41504140, 0x41704160};
+#endif
 };
 
 // total + a.low * b.low + a.high * b.high

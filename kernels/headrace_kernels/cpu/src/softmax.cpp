@@ -34,9 +34,7 @@ Part part_of(const float* x, int64_t n) {
     }
     floats totals{};
     for (i = 0; i + WIDTH <= n; i += WIDTH) totals += exponential(load(x + i) - peak);
-    ints lane;
-    for (int l = 0; l < WIDTH; l++) lane[l] = l;
-    totals += pick(lane < tail, exponential(rest - peak), floats{});
+    totals += pick(lanes() < tail, exponential(rest - peak), floats{});
     return {peak, sum(totals)};
 }
 

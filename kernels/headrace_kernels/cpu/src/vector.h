@@ -1,10 +1,76 @@
-// 16 floats as one value. GCC and Clang lower it to the registers of the CPU: AVX-512, two of AVX2, four of NEON.
+// 16 numbers as one value: a register of AVX-512; elsewhere two registers of AVX2, or four of NEON. Compilers keep vectors that
+// are larger than a register in memory, so those are halves of halves.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+#define REGISTER 64
+#elif defined(__AVX2__)
+#define REGISTER 32
+#else
+#define REGISTER 16
+#endif
+
+typedef float float_register __attribute__((vector_size(REGISTER)));
+typedef int32_t int_register __attribute__((vector_size(REGISTER)));
+typedef uint32_t word_register __attribute__((vector_size(REGISTER)));
+
+template <class M, class V> inline V pick(M mask, V yes, V no) { return mask ? yes : no; }
+
+inline float_register converted(int_register x) { return __builtin_convertvector(x, float_register); }
+
+// Two halves, which are registers or of this type again; E: of an element.
+template <class H, class E> struct Two {
+    H low, high;
+    // The same bits as other numbers.
+    template <class W, class F> explicit operator Two<W, F>() const { return {(W)low, (W)high}; }
+};
+
+template <class E> struct Scalar { typedef E type; };  // an argument that another one gives the type of
+
+#define FOR_BOTH(op, result, element)                                                                                      \
+    template <class H, class E> inline auto operator op(Two<H, E> x, Two<H, E> y) {                                        \
+        return Two<result, element>{x.low op y.low, x.high op y.high};                                                     \
+    }                                                                                                                      \
+    template <class H, class E> inline auto operator op(Two<H, E> x, typename Scalar<E>::type y) {                         \
+        return Two<result, element>{x.low op y, x.high op y};                                                              \
+    }                                                                                                                      \
+    template <class H, class E> inline auto operator op(typename Scalar<E>::type x, Two<H, E> y) {                         \
+        return Two<result, element>{x op y.low, x op y.high};                                                              \
+    }
+#define NUMBERS(op) FOR_BOTH(op, H, E)
+#define MASKS(op) FOR_BOTH(op, decltype(H{} op H{}), int32_t)
+NUMBERS(+) NUMBERS(-) NUMBERS(*) NUMBERS(/) NUMBERS(&) NUMBERS(|) NUMBERS(<<) NUMBERS(>>)
+MASKS(<) MASKS(>) MASKS(>=)
+#undef NUMBERS
+#undef MASKS
+#undef FOR_BOTH
+
+template <class H, class E> inline Two<H, E> operator-(Two<H, E> x) { return {-x.low, -x.high}; }
+template <class H, class E> inline Two<H, E>& operator+=(Two<H, E>& x, Two<H, E> y) { return x = x + y; }
+
+template <class M, class I, class H, class E> inline Two<H, E> pick(Two<M, I> mask, Two<H, E> yes, Two<H, E> no) {
+    return {pick(mask.low, yes.low, no.low), pick(mask.high, yes.high, no.high)};
+}
+
+template <class H, class E> inline auto converted(Two<H, E> x) {
+    return Two<decltype(converted(x.low)), float>{converted(x.low), converted(x.high)};
+}
+
+#if REGISTER == 64
+typedef float_register floats;
+typedef int_register ints;
+typedef word_register words;
+#elif REGISTER == 32
+typedef Two<float_register, float> floats;
+typedef Two<int_register, int32_t> ints;
+typedef Two<word_register, uint32_t> words;
+#else
+typedef Two<Two<float_register, float>, float> floats;
+typedef Two<Two<int_register, int32_t>, int32_t> ints;
+typedef Two<Two<word_register, uint32_t>, uint32_t> words;
+#endif
 
 constexpr int WIDTH = 16;
 
@@ -16,9 +82,16 @@ static inline floats load(const float* from) {
 
 static inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof x); }
 
-static inline floats spread(float x) { return x - floats{}; }
+// 0 to 15.
+static inline ints lanes() {
+    int32_t number[WIDTH];
+    for (int i = 0; i < WIDTH; i++) number[i] = i;
+    ints x;
+    std::memcpy(&x, number, sizeof x);
+    return x;
+}
 
-static inline floats pick(ints mask, floats yes, floats no) { return mask ? yes : no; }
+static inline floats spread(float x) { return x - floats{}; }
 
 static inline float sum(floats x) {
     float part[WIDTH];
