@@ -40,12 +40,6 @@ struct Weight {
     inline void scales(const uint8_t* panel, int64_t group, floats* scale, floats* least) const;
 };
 
-template <class T> inline T read(const void* from) {
-    T x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
 inline floats numbers(words codes) { return converted((ints)codes); }
 
 // Compilers make single conversions of what follows, so the units are named.
@@ -135,12 +129,12 @@ template <Form F, int P> struct PairColumn {
 };
 
 // total + a.low * b.low + a.high * b.high
-inline floats add_pairs(floats total, words a, words b) {
+inline float_register add_pairs(float_register total, word_register a, word_register b) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+    return (float_register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #else
-    total += (floats)(a << 16) * (floats)(b << 16);
-    return total + (floats)(a & 0xffff0000u) * (floats)(b & 0xffff0000u);
+    total += (float_register)(a << 16) * (float_register)(b << 16);
+    return total + (float_register)(a & 0xffff0000u) * (float_register)(b & 0xffff0000u);
 #endif
 }
 
@@ -163,43 +157,45 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
     typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
     const int64_t group = CODED || SCALED ? w.group : w.inputs, groups = w.inputs / group;
     for (int64_t g = 0; g < groups; g++) {
-        floats scale[P], least[P], part[R][P];
+        floats scale[P], least[P];
+        float_register part[R][P * PIECES];  // compilers keep these in registers, and arrays of `floats` not always
         for (int p = 0; p < P && (CODED || SCALED); p++) w.scales(panels[p], g, &scale[p], &least[p]);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) part[r][p] = SCALED ? floats{} : total[r][p];
+            for (int p = 0; p < P; p++) split(SCALED ? floats{} : total[r][p], part[r] + p * PIECES);
         for (int64_t first = g * group; first < (g + 1) * group; first += step) {
             column.load(codes, first);
 #pragma GCC unroll 8
             for (int j = 0; j < turns; j++) {
                 if constexpr (PAIRS) {
-                    words value[P];
-                    for (int p = 0; p < P; p++) value[p] = column.get(j, p);
+                    word_register value[P * PIECES];
+                    for (int p = 0; p < P; p++) split(column.get(j, p), value + p * PIECES);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
-                        const words input = pairs[(r * w.inputs + first) / 2 + j] - words{};
-                        for (int p = 0; p < P; p++) part[r][p] = add_pairs(part[r][p], value[p], input);
+                        const word_register input = pairs[(r * w.inputs + first) / 2 + j] - word_register{};
+                        for (int p = 0; p < P * PIECES; p++) part[r][p] = add_pairs(part[r][p], value[p], input);
                     }
                 } else {
-                    floats value[P];
+                    float_register value[P * PIECES];
                     for (int p = 0; p < P; p++) {
-                        value[p] = column.get(codes, first, j, p);
-                        if (CODED) value[p] = value[p] * scale[p] + least[p];
+                        const floats code = column.get(codes, first, j, p);
+                        split(CODED ? code * scale[p] + least[p] : code, value + p * PIECES);
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
-                        const floats input = spread(x[r * w.inputs + first + j]);
-                        for (int p = 0; p < P; p++) part[r][p] += value[p] * input;
+                        const float_register input = x[r * w.inputs + first + j] - float_register{};
+                        for (int p = 0; p < P * PIECES; p++) part[r][p] += value[p] * input;
                     }
                 }
             }
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) {
+                const floats whole = read<floats>(part[r] + p * PIECES);
                 if (SCALED) {
-                    total[r][p] += scale[p] * part[r][p];
+                    total[r][p] += scale[p] * whole;
                     total[r][p] += least[p] * sums[r * groups + g];
                 } else
-                    total[r][p] = part[r][p];
+                    total[r][p] = whole;
             }
     }
 }

@@ -73,14 +73,37 @@ typedef Two<Two<word_register, uint32_t>, uint32_t> words;
 #endif
 
 constexpr int WIDTH = 16;
+constexpr int PIECES = 64 / REGISTER;  // registers of a value
 
-static inline floats load(const float* from) {
-    floats x;
-    std::memcpy(&x, from, sizeof x);  // unaligned
-    return x;
+template <class V> inline void split(V x, V* to) { *to = x; }
+template <class H, class E, class V> inline void split(Two<H, E> x, V* to) {
+    split(x.low, to);
+    split(x.high, to + sizeof(H) / sizeof(V));
 }
 
-static inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof x); }
+// Unaligned, register by register: of larger copies compilers make ones through memory in smaller parts.
+template <class T> struct Memory {
+    static T read(const char* from) {
+        T x;
+        std::memcpy(&x, from, sizeof x);
+        return x;
+    }
+    static void write(char* to, T x) { std::memcpy(to, &x, sizeof x); }
+};
+
+template <class H, class E> struct Memory<Two<H, E>> {
+    static Two<H, E> read(const char* from) { return {Memory<H>::read(from), Memory<H>::read(from + sizeof(H))}; }
+    static void write(char* to, Two<H, E> x) {
+        Memory<H>::write(to, x.low);
+        Memory<H>::write(to + sizeof(H), x.high);
+    }
+};
+
+template <class T> inline T read(const void* from) { return Memory<T>::read((const char*)from); }
+
+static inline floats load(const float* from) { return read<floats>(from); }
+
+static inline void store(float* to, floats x) { Memory<floats>::write((char*)to, x); }
 
 // 0 to 15.
 static inline ints lanes() {
