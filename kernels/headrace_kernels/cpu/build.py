@@ -20,13 +20,13 @@ _FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
     "-march=native",
+    "-ffp-contract=off",  # vector.h's multiply_add says why
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",
     "-fPIC",
     "-Wno-psabi",
 )
-_EXTRA_FLAGS = {"noise.cpp": ("-ffp-contract=off",)}  # its results are defined bit by bit
 _TIMEOUT_S = 120
 _APT = "apt-get install g++"
 
@@ -61,7 +61,7 @@ def _sources() -> list[Path]:
 
 def _digest(compiler: str) -> str:
     version = _run([compiler, "--version"])
-    parts = [version, platform.machine(), _cpu_flags(), repr((_FLAGS, _EXTRA_FLAGS))]
+    parts = [version, platform.machine(), _cpu_flags(), repr(_FLAGS)]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -99,8 +99,7 @@ def _build(compiler: str, library: Path) -> None:
         running = []
         for source in _sources():
             target = Path(work) / f"{source.stem}.o"
-            flags = (*_FLAGS, *_EXTRA_FLAGS.get(source.name, ()))
-            command = [compiler, *flags, "-c", str(source), "-o", str(target)]
+            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
             running.append((target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         failures = []
         for _, process in running:

@@ -82,7 +82,7 @@ inline void multiply_block(const float* a, int a_stride, RowOf b, int from, int 
         floats y[VECTORS];
         for (int v = 0; v < VECTORS; v++) y[v] = load(row + v * WIDTH);
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) acc[r][v] += a[r * a_stride + k] * y[v];
+            for (int v = 0; v < VECTORS; v++) acc[r][v] = multiply_add(spread(a[r * a_stride + k]), y[v], acc[r][v]);
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * WIDTH, acc[r][v]);

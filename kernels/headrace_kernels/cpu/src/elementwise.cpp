@@ -12,7 +12,7 @@ constexpr int64_t GRAIN = 1 << 17;  // elements per thread: waking one takes abo
 inline float sum_of_squares(const float* x, int64_t n) {
     floats acc{};
     int64_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) acc += load(x + i) * load(x + i);
+    for (; i + WIDTH <= n; i += WIDTH) acc = multiply_add(load(x + i), load(x + i), acc);
     float rest = 0.f;
     for (; i < n; i++) rest += x[i] * x[i];
     return sum(acc) + rest;

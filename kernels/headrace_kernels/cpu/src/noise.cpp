@@ -1,4 +1,4 @@
-// Gumbel noise as headrace_kernels.reference.noise defines it, bit for bit. Compiled without fused multiply-add.
+// Gumbel noise as headrace_kernels.reference.noise defines it, bit for bit, without fused multiply-add.
 #include <algorithm>
 #include <limits>
 #include <vector>

@@ -8,9 +8,6 @@
 
 #include "entries.h"
 #include "vector.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -133,8 +130,8 @@ inline float_register add_pairs(float_register total, word_register a, word_regi
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     return (float_register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #else
-    total += (float_register)(a << 16) * (float_register)(b << 16);
-    return total + (float_register)(a & 0xffff0000u) * (float_register)(b & 0xffff0000u);
+    total = multiply_add((float_register)(a << 16), (float_register)(b << 16), total);
+    return multiply_add((float_register)(a & 0xffff0000u), (float_register)(b & 0xffff0000u), total);
 #endif
 }
 
@@ -178,12 +175,12 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
                     float_register value[P * PIECES];
                     for (int p = 0; p < P; p++) {
                         const floats code = column.get(codes, first, j, p);
-                        split(CODED ? code * scale[p] + least[p] : code, value + p * PIECES);
+                        split(CODED ? multiply_add(code, scale[p], least[p]) : code, value + p * PIECES);
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
                         const float_register input = x[r * w.inputs + first + j] - float_register{};
-                        for (int p = 0; p < P * PIECES; p++) part[r][p] += value[p] * input;
+                        for (int p = 0; p < P * PIECES; p++) part[r][p] = multiply_add(value[p], input, part[r][p]);
                     }
                 }
             }
@@ -192,8 +189,8 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
             for (int p = 0; p < P; p++) {
                 const floats whole = read<floats>(part[r] + p * PIECES);
                 if (SCALED) {
-                    total[r][p] += scale[p] * whole;
-                    total[r][p] += least[p] * sums[r * groups + g];
+                    total[r][p] = multiply_add(scale[p], whole, total[r][p]);
+                    total[r][p] = multiply_add(least[p], spread(sums[r * groups + g]), total[r][p]);
                 } else
                     total[r][p] = whole;
             }
@@ -226,15 +223,17 @@ void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x
 template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_t* to) {
     const uint8_t* codes = w.data + panel * w.panel + w.header;
     typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
-    floats scale, least;
-    for (int64_t first = 0; first < w.inputs; first += STEP<F, PAIRS>) {
-        if (first % w.group == 0) w.scales(codes - w.header, first / w.group, &scale, &least);
-        column.load(&codes, first);
-        for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
-            if constexpr (PAIRS)
-                store((float*)to, (floats)column.get(j, 0));
-            else
-                store((float*)to, column.get(&codes, first, j, 0) * scale + least);
+    for (int64_t g = 0; g < w.inputs / w.group; g++) {
+        floats scale, least;
+        w.scales(codes - w.header, g, &scale, &least);
+        for (int64_t first = g * w.group; first < (g + 1) * w.group; first += STEP<F, PAIRS>) {
+            column.load(&codes, first);
+            for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
+                if constexpr (PAIRS)
+                    store((float*)to, (floats)column.get(j, 0));
+                else
+                    store((float*)to, multiply_add(column.get(&codes, first, j, 0), scale, least));
+            }
         }
     }
 }

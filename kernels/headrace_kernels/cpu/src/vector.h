@@ -3,6 +3,11 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define REGISTER 64
@@ -17,6 +22,20 @@ typedef int32_t int_register __attribute__((vector_size(REGISTER)));
 typedef uint32_t word_register __attribute__((vector_size(REGISTER)));
 
 template <class M, class V> inline V pick(M mask, V yes, V no) { return mask ? yes : no; }
+
+// x * y + z, rounded once. Left to compilers, which sums are made so depends on their version, on the CPU that they tune for
+// and on the code around: sources are compiled without such contractions.
+inline float_register multiply_add(float_register x, float_register y, float_register z) {
+#if defined(__AVX512F__)
+    return (float_register)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (float_register)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#elif defined(__ARM_NEON)
+    return (float_register)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+    return x * y + z;  // rounded twice: such CPUs have no other way
+#endif
+}
 
 inline float_register converted(int_register x) { return __builtin_convertvector(x, float_register); }
 
@@ -52,6 +71,10 @@ template <class H, class E> inline Two<H, E>& operator+=(Two<H, E>& x, Two<H, E>
 
 template <class M, class I, class H, class E> inline Two<H, E> pick(Two<M, I> mask, Two<H, E> yes, Two<H, E> no) {
     return {pick(mask.low, yes.low, no.low), pick(mask.high, yes.high, no.high)};
+}
+
+template <class H, class E> inline Two<H, E> multiply_add(Two<H, E> x, Two<H, E> y, Two<H, E> z) {
+    return {multiply_add(x.low, y.low, z.low), multiply_add(x.high, y.high, z.high)};
 }
 
 template <class H, class E> inline auto converted(Two<H, E> x) {
@@ -137,18 +160,18 @@ static inline floats exponential(floats x) {
     x = pick(x < spread(-87.f), spread(-87.f), x);
     x = pick(x > spread(88.f), spread(88.f), x);
     const floats magic = spread(12582912.f);  // 1.5 * 2**23: adding it rounds to an integer in the low mantissa bits
-    floats shifted = x * 1.44269504088896341f + magic;
+    floats shifted = multiply_add(x, spread(1.44269504088896341f), magic);
     floats n = shifted - magic;
-    floats r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
+    floats r = multiply_add(n, spread(-0.693359375f), x);
+    r = multiply_add(n, spread(2.12194440e-4f), r);
     floats p = spread(1.f / 5040);
-    p = p * r + 1.f / 720;
-    p = p * r + 1.f / 120;
-    p = p * r + 1.f / 24;
-    p = p * r + 1.f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.f;
-    p = p * r + 1.f;
+    p = multiply_add(p, r, spread(1.f / 720));
+    p = multiply_add(p, r, spread(1.f / 120));
+    p = multiply_add(p, r, spread(1.f / 24));
+    p = multiply_add(p, r, spread(1.f / 6));
+    p = multiply_add(p, r, spread(0.5f));
+    p = multiply_add(p, r, spread(1.f));
+    p = multiply_add(p, r, spread(1.f));
     ints bits = ((ints)shifted - (ints)magic + 127) << 23;
     return p * (floats)bits;
 }
