@@ -35,7 +35,7 @@ def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "HEADRACE_CPU_KERNELS": "on",
         "XDG_CACHE_HOME": str(cache),
         "LD_PRELOAD": " ".join(runtimes),
-        # Python and torch keep memory until the end. GCC 13 aligns arrays of vectors wrongly with the second (its bug 110027).
+        # Python and torch keep memory until the end; with the other one GCC 13 aligns vectors wrongly (its bug 110027).
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

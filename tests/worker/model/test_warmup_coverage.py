@@ -97,7 +97,6 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[object, ...]
         launcher = next((found for module in LAUNCHERS if (found := getattr(module, op.name, None))), None)
         if launcher is not None:
             monkeypatch.setattr(op, "_best_cpu", through(launcher, op.named(op.chosen("cpu"))))
-    monkeypatch.setattr(attention, "_FILL", 8)  # a GPU with few multiprocessors: large tiles for fewer tokens
     monkeypatch.setattr(truncation, "FIRST_CANDIDATES", 1 << 30)  # a GPU uses the whole vocabulary at once
     yield seen
 
