@@ -2,7 +2,6 @@
 
 from headrace_kernels.catalog import describe
 from headrace_kernels.invariant import InvariantLinear
-from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
     add_rms_norm,
@@ -19,7 +18,6 @@ from headrace_kernels.ops import (
 __all__ = [
     "AttentionMeta",
     "InvariantLinear",
-    "PackedLinear",
     "add_rms_norm",
     "describe",
     "gumbel_argmax",

@@ -1,4 +1,4 @@
-"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [linear|packed|attention|rows] [gpu]``.
+"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [packed|attention|rows] [gpu]``.
 
 ``gpu`` is ``headrace_kernels.gpu_benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
 runs are interleaved, and each line gives the fastest: on a shared machine the least disturbed one (set
@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from headrace_kernels import catalog, ops
 from headrace_kernels.gpu import availability
-from headrace_kernels.linear import PackedLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_dense
 from headrace_kernels.registry import Op
@@ -41,30 +39,6 @@ def on_cpu(op: Op[Any]) -> list[str]:
     return [name for name in op.available() if name != "triton"]
 
 
-def linear() -> None:
-    """Packed against plain linears."""
-    for out, inner in ((960, HIDDEN), (HIDDEN, HIDDEN), (3072, HIDDEN), (HIDDEN, 1536), (VOCAB, HIDDEN)):
-        copies = max(1, _ROTATED_BYTES // (out * inner * 4))
-        weights = [torch.randn(out, inner) for _ in range(copies)]
-        packed = [PackedLinear(weight) for weight in weights]
-        for rows in (1, 8, 32, 128, 256):
-            x = torch.randn(rows, inner)
-            turn = iter(range(1 << 30))
-            times = fastest(
-                {
-                    "torch": lambda: functional.linear(x, weights[next(turn) % copies]),  # noqa: B023
-                    "packed": lambda: packed[next(turn) % copies](x),  # noqa: B023
-                },
-                rounds=40 if out < VOCAB else 5,
-            )
-            plain, fast = times["torch"], times["packed"]
-            print(
-                f"linear {inner}->{out} rows {rows:3d}: torch {plain * 1e6:7.0f} us, packed {fast * 1e6:7.0f} us, "
-                f"{plain / fast:4.1f}x, {2 * out * inner * rows / fast / 1e9:4.0f} GFLOP/s, "
-                f"{out * inner * 4 / fast / 1e9:3.0f} GB/s"
-            )
-
-
 def packed() -> None:
     """Weights in few bits against oneDNN's packed float32, in both arithmetics, over one layer's shapes."""
     shapes = ((960, HIDDEN), (HIDDEN, HIDDEN), (3072, HIDDEN), (HIDDEN, 1536))
@@ -87,7 +61,7 @@ def packed() -> None:
         "8 bits": weights(coded(Form.CODES8)),
         "4 bits": weights(coded(Form.CODES4)),
     }
-    linears = weights(lambda out, inner: PackedLinear(torch.randn(out, inner)))
+    linears = weights(_OneDnn)
     for rows in (1, 2, 8, 32, 128, 512):
         inputs = {inner: torch.randn(rows, inner) for _, inner in shapes}
         runs: dict[str, Callable[[], object]] = {
@@ -101,6 +75,18 @@ def packed() -> None:
         base = times.pop("oneDNN")
         parts = [f"{name} {base / seconds:.2f}x" for name, seconds in times.items()]
         print(f"packed rows {rows:3d}: oneDNN {base / layers * 1e6:6.0f} us a layer; {', '.join(parts)}")
+
+
+class _OneDnn:
+    """A random weight in float32 in the layout of torch's fastest product, for any number of rows."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.in_features = inputs
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return out
 
 
 def _products(weights: list[PackedWeight], inputs: dict[int, torch.Tensor], bf16: bool) -> None:
@@ -178,7 +164,7 @@ def _compare(count: int, op: Op[Any], *arguments: object) -> None:
 def main() -> None:
     """Runs the named part, or all."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {' '.join(catalog.describe())}")
-    parts: dict[str, Callable[[], None]] = {"linear": linear, "packed": packed, "attention": attention, "rows": rows}
+    parts: dict[str, Callable[[], None]] = {"packed": packed, "attention": attention, "rows": rows}
     if torch.cuda.is_available() and availability.missing() is None:
         parts["gpu"] = gpu
     with torch.inference_mode():

@@ -5,7 +5,6 @@ in a batch then differ in their last bits, which in 16-bit formats is enough to 
 the same shape, whatever the batch.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,8 +42,3 @@ class InvariantLinear(nn.Module):
     def extra_repr(self) -> str:
         """For ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, tile_rows={self._tile_rows}"
-
-
-def is_invariant_already(weight: Tensor) -> bool:
-    """Whether ``PackedLinear`` has the property by itself: packed, in float32 on a CPU."""
-    return weight.is_cpu and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -175,7 +175,7 @@ class _Build:
         """Without torch; a footprint if the build is plain."""
         headers = read_headers(self.source)
         check_length(self.config, headers)
-        need = MemoryNeed(self.model, headers.weight_bytes(self.element_bytes, on_cpu=self.is_on_cpu))
+        need = MemoryNeed(self.model, headers.weight_bytes(self.config, self.element_bytes))
         return need, gguf_footprint(self.config, headers, self.element_bytes) if self.is_plain else None
 
     def check_cache(self, need: MemoryNeed, footprint: Footprint, machine: Machine | None) -> None:

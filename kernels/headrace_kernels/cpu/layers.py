@@ -59,11 +59,16 @@ class LayerWeights:
         group = self.heads // self.kv_heads
         norms = [norm.weight for norm in self._norms() if norm is not None]
         tensors = [*norms, *(part.bias for part in self.products() if part.bias is not None)]
+        if self.sinks is not None:
+            tensors.append(self.sinks)
         return (
             self.head_dim % 16 == 0
             and group <= 64
             and self.qkv.weight.outputs == (self.heads + 2 * self.kv_heads) * self.head_dim
+            and self.out.weight.inputs == self.heads * self.head_dim
             and self.gate_up.weight.outputs == 2 * self.down.weight.inputs
+            and self.gate_up.weight.inputs == self.qkv.weight.inputs
+            and self.out.weight.outputs == self.down.weight.outputs == self.qkv.weight.inputs
             and (self.query_norm is None) == (self.key_norm is None)
             and all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in tensors)
         )
@@ -119,7 +124,7 @@ class LayerCacheStep:
     meta: AttentionMeta
 
     def fits(self) -> bool:
-        """Whether the C++ code reads it as it is."""
+        """Whether the C++ code can read it."""
         meta = self.meta
         parts = (meta.query_starts, meta.seq_lens, meta.block_tables)
         return (
@@ -159,6 +164,11 @@ class Layers:
             raise KernelArgumentError(
                 f"layers: hidden {list(hidden.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit to "
                 f"{self._inputs} inputs and heads of size {head_dim}. This is a bug: please report it."
+            )
+        plain = (x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 for x in (hidden, cos, sin))
+        if not all(plain) or not all(cache.fits() for cache in caches):
+            raise KernelArgumentError(
+                "layers: the step is not in float32 on a CPU, in tensors without gaps. This is a bug: please report it."
             )
         for cache in caches:
             shape, slots = cache.pool.shape, len(cache.meta.slots)

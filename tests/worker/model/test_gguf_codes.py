@@ -7,10 +7,10 @@ import torch
 
 from headrace_kernels import ops
 from headrace_kernels.packed import pack_codes, pack_dense
-from headrace_worker.model.coded import CodedLinear, CodedMatrix, PackedCodes, merge_coded
 from headrace_worker.model.gguf_codes import format_of, read_codes
 from headrace_worker.model.gguf_file import GgufTensor
 from headrace_worker.model.gguf_tensors import packed_bytes
+from headrace_worker.model.packable import PackableLinear, PackableMatrix, PackedLinear, merge_packable
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where float16 are
@@ -46,7 +46,7 @@ def test_the_memory_of_a_matrix_is_known_from_its_header(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     known = format_of(kind)
     assert known is not None
-    matrix = CodedMatrix(read_codes(kind, blocks(name, 32, 8)), known.form)
+    matrix = PackableMatrix(read_codes(kind, blocks(name, 32, 8)), known.form)
     tensor = GgufTensor("a", tuple(matrix.shape), int(kind), 0)
     assert matrix.nbytes == matrix.packed().nbytes == packed_bytes(tensor)
 
@@ -58,17 +58,17 @@ def test_linears_of_different_kinds_are_merged_without_changing_a_value() -> Non
         known = format_of(kind)
         assert known is not None
         count = 2 if name.endswith("K") else 16  # blocks of a row of 512 values
-        parts.append(CodedLinear(CodedMatrix(read_codes(kind, blocks(name, 16, count)), known.form), None))
-    merged = merge_coded(parts, None)
+        parts.append(PackableLinear(PackableMatrix(read_codes(kind, blocks(name, 16, count)), known.form), None))
+    merged = merge_packable(parts, None)
     assert merged is not None
     values = torch.cat([part.matrix.dense() for part in parts])
     assert torch.allclose(merged.matrix.dense(), values, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, 512)
-    assert torch.equal(PackedCodes(merged)(x), ops.packed_matmul(x, pack_dense(merged_values(parts))))
+    assert torch.equal(PackedLinear(merged)(x), ops.packed_matmul(x, pack_dense(merged_values(parts))))
 
 
-def merged_values(parts: list[CodedLinear]) -> torch.Tensor:
-    merged = merge_coded(parts, None)
+def merged_values(parts: list[PackableLinear]) -> torch.Tensor:
+    merged = merge_packable(parts, None)
     assert merged is not None
     return merged.matrix.dense()
 

@@ -98,9 +98,10 @@ class ReplicaSettings:
         Literal["exact", "bf16"],
         Field(
             description="of products on CPUs in float32; bf16: inputs and dense weights are rounded to bfloat16, "
-            "faster for many tokens",
+            "faster for many tokens where the CPU has AVX512_BF16, slower elsewhere",
             json_schema_extra=flag(
-                "--cpu-arithmetic", help="products on CPUs; bf16: inputs rounded to bfloat16, faster for many tokens"
+                "--cpu-arithmetic",
+                help="products on CPUs; bf16: inputs rounded to bfloat16, faster for many tokens with AVX512_BF16",
             ),
         ),
     ] = "exact"

@@ -61,6 +61,9 @@ class ConvertedWeights:
         ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(self.shape(name))]
         return join(ranges, lambda spans: self._read_block(stack, spans))
 
+    def packed_share(self, name: str) -> float:
+        return self._stored.packed_share(self._names[name]) if name in self._names else 1.0
+
     def _read_block(self, stack: _Stack, spans: tuple[tuple[int, int], ...]) -> Tensor:
         """One span of each dimension."""
         pieces = []

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from headrace_worker.core.transfer.shards import Span
-from headrace_worker.model.coded import CodedMatrix
 from headrace_worker.model.gguf_codes import format_of, read_codes
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
 from headrace_worker.model.gguf_metadata import number, text
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes, storage_of
+from headrace_worker.model.packable import PackableMatrix
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import check_name, join
 
@@ -48,11 +48,10 @@ class GgufWeights:
         return join(ranges, lambda spans: self._read_block(tensor, spans, head))
 
     def packed_share(self, name: str) -> float:
-        """The memory of a packed tensor, of that in float32."""
         tensor = self._by_name[name]
         return packed_bytes(tensor) / (4 * prod(tensor.shape))
 
-    def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None:
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
         """A matrix without its values; None where it has no codes, or is cut within their groups."""
         check_name(name, self._by_name)
         tensor = self._by_name[name]
@@ -71,7 +70,7 @@ class GgufWeights:
         codes = read_codes(storage.kind, np.concatenate(parts))
         if head := self._permuted_head(name, tensor):
             codes = codes.rows(torch.arange(len(codes.codes)).view(-1, head // 2, 2).swapaxes(1, 2).flatten())
-        return CodedMatrix(codes, known.form)
+        return PackableMatrix(codes, known.form)
 
     def _permuted_head(self, name: str, tensor: GgufTensor) -> int:
         """Rows of a head whose rows are in another order than transformers has them; 0 for other tensors."""

@@ -18,7 +18,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.safetensors_files import float_elements, open_files
+from headrace_worker.model.safetensors_files import count_elements, open_files
 from headrace_worker.model.source import ModelSource
 
 
@@ -28,12 +28,13 @@ class Headers:
 
     elements: int  # lower bound of the elements of all ranks of a replica together; 0 for random weights
     config: dict[str, Any]  # config.json unchanged; for a GGUF file the whole transformers config
-    packed_bytes: int | None = None  # of weights that stay packed on a CPU in float32
+    packed_bytes: int = 0  # on a CPU in float32, where matrices stay packed
+    rounded_bytes: int = 0  # the same with --cpu-arithmetic bf16
 
-    def weight_bytes(self, element_bytes: int, *, on_cpu: bool) -> int:
+    def weight_bytes(self, config: ReplicaConfig, element_bytes: int) -> int:
         """Of all ranks of a replica together; a lower bound."""
-        if on_cpu and element_bytes == 4 and self.packed_bytes is not None:
-            return self.packed_bytes
+        if config.device == "cpu" and element_bytes == 4:
+            return self.rounded_bytes if config.cpu_arithmetic == "bf16" else self.packed_bytes
         return self.elements * element_bytes
 
 
@@ -52,7 +53,7 @@ def gguf_footprint(config: ReplicaConfig, headers: Headers, element_bytes: int) 
     """Footprint of the single rank of a GGUF model: its config is complete, and its architecture is supported."""
     fields = SimpleNamespace(**headers.config)
     layout = cache_layout(fields, config.block_size, element_bytes)
-    weight_bytes = headers.weight_bytes(element_bytes, on_cpu=config.device == "cpu")
+    weight_bytes = headers.weight_bytes(config, element_bytes)
     return Footprint(layout, weight_bytes, max_positions(fields))
 
 
@@ -64,7 +65,8 @@ def _gguf_headers(source: ModelSource) -> Headers:
         return Headers(0, config)
     check_tensors(file)
     tensors = [file.tensors[stored] for _, stored in weight_names(file)]
-    return Headers(sum(prod(tensor.shape) for tensor in tensors), config, sum(map(packed_bytes, tensors)))
+    packed = sum(map(packed_bytes, tensors))
+    return Headers(sum(prod(tensor.shape) for tensor in tensors), config, packed, packed)
 
 
 def _folder_headers(source: ModelSource) -> Headers:
@@ -73,4 +75,5 @@ def _folder_headers(source: ModelSource) -> Headers:
         check_tokenizer_file(source)
     layers = config.get("num_hidden_layers")
     handles = open_files(source.weights, "numpy")
-    return Headers(float_elements(handles, layers if isinstance(layers, int) else None), config)
+    elements, matrices, halves = count_elements(handles, layers if isinstance(layers, int) else None)
+    return Headers(elements, config, 4 * elements - 2 * halves, 4 * elements - 2 * matrices)

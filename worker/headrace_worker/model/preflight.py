@@ -20,13 +20,12 @@ from headrace_worker.model.build import build_meta, check_rope, output_rows, rea
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.facts import read_facts
 from headrace_worker.model.footprint import Footprint, PreflightResult
-from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.isolated_rank import IsolatedRank
 from headrace_worker.model.load import open_weights
 from headrace_worker.model.sharding.shard import shard
 from headrace_worker.model.source import resolve
-from headrace_worker.model.weights import match
+from headrace_worker.model.weights import Weights, match
 
 META = torch.device("meta")
 
@@ -50,13 +49,20 @@ def build_without_weights(config: ReplicaConfig) -> Footprint:
         weights = open_weights(source, model, sharding, gguf)
         read, _ = match(model, weights, sharding)
         local = model.state_dict()
-        coded = weights if isinstance(weights, GgufWeights) and dtype is torch.float32 else None
-        shares = [1.0 if coded is None or config.device != "cpu" else coded.packed_share(one) for one in read.values()]
-        sizes = (round(local[name].nbytes * share) for name, share in zip(read, shares, strict=True))
+        packed = config.device == "cpu" and dtype is torch.float32
+        sizes = (
+            round(local[name].nbytes * (_packed_share(config, weights, local[name], stored) if packed else 1.0))
+            for name, stored in read.items()
+        )
         weight_bytes = max(weight_bytes, sum(sizes))
     facts = read_facts(source, model.config, gguf, rows, config.trust_remote_code)
     request_limit(config.max_model_len, facts.max_positions)
     return Footprint(max(layouts, key=lambda layout: layout.block_bytes), weight_bytes, facts.max_positions)
+
+
+def _packed_share(config: ReplicaConfig, weights: Weights, tensor: torch.Tensor, stored: str) -> float:
+    rounded = config.cpu_arithmetic == "bf16" and tensor.dim() == 2
+    return min(weights.packed_share(stored), 0.5 if rounded else 1.0)
 
 
 def main() -> int:

@@ -42,10 +42,18 @@ def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
     return handles
 
 
-def float_elements(handles: dict[str, Any], layers: int | None = None) -> int:
-    """Number of elements of all floating-point tensors that a model of `layers` layers (None: unknown) reads."""
-    views = (handle.get_slice(name) for name, handle in handles.items() if _is_read(name, layers))
-    return sum(prod(view.get_shape()) for view in views if "F" in view.get_dtype())
+def count_elements(handles: dict[str, Any], layers: int | None = None) -> tuple[int, int, int]:
+    """Elements of all floating-point tensors that a model of `layers` layers (None: unknown) reads; those of its
+    matrices among them; those of its matrices in bfloat16.
+    """
+    elements = of_matrices = in_bfloat16 = 0
+    for view in (handle.get_slice(name) for name, handle in handles.items() if _is_read(name, layers)):
+        shape, dtype = view.get_shape(), view.get_dtype()
+        if "F" in dtype:
+            elements += prod(shape)
+            of_matrices += prod(shape) * (len(shape) == 2)
+            in_bfloat16 += prod(shape) * (len(shape) == 2 and dtype == "BF16")
+    return elements, of_matrices, in_bfloat16
 
 
 def _is_read(name: str, layers: int | None) -> bool:

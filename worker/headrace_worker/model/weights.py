@@ -14,7 +14,7 @@ from headrace_kernels.packed import Form
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
-from headrace_worker.model.coded import CodedEmbedding, CodedLinear, CodedMatrix, put_codes, takes_codes
+from headrace_worker.model.packable import PackableLinear, PackableMatrix, PackedEmbedding, can_be_packed, put_packable
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
@@ -31,13 +31,16 @@ class Weights(Protocol):
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
+    def packed_share(self, name: str) -> float:
+        """The memory of a packed tensor, of that in float32."""
+        ...
 
 
 @runtime_checkable
 class CodedWeights(Protocol):
     """A checkpoint of which some matrices are codes."""
 
-    def read_codes(self, name: str, cuts: Cuts = ()) -> CodedMatrix | None: ...
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None: ...
 
 
 class SafetensorsWeights:
@@ -63,6 +66,10 @@ class SafetensorsWeights:
             tensor = self._handles[name].get_tensor(name)
         self.read_bytes += tensor.nbytes
         return tensor
+
+    def packed_share(self, name: str) -> float:
+        view = self._handles[name].get_slice(name)
+        return 0.5 if view.get_dtype() == "BF16" and len(view.get_shape()) == 2 else 1.0
 
 
 class DummyWeights:
@@ -95,6 +102,9 @@ class DummyWeights:
         values = cut_tensor(values, cuts)
         # A norm's scale is near one, and anything else near zero, as in a trained model.
         return values + 1 if "norm" in name and name.endswith("weight") else values.clone()
+
+    def packed_share(self, name: str) -> float:
+        return 1.0
 
 
 def cut_tensor(tensor: Tensor, cuts: Cuts) -> Tensor:
@@ -147,16 +157,17 @@ def fill(
             report("loading weights", done / len(sources))
         cuts = sharding.cuts.get(name, ())
         strict = any(part in keep_float32 for part in name.split("."))
-        stays = packed is not None and not strict and takes_codes(model, name)
+        stays = packed is not None and can_be_packed(model, name)
         matrix = weights.read_codes(stored, cuts) if stays and isinstance(weights, CodedWeights) else None
         if matrix is None:
             tensor = weights.read(stored, cuts)
             if stays and tensor.is_floating_point():
-                half = torch.bfloat16 in (tensor.dtype, packed) and tensor.shape[1] % 8 == 0
+                dtypes = (tensor.dtype,) if strict else (tensor.dtype, packed)
+                half = torch.bfloat16 in dtypes and tensor.shape[1] % 8 == 0
                 form, values = (Form.BFLOAT16, torch.bfloat16) if half else (Form.FLOAT32, torch.float32)
-                matrix = CodedMatrix(tensor.to(values, copy=True), form)
+                matrix = PackableMatrix(tensor.to(values, copy=True), form)
         if matrix is not None:
-            put_codes(model, name, matrix)
+            put_packable(model, name, matrix)
             placed += matrix.nbytes
             continue
         if name in sharding.zeros:
@@ -175,8 +186,8 @@ def fill(
         placed += tensor.nbytes
     for name, source in shared.items():
         owner = model.get_submodule(source.rpartition(".")[0])
-        if isinstance(owner, CodedLinear | CodedEmbedding):
-            put_codes(model, name, owner.matrix)
+        if isinstance(owner, PackableLinear | PackedEmbedding):
+            put_packable(model, name, owner.matrix)
         else:
             _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)

@@ -1,37 +1,32 @@
-"""Linear layers: merged, and packed for the device."""
+"""Linear layers: merged, and packed for a CPU."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from headrace_kernels.invariant import InvariantLinear, is_invariant_already
-from headrace_kernels.linear import PackedLinear
+from headrace_kernels.invariant import InvariantLinear
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.model.coded import CodedLinear, PackedCodes, merge_coded
+from headrace_worker.model.packable import PackableLinear, PackedLinear, merge_packable
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether it is a linear as transformers has it, with values or with codes."""
-    return type(module) in (nn.Linear, CodedLinear)
+    """Whether it is a linear as transformers has it, or one that will be packed."""
+    return type(module) in (nn.Linear, PackableLinear)
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     """One linear whose outputs are those of `parts`, concatenated."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
-    coded = [part for part in linears if isinstance(part, CodedLinear)]
-    if len(coded) == len(linears) and (whole := merge_coded(coded, _merged_bias(linears))) is not None:
-        return whole
-    weight = torch.cat([part.matrix.dense() if isinstance(part, CodedLinear) else part.weight for part in linears])
+    packable = [part for part in linears if isinstance(part, PackableLinear)]
+    if len(packable) == len(linears):
+        return merge_packable(packable, _merged_bias(linears))
+    weight = torch.cat([part.matrix.dense() if isinstance(part, PackableLinear) else part.weight for part in linears])
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     if (bias := _merged_bias(linears)) is not None:
         merged.bias = nn.Parameter(bias, requires_grad=False)
     return merged
-
-
-def _values(linear: nn.Linear) -> Tensor:
-    return linear.matrix.dense() if isinstance(linear, CodedLinear) else linear.weight
 
 
 def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
@@ -40,29 +35,21 @@ def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     return torch.cat([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in linears])
 
 
-def pack_linear(module: nn.Module, bf16: bool = False) -> PackedLinear | PackedCodes | None:
-    """A plain linear in the fastest form for its device, or None. bf16: see `PackedCodes`."""
-    if isinstance(module, CodedLinear):
-        return PackedCodes(module, bf16)
-    if type(module) is not nn.Linear:
-        return None
-    return PackedLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+def pack_linear(module: nn.Module, bf16: bool = False) -> PackedLinear | None:
+    """A linear that can be packed, packed; or None. bf16: see `PackedLinear`."""
+    return PackedLinear(module, bf16) if isinstance(module, PackableLinear) else None
 
 
-def make_linear_invariant(module: nn.Module, bf16: bool = False) -> PackedLinear | PackedCodes | InvariantLinear | None:
-    """A plain linear in a form whose rows do not depend on each other, or None. bf16: see `PackedCodes`."""
-    if isinstance(module, CodedLinear):
-        return PackedCodes(module, bf16)
+def make_linear_invariant(module: nn.Module, bf16: bool = False) -> PackedLinear | InvariantLinear | None:
+    """A plain linear in a form whose rows do not depend on each other, or None. bf16: see `PackedLinear`."""
     if type(module) is not nn.Linear:
-        return None
-    if is_invariant_already(module.weight):
-        return pack_linear(module)
+        return pack_linear(module, bf16)
     return InvariantLinear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
 def check_invariant(model: nn.Module) -> None:
     """Raises ModelUnsupportedError when there is still a product whose rows may depend on their batch."""
-    known = (PackedLinear, PackedCodes, InvariantLinear, nn.Embedding)
+    known = (PackedLinear, InvariantLinear, nn.Embedding)
     for name, module in model.named_modules():
         if not isinstance(module, known) and any(part.dim() > 1 for part in module.parameters(recurse=False)):
             raise ModelUnsupportedError(

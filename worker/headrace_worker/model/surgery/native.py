@@ -2,20 +2,19 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.layers import LayerCacheStep, Layers, LayerWeights, Norm, Product
 from headrace_worker.model.attention import current_step
-from headrace_worker.model.coded import PackedCodes
+from headrace_worker.model.packable import PackedLinear
 from headrace_worker.model.surgery.layers import FusedLayer
 from headrace_worker.model.surgery.mlp import FusedMlp
 from headrace_worker.model.surgery.norms import FusedRmsNorm
 
 
 class NativeLayers(nn.Module):
-    """Adjacent layers of one shape; steps that the C++ code does not read run the layers themselves."""
+    """Adjacent layers of one shape."""
 
     def __init__(self, layers: list[FusedLayer], weights: list[LayerWeights]) -> None:
         super().__init__()
@@ -34,13 +33,6 @@ class NativeLayers(nn.Module):
         for index in self._indexes:
             cache = step.layers[index]
             caches.append(LayerCacheStep(cache.pool, cache.window, step.metas[cache.group]))
-        inputs = (hidden_states, cos, sin)
-        if not all(x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 for x in inputs) or not all(
-            cache.fits() for cache in caches
-        ):
-            for layer in self.layers:
-                hidden_states = layer(hidden_states, position_embeddings)
-            return hidden_states
         for index in self._indexes:
             step.attend_once(index)
         if step.written is None:
@@ -110,7 +102,7 @@ def native_weights(layer: FusedLayer) -> LayerWeights | None:
         return None
     products = []
     for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-        if not isinstance(linear, PackedCodes):
+        if not isinstance(linear, PackedLinear):
             return None
         products.append(Product(linear.packed, linear.packed_bias(), linear.bf16))
     norms = []

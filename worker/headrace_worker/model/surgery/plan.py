@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_worker.model.cache_layout import layer_windows
-from headrace_worker.model.coded import reads_weight
+from headrace_worker.model.packable import reads_weight
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp

@@ -1,7 +1,7 @@
-"""Modules whose weights stay codes or bfloat16: in place of transformers' own while a model is changed, then packed.
+"""Modules whose weights are packed for the CPU's kernels, in the bits of the checkpoint: codes, bfloat16 or float32.
 
-Until it is packed, a `CodedLinear` computes with all of its values, which are made for each call: it is only called to
-compare a replacement with it.
+They take the place of transformers' own while a model is changed. Until it is packed, a `PackableLinear` computes with
+all of its values, which are made for each call: it is only called to compare a replacement with it.
 """
 
 import inspect
@@ -17,8 +17,8 @@ import headrace_kernels.ops as ops
 from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes, pack_dense
 
 
-class CodedMatrix:
-    """A weight [out, in] in codes or in bfloat16, which is packed once, for all modules that share it."""
+class PackableMatrix:
+    """A weight [out, in], which is packed once, for all modules that share it."""
 
     def __init__(self, values: Codes | Tensor, form: Form) -> None:
         self.shape = values.shape
@@ -55,10 +55,10 @@ class CodedMatrix:
         return self._packed
 
 
-class CodedLinear(nn.Linear):
+class PackableLinear(nn.Linear):
     """A linear whose `weight` has the right shape and no values: NaN, so that nothing can use it by mistake."""
 
-    def __init__(self, matrix: CodedMatrix, bias: Tensor | None) -> None:
+    def __init__(self, matrix: PackableMatrix, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.matrix = matrix
@@ -70,10 +70,10 @@ class CodedLinear(nn.Linear):
         return functional.linear(x, self.matrix.dense(), self.bias)
 
 
-class PackedCodes(nn.Module):
+class PackedLinear(nn.Module):
     """A linear with a packed weight. bf16: inputs are rounded to bfloat16, where the kernels can."""
 
-    def __init__(self, linear: CodedLinear, bf16: bool = False) -> None:
+    def __init__(self, linear: PackableLinear, bf16: bool = False) -> None:
         super().__init__()
         self.packed = linear.matrix.packed()
         self.bf16 = bf16 and self.packed.form is not Form.FLOAT32 and self.packed.inputs % 8 == 0
@@ -96,10 +96,10 @@ class PackedCodes(nn.Module):
         return f"in_features={packed.inputs}, out_features={packed.outputs}, weight={packed.form.name}"
 
 
-class CodedEmbedding(nn.Embedding):
+class PackedEmbedding(nn.Embedding):
     """An embedding that unpacks the rows of its tokens."""
 
-    def __init__(self, matrix: CodedMatrix) -> None:
+    def __init__(self, matrix: PackableMatrix) -> None:
         weight = torch.full((1, 1), torch.nan).expand(matrix.shape)
         super().__init__(matrix.shape[0], matrix.shape[1], _weight=weight, _freeze=True)
         self.matrix = matrix
@@ -109,16 +109,20 @@ class CodedEmbedding(nn.Embedding):
         return ops.packed_rows(self.matrix.packed(), input_ids)
 
 
-def merge_coded(parts: list[CodedLinear], bias: Tensor | None) -> CodedLinear | None:
-    """One linear whose outputs are those of `parts`, concatenated; None of codes and bfloat16 together."""
+def merge_packable(parts: list[PackableLinear], bias: Tensor | None) -> PackableLinear:
+    """One linear whose outputs are those of `parts`, concatenated; codes beside other values become float32."""
     values = [part.matrix.values for part in parts]
     form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
-    if codes := [value for value in values if isinstance(value, Codes)]:
-        return CodedLinear(CodedMatrix(concatenate(codes), form), bias) if len(codes) == len(values) else None
-    return CodedLinear(CodedMatrix(torch.cat([value for value in values if isinstance(value, Tensor)]), form), bias)
+    codes = [value for value in values if isinstance(value, Codes)]
+    if len(codes) == len(values):
+        return PackableLinear(PackableMatrix(concatenate(codes), form), bias)
+    if codes:
+        return PackableLinear(PackableMatrix(torch.cat([part.matrix.dense() for part in parts]), Form.FLOAT32), bias)
+    dense = [value for value in values if isinstance(value, Tensor)]
+    return PackableLinear(PackableMatrix(torch.cat(dense), form), bias)
 
 
-def takes_codes(model: nn.Module, name: str) -> bool:
+def can_be_packed(model: nn.Module, name: str) -> bool:
     """Whether this tensor is the weight of a linear or an embedding as transformers has them, and only they read it."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
@@ -128,15 +132,15 @@ def takes_codes(model: nn.Module, name: str) -> bool:
     return not reads_weight(model.get_submodule(parent_name), child)
 
 
-def put_codes(model: nn.Module, name: str, matrix: CodedMatrix) -> None:
-    """Puts a module with codes in the place of the one with this weight. Its bias comes later, or was there."""
+def put_packable(model: nn.Module, name: str, matrix: PackableMatrix) -> None:
+    """Puts a module with this matrix in the place of the one with this weight. Its bias comes later, or was there."""
     owner_name = name.rpartition(".")[0]
     owner = model.get_submodule(owner_name)
     if isinstance(owner, nn.Embedding):
-        model.set_submodule(owner_name, CodedEmbedding(matrix).train(owner.training))
+        model.set_submodule(owner_name, PackedEmbedding(matrix).train(owner.training))
         return
     assert isinstance(owner, nn.Linear)
-    coded = CodedLinear(matrix, None)
+    coded = PackableLinear(matrix, None)
     coded.bias = owner.bias
     model.set_submodule(owner_name, coded.train(owner.training))
 

@@ -13,8 +13,8 @@ from headrace_kernels.packed import Form
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
-from headrace_worker.model.coded import CodedEmbedding, PackedCodes
 from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.packable import PackedEmbedding, PackedLinear
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.surgery.native import NativeLayers
 from headrace_worker.offline import OfflineEngine, Prompt
@@ -33,7 +33,7 @@ def test_a_bfloat16_checkpoint_stays_as_it_is_with_the_tokens_of_float32(
 ) -> None:
     add_tokenizer(halves)
     model = load(replica(halves))
-    packed = [module for module in model.module.modules() if isinstance(module, PackedCodes)]
+    packed = [module for module in model.module.modules() if isinstance(module, PackedLinear)]
     assert packed and {module.packed.form for module in packed} == {Form.BFLOAT16}
     whole = load(replica(halves), plan=SurgeryPlan(linears=False))
     assert model.weight_bytes < whole.weight_bytes
@@ -55,7 +55,7 @@ def test_a_float32_checkpoint_is_packed_in_the_precision_of_its_products(
     arithmetic: str, form: Form, load_tiny: Callable[..., LoadedModel]
 ) -> None:
     model = load_tiny("llama-16", cpu_arithmetic=arithmetic).module
-    packed = [module for module in model.modules() if isinstance(module, PackedCodes)]
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert {module.packed.form for module in packed} == {form}
     assert {module.bf16 for module in packed} == {arithmetic == "bf16"}
     (native,) = [module for module in model.modules() if isinstance(module, NativeLayers)]
@@ -93,7 +93,7 @@ def test_other_places_refuse_bf16(load_tiny: Callable[..., LoadedModel]) -> None
 def test_the_embedded_model_keeps_its_bytes(replica: Callable[..., ReplicaConfig]) -> None:
     model = load(replica("smollm2", block_size=16))
     head, embedding = model.module.lm_head, model.module.model.embed_tokens
-    assert isinstance(head, PackedCodes) and isinstance(embedding, CodedEmbedding)
+    assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
     assert head.packed is embedding.matrix.packed(), "the two are one tensor"
     assert model.weight_bytes < 97_000_000
     assert any("stay packed" in note for note in model.notes)
