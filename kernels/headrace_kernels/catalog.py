@@ -98,13 +98,13 @@ def describe() -> list[str]:
     """Sentences for the start-up notes: which backends run, and how to enable faster ones."""
     reason = library.missing()
     if reason is None:
-        notes = ["CPU kernels: C++, compiled for this machine; attention over the paged cache, norms, rope, sampling."]
+        notes = [f"CPU kernels: {library.description()}."]
     else:
         notes = [f"CPU kernels: torch only, slower, since {reason}."]
     if torch.cuda.is_available():
         reason = availability.missing()
         if reason is None:
-            notes.append("GPU kernels: Triton; attention over the paged cache, norms, rope, sampling.")
+            notes.append("GPU kernels: Triton.")
         else:
             notes.append(f"GPU kernels: torch only, much slower, since {reason}.")
     configured = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")

@@ -1,8 +1,10 @@
-"""The C++ kernels in new processes: one OpenMP runtime, concurrent builds, and the fallback without them."""
+"""The C++ kernels in new processes: kinds of CPU, the wheel, one OpenMP runtime, concurrent builds, the fallback."""
 
 import os
+import platform
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,8 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 _BUILD = """
 import os, torch, headrace_kernels as k
+from headrace_kernels.cpu import build
+build._FLAGS = tuple(flag for flag in build._FLAGS if flag != "-O3")  # that takes most of the time
 torch.set_num_threads(1)
 x = torch.randn(64, 576)
 torch.testing.assert_close(k.rms_norm(x, torch.ones(576), 1e-5), torch.nn.functional.rms_norm(x, (576,), eps=1e-5))
@@ -59,6 +63,51 @@ def test_concurrent_builds_share_torchs_openmp(tmp_path: Path) -> None:
     assert len(list((tmp_path / "headrace" / "kernels").iterdir())) == 1  # one library, nothing left over
 
 
+_BITS = """
+import hashlib, torch, headrace_kernels as k
+from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense
+torch.manual_seed(0)
+results = []
+x = torch.randn(30, 512)
+for weight in (torch.randn(100, 512), torch.randn(100, 512).bfloat16()):
+    results.append(k.ops.packed_matmul(x, pack_dense(weight)))
+for form in (Form.CODES8, Form.CODES4):
+    codes = torch.randint(0, 1 << form.bits, (100, 512), dtype=torch.uint8)
+    results.append(k.ops.packed_matmul(x, pack_codes(Codes(codes, torch.rand(100, 16), torch.rand(100, 16)), form)))
+results += [k.rms_norm(x, torch.rand(512), 1e-5), k.silu_mul(x), k.ops.row_logsumexp(x)]
+meta = k.AttentionMeta(
+    query_starts=torch.tensor([0, 20, 30]).int(), seq_lens=torch.tensor([20, 700]).int(),
+    block_tables=torch.randperm(100).int().view(2, 50), slots=torch.empty(0).long(), max_query_len=20, max_seq_len=700,
+)
+results.append(k.paged_attention(torch.randn(30, 8, 64), torch.randn(2, 100, 2, 16, 64), meta, scale=0.1, softcap=20.0))
+print(hashlib.sha256(b"".join(result.numpy().tobytes() for result in results)).hexdigest())
+"""
+
+
+@pytest.mark.faults("tools")
+@needs_compiler
+def test_all_kinds_of_cpu_compute_the_same_bits() -> None:
+    names = [target.name for target in build.targets()]
+    assert len(names) == 1 or "avx2" in names
+    assert len({_output(_start(_BITS, HEADRACE_CPU_KERNELS=name)) for name in names}) == 1
+
+
+@pytest.mark.faults("tools")
+@needs_compiler
+def test_a_wheel_has_the_kernels_and_needs_no_compiler(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path)
+    libraries = {path.stem for path in (tmp_path / "headrace_kernels" / "cpu" / "prebuilt").iterdir()}
+    assert libraries == {target.name for target in build.TARGETS}
+    code = "import headrace_kernels as k; print(k.__file__, k.describe()[0])"
+    output = _output(_start(code, PYTHONPATH=str(tmp_path), PATH="/nowhere", CXX="", XDG_CACHE_HOME="/nowhere"))
+    assert output.startswith(str(tmp_path)) and f"{build.targets()[0].title}, prebuilt" in output
+
+
 @needs_compiler
 def test_a_cache_others_can_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "headrace" / "kernels"
@@ -72,6 +121,7 @@ def test_a_cache_others_can_write_is_refused(tmp_path: Path) -> None:
     ("environment", "sentence"),
     [
         ({"HEADRACE_CPU_KERNELS": "off"}, "HEADRACE_CPU_KERNELS=off"),
+        ({"HEADRACE_CPU_KERNELS": "sse"}, "is none of on, off, avx"),
         ({"PATH": "/nowhere", "CXX": ""}, "apt-get install g++"),
         ({"CXX": "false"}, "the C++ compiler failed"),
     ],

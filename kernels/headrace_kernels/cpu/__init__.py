@@ -1,1 +1,1 @@
-"""C++ kernels for float32 on a CPU, compiled on first use for the CPU they run on."""
+"""C++ kernels for float32 on a CPU, prebuilt in the wheel, or compiled for the kind of CPU that they run on."""

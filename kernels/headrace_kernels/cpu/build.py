@@ -1,8 +1,8 @@
-"""Compiles the C++ sources into a shared library, once per user, source, compiler and CPU.
+"""The C++ sources as a shared library: in the wheel, one per kind of CPU; else compiled once per user, source and CPU.
 
-The library is named by a digest of all its inputs, written under a temporary name and renamed, so that processes that
-build at the same time do not interfere. The cache folder must belong to this user and be writable by no other: a
-library in it is loaded.
+A compiled library is named by a digest of all its inputs, written under a temporary name and renamed, so that processes
+that build at the same time do not interfere. The cache folder must belong to this user and be writable by no other: a
+library in it is loaded. This file imports nothing of the project: the wheel's build and the set-up run it alone.
 """
 
 import hashlib
@@ -12,14 +12,16 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"  # only in a wheel
 _FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-ffp-contract=off",  # vector.h's multiply_add says why
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -29,6 +31,38 @@ _FLAGS: tuple[str, ...] = (
 )
 _TIMEOUT_S = 120
 _APT = "apt-get install g++"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of CPU: `flags` are for the compiler, `needs` the properties that it has by /proc/cpuinfo."""
+
+    name: str
+    title: str
+    flags: tuple[str, ...]
+    needs: frozenset[str] = frozenset()
+
+
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_X86 = (
+    Target("avx512-bf16", "AVX-512 with bfloat16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Target("avx512", "AVX-512", ("-march=x86-64-v4",), _V4),
+    Target("avx2", "AVX2", ("-march=x86-64-v3",), _V3),
+)
+_ARM = (Target("neon", "NEON", ("-march=armv8.2-a",), frozenset({"asimd", "atomics"})),)
+TARGETS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), ())
+"""The kinds that wheels have libraries for, best first. All compute the same bits, arithmetic in bfloat16 excepted."""
+_OTHER = Target("native", "this CPU", ("-march=native",))
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library on disk, and what it was made for."""
+
+    path: Path
+    target: Target
+    prebuilt: bool
 
 
 class KernelBuildError(RuntimeError):
@@ -43,37 +77,54 @@ def find_compiler() -> str | None:
     return None
 
 
-def library_path() -> Path:
-    """The compiled library; builds it if it is not in the cache. Raises KernelBuildError with a remedy."""
+def targets() -> list[Target]:
+    """Those that this CPU can run, best first; one for this CPU alone where no other fits."""
+    properties = _cpu_lines("flags", "Features").split()
+    return [target for target in TARGETS if target.needs.issubset(properties)] or [_OTHER]
+
+
+def find_library(name: str | None = None) -> Library:
+    """The wheel's library for this CPU, else one from the cache, which is built if it is not there.
+
+    name: of a target, in place of the best one. Raises KernelBuildError with a remedy.
+    """
+    able = targets()
+    target = able[0] if name is None else next((one for one in able if one.name == name), None)
+    if target is None:
+        known = ", ".join(one.name for one in able)
+        raise KernelBuildError(f"this CPU has no kernels named {name[:40] if name else name}; it has {known}")
+    prebuilt = PREBUILT / f"{target.name}.so"
+    if prebuilt.exists():
+        return Library(prebuilt, target, prebuilt=True)
     compiler = find_compiler()
     if compiler is None:
         raise KernelBuildError(f"there is no C++ compiler; install one (Debian: {_APT})")
-    folder = _cache_folder()
-    library = folder / f"headrace-cpu-{_digest(compiler)}.so"
+    library = _cache_folder() / f"headrace-cpu-{target.name}-{_digest(compiler, target)}.so"
     if not library.exists():
-        _build(compiler, library)
-    return library
+        build(compiler, target, library)
+    return Library(library, target, prebuilt=False)
 
 
 def _sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _digest(compiler: str) -> str:
-    version = _run([compiler, "--version"])
-    parts = [version, platform.machine(), _cpu_flags(), repr(_FLAGS)]
+def _digest(compiler: str, target: Target) -> str:
+    parts = [_run([compiler, "--version"]), platform.machine(), repr((_FLAGS, target.flags))]
+    if target is _OTHER:  # a home folder may be shared by different machines
+        parts.append(_cpu_lines("flags", "Features", "model", "cpu family", "CPU part", "CPU implementer"))
     parts += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _cpu_flags() -> str:
-    """The CPU properties that -march=native depends on: a home folder may be shared by different machines."""
+def _cpu_lines(*names: str) -> str:
+    """What /proc/cpuinfo says about these properties of the first CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    kept = ("flags", "Features", "model", "cpu family", "CPU part", "CPU implementer")
-    return "\n".join(line for line in lines if line.split("\t")[0].split(":")[0].strip() in kept)
+    pairs = (line.partition(":") for line in lines)
+    return "\n".join(value for name, _, value in pairs if name.strip() in names)
 
 
 def _cache_folder() -> Path:
@@ -94,13 +145,14 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _build(compiler: str, library: Path) -> None:
+def build(compiler: str, target: Target, library: Path) -> None:
+    """Compiles all sources at the same time. Raises KernelBuildError."""
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as work:
         running = []
         for source in _sources():
-            target = Path(work) / f"{source.stem}.o"
-            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
-            running.append((target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+            made = Path(work) / f"{source.stem}.o"
+            command = [compiler, *_FLAGS, *target.flags, "-c", str(source), "-o", str(made)]
+            running.append((made, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         failures = []
         for _, process in running:
             try:
@@ -114,7 +166,7 @@ def _build(compiler: str, library: Path) -> None:
             raise KernelBuildError(_compiler_failed(failures[0]))
         # Linked without -fopenmp: the OpenMP runtime is the one that torch has already loaded (see library.py).
         linked = Path(work) / library.name
-        _run([compiler, "-shared", "-o", str(linked), *(str(target) for target, _ in running)])
+        _run([compiler, "-shared", "-o", str(linked), *(str(made) for made, _ in running)])
         linked.replace(library)
 
 
@@ -132,3 +184,10 @@ def _compiler_failed(message: str) -> str:
     lines = [line for line in message.splitlines() if "error" in line]
     reason = re.sub(r"\S*/", "", lines[0])[:200] if lines else "no message"  # no paths
     return f"the C++ compiler failed ({reason}); a current g++ is known to work ({_APT})"
+
+
+if __name__ == "__main__":  # the set-up: what the first start would wait for
+    try:
+        print(find_library().path)
+    except KernelBuildError as error:
+        sys.exit(str(error))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.cpu.build import KernelBuildError, library_path
+from headrace_kernels.cpu.build import TARGETS, KernelBuildError, find_library
 
 SWITCH = "HEADRACE_CPU_KERNELS"
 
@@ -28,6 +28,7 @@ _SIGNATURES = {
     "headrace_silu_mul": "ppipiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_packed_matmul": "ppipiiiiiifpii",
+    "headrace_has_bfloat16_products": "",
     "headrace_layers": "pppppipipiiii",
     "headrace_layer_bytes": "",
     "headrace_row_logsumexp": "ppiiii",
@@ -37,8 +38,11 @@ _SIGNATURES = {
     "headrace_exchange_gather": "pppiiiipip",
 }
 
-# What the functions that check values return; the others return nothing.
-_RETURN_STATUS = {"headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes"}
+# Functions that return a number: a status, or a fact. The others return nothing.
+_RETURN_NUMBER = {
+    "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
+    "headrace_has_bfloat16_products",
+}  # fmt: skip
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {
     2: "query_starts and seq_lens describe tokens or keys that do not exist",
@@ -50,9 +54,10 @@ _REFUSALS = {
 @functools.cache
 def missing() -> str | None:
     """Why the C++ kernels cannot run here, as a sentence; None if they can. Compiles them if necessary."""
-    switch = os.environ.get(SWITCH, "on").lower()
-    if switch not in ("on", "off"):
-        return f"{SWITCH}={switch} is neither on nor off"
+    switch = _switch()
+    names = ("on", "off", *(target.name for target in TARGETS))
+    if switch not in names:
+        return f"{SWITCH}={switch[:40]} is none of {', '.join(names)}"
     if switch == "off":
         return f"{SWITCH}=off"
     try:
@@ -62,10 +67,25 @@ def missing() -> str | None:
     return None
 
 
+def _switch() -> str:
+    return os.environ.get(SWITCH, "on").lower()
+
+
+def description() -> str:
+    """What the kernels are made for, and where."""
+    found = find_library(None if _switch() == "on" else _switch())
+    return f"C++ for {found.target.title}, {'prebuilt' if found.prebuilt else 'compiled here'}"
+
+
+def has_bfloat16_products() -> bool:
+    """Whether the CPU multiplies bfloat16 by itself: without, products in float32 are faster."""
+    return bool(load().headrace_has_bfloat16_products())
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library with argument types set; calls release the GIL. Raises KernelBuildError."""
-    path = library_path()
+    path = find_library(None if _switch() == "on" else _switch()).path
     torch.get_num_threads()  # torch starts its OpenMP runtime before ours looks for it
     runtime = _openmp_runtime()
     if runtime is None:
@@ -76,7 +96,7 @@ def load() -> ctypes.CDLL:
         for name, codes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_CODES[code] for code in codes]
-            function.restype = ctypes.c_int64 if name in _RETURN_STATUS else None
+            function.restype = ctypes.c_int64 if name in _RETURN_NUMBER else None
     except (OSError, AttributeError) as error:
         raise KernelBuildError(f"the compiled kernels do not load ({type(error).__name__})") from error
     return library

@@ -13,7 +13,7 @@ from headrace_worker.model.cache_layout import cache_layout, layer_windows
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.model.surgery import SurgeryPlan
-from headrace_worker.model.surgery.linears import pack_linear
+from headrace_worker.model.surgery.linears import make_linear_invariant
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.plan import _replace
@@ -124,7 +124,7 @@ def test_a_child_whose_weight_its_parent_reads_stays() -> None:
     model = nn.Sequential(ReadingParent())
     x = torch.randn(3, 16)
     expected = model(x)
-    assert _replace(model, pack_linear) == 1
+    assert _replace(model, make_linear_invariant) == 1
     assert type(model[0].seen) is nn.Linear and type(model[0].used) is not nn.Linear
     assert torch.allclose(model(x), expected, atol=1e-5)
 

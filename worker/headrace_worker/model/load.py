@@ -112,6 +112,8 @@ def load(
         facts = replace(facts, defaults=facts.defaults | config.defaults)
         if config.chat_template is not None:
             facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
+    if bf16 and not library.has_bfloat16_products():
+        notes.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact would be faster.")
     if packed and isinstance(weights, GgufWeights):
         arithmetic = "with inputs in bfloat16" if bf16 else "those with their values in float32"
         notes.append(f"Quantized weights stay packed as in the file; products are {arithmetic}.")

@@ -56,13 +56,13 @@ class PackableMatrix:
 
 
 class PackableLinear(nn.Linear):
-    """A linear whose `weight` has the right shape and no values: NaN, so that nothing can use it by mistake."""
+    """A linear whose `weight` has the right shape and no values."""
 
     def __init__(self, matrix: PackableMatrix, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.matrix = matrix
-        self.weight = nn.Parameter(torch.full((1, 1), torch.nan).expand(matrix.shape), requires_grad=False)
+        self.weight = _no_values(matrix)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,12 +97,9 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Embedding):
-    """An embedding that unpacks the rows of its tokens."""
+    """An embedding that unpacks the rows of its tokens; as a base class also one that a family's own forward calls."""
 
-    def __init__(self, matrix: PackableMatrix) -> None:
-        weight = torch.full((1, 1), torch.nan).expand(matrix.shape)
-        super().__init__(matrix.shape[0], matrix.shape[1], _weight=weight, _freeze=True)
-        self.matrix = matrix
+    matrix: PackableMatrix
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] -> [..., N]."""
@@ -123,10 +120,14 @@ def merge_packable(parts: list[PackableLinear], bias: Tensor | None) -> Packable
 
 
 def can_be_packed(model: nn.Module, name: str) -> bool:
-    """Whether this tensor is the weight of a linear or an embedding as transformers has them, and only they read it."""
+    """Whether this is the weight of a linear as transformers has it, or of an embedding, and only they read it."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
-    if leaf != "weight" or type(owner) not in (nn.Linear, nn.Embedding):
+    # A family's own embedding scales the rows that torch's own finds.
+    known = type(owner) in (nn.Linear, nn.Embedding) or (
+        isinstance(owner, nn.Embedding) and "super().forward(" in _source(type(owner).forward)
+    )
+    if leaf != "weight" or not known:
         return False
     parent_name, _, child = owner_name.rpartition(".")
     return not reads_weight(model.get_submodule(parent_name), child)
@@ -137,12 +138,22 @@ def put_packable(model: nn.Module, name: str, matrix: PackableMatrix) -> None:
     owner_name = name.rpartition(".")[0]
     owner = model.get_submodule(owner_name)
     if isinstance(owner, nn.Embedding):
-        model.set_submodule(owner_name, PackedEmbedding(matrix).train(owner.training))
+        kind = type(owner)
+        owner.__class__ = (
+            PackedEmbedding if kind is nn.Embedding else type(f"Packed{kind.__name__}", (kind, PackedEmbedding), {})
+        )
+        assert isinstance(owner, PackedEmbedding)
+        owner.weight, owner.matrix = _no_values(matrix), matrix
         return
     assert isinstance(owner, nn.Linear)
-    coded = PackableLinear(matrix, None)
-    coded.bias = owner.bias
-    model.set_submodule(owner_name, coded.train(owner.training))
+    packable = PackableLinear(matrix, None)
+    packable.bias = owner.bias
+    model.set_submodule(owner_name, packable.train(owner.training))
+
+
+def _no_values(matrix: PackableMatrix) -> nn.Parameter:
+    """Of the right shape, NaN, so that nothing can use it by mistake."""
+    return nn.Parameter(torch.full((1, 1), torch.nan).expand(matrix.shape), requires_grad=False)
 
 
 def reads_weight(parent: nn.Module, child: str) -> bool:

@@ -162,10 +162,7 @@ def fill(
         if matrix is None:
             tensor = weights.read(stored, cuts)
             if stays and tensor.is_floating_point():
-                dtypes = (tensor.dtype,) if strict else (tensor.dtype, packed)
-                half = torch.bfloat16 in dtypes and tensor.shape[1] % 8 == 0
-                form, values = (Form.BFLOAT16, torch.bfloat16) if half else (Form.FLOAT32, torch.float32)
-                matrix = PackableMatrix(tensor.to(values, copy=True), form)
+                matrix = _packable(tensor, tensor.dtype if strict else packed)
         if matrix is not None:
             put_packable(model, name, matrix)
             placed += matrix.nbytes
@@ -192,6 +189,13 @@ def fill(
             _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
     return placed
+
+
+def _packable(tensor: Tensor, dtype: torch.dtype | None) -> PackableMatrix:
+    """In bfloat16 if the tensor is, or if this is the dtype; else in float32."""
+    if torch.bfloat16 in (tensor.dtype, dtype) and tensor.shape[1] % 8 == 0:
+        return PackableMatrix(tensor.to(torch.bfloat16, copy=True), Form.BFLOAT16)
+    return PackableMatrix(tensor.to(torch.float32, copy=True), Form.FLOAT32)
 
 
 def match(model: nn.Module, weights: Weights, sharding: Sharding) -> tuple[dict[str, str], dict[str, str]]:

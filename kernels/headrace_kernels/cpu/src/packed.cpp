@@ -310,6 +310,14 @@ void run(const Weight& w, int64_t from, int64_t to, const void* x, const float* 
 
 }  // namespace
 
+extern "C" int64_t headrace_has_bfloat16_products() {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // in_pairs: inputs are rounded to bfloat16; not with weights in float32.
 extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows, const uint8_t* data, int64_t outputs,
                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset,
