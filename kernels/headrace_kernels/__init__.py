@@ -5,12 +5,14 @@ from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
     add_rms_norm,
+    gelu_mul,
     gumbel_argmax,
     gumbel_noise_at,
     paged_attention,
     rms_norm,
     rope_write_kv,
     row_logsumexp,
+    row_max,
     silu_mul,
     write_kv,
 )
@@ -20,12 +22,14 @@ __all__ = [
     "InvariantLinear",
     "add_rms_norm",
     "describe",
+    "gelu_mul",
     "gumbel_argmax",
     "gumbel_noise_at",
     "paged_attention",
     "rms_norm",
     "rope_write_kv",
     "row_logsumexp",
+    "row_max",
     "silu_mul",
     "write_kv",
 ]

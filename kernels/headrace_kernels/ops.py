@@ -9,7 +9,6 @@ from headrace_kernels import catalog, kv_format
 from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.packed import PackedWeight
-from headrace_kernels.reference import packed as reference
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
@@ -83,9 +82,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return catalog.SILU_MUL.best(gate_up)(gate_up)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of merged [..., 2 I] -> [..., I]; the approximation by tanh."""
+    return catalog.GELU_MUL.best(gate_up)(gate_up)
+
+
 def row_logsumexp(scores: Tensor) -> Tensor:
     """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
     return catalog.ROW_LOGSUMEXP.best(scores)(scores)
+
+
+def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of scores [R, V] per row, and an index of it [R] int64, the first on a CPU.
+
+    A row with NaN has NaN and any index.
+    """
+    return catalog.ROW_MAX.best(scores)(scores)
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -105,7 +117,7 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
 
 def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
     """The rows of the weight with these numbers, such as embeddings: index [...] int64 -> [..., in] float32."""
-    return reference.packed_rows(weight, index)
+    return catalog.PACKED_ROWS.best(weight.data)(weight, index)
 
 
 def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Codes:
     def dense(self) -> Tensor:
         """The values [out, in] in float32. Products are exact, sums rounded once: as the gguf package computes them."""
         outputs, inputs = self.codes.shape
-        codes = self.codes.view(outputs, -1, self.group).float()
+        codes = self.codes.view(outputs, self.scale.shape[1], self.group).float()
         scale = self.scale.float()[:, :, None]
         values = (
             (codes - self.offset) * scale if self.minimum is None else codes * scale + self.minimum.float()[:, :, None]

@@ -41,10 +41,13 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.ADD_RMS_NORM, (wide, wide.flip(0), weight, 1e-6), {}
     yield catalog.SILU_MUL, (wide,), {}
     yield catalog.SILU_MUL, (wide[:, 20:174],), {}
+    yield catalog.GELU_MUL, (wide[:, 20:174],), {}
     pool = torch.zeros(2, 1, 2, 16, 40, dtype=dtype)
     rotated = heads[:, :4], heads[:, 4:6], heads[:, 6:], table, table.flip(0)
     yield catalog.ROPE_WRITE_KV, (*rotated, pool, torch.arange(9)), {}
     yield catalog.PACKED_MATMUL, (wide, pack_dense(torch.randn(33, 200)), None, False), {}
+    yield catalog.PACKED_ROWS, (pack_dense(torch.randn(33, 200)), torch.tensor([[5], [32]])), {}
+    yield catalog.ROW_MAX, (scores,), {}
     yield catalog.ROW_LOGSUMEXP, (scores,), {}
     yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
     yield catalog.GUMBEL_ARGMAX, (scores, keys), {}

@@ -52,6 +52,16 @@ def test_silu_mul(backend: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(catalog.SILU_MUL.named(backend)(inside), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gelu_mul(shape: tuple[int, ...]) -> None:
+    gate, up = torch.randn(shape) * 5, torch.randn(shape)
+    gate.view(-1)[0] = -500.0
+    expected = (torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()).float()
+    merged = torch.cat((up, gate, up), -1)[..., shape[-1] :]
+    for name in catalog.GELU_MUL.available():
+        torch.testing.assert_close(catalog.GELU_MUL.named(name)(merged), expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary"), [(9, 3, 64, 64), (4, 4, 16, 16), (2, 1, 80, 32)])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_rope_on_slices_of_a_merged_projection(

@@ -85,3 +85,19 @@ def test_row_logsumexp(backend: str, size: int) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-6, equal_nan=True)
     if backend == "cpu":
         assert torch.equal(catalog.ROW_LOGSUMEXP.named(backend)(scores[4:5]), got[4:5])
+
+
+@pytest.mark.parametrize("backend", catalog.ROW_MAX.available())
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 20_001])
+def test_row_max(backend: str, size: int) -> None:
+    scores = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    scores[1] = float("-inf")
+    scores[2] = 3.0  # the first of equal ones
+    scores[3, size // 2 :] = 9.0
+    scores[4, -1], scores[5, 0] = float("inf"), float("nan")
+    peaks, best = catalog.ROW_MAX.named(backend)(scores)
+    expected = scores.max(-1)
+    torch.testing.assert_close(peaks, expected.values, atol=0, rtol=0, equal_nan=True)
+    numbers = peaks == peaks
+    assert torch.equal(best[numbers], expected.indices[numbers])
+    assert catalog.ROW_MAX.named(backend)(scores[:, ::2])[0].shape == (9,)

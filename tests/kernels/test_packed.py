@@ -67,7 +67,12 @@ def test_values_and_products(form: Form, group: int, wide: bool, minima: bool) -
         packed, dense = _weight(form, outputs, inputs, group, wide=wide, minima=minima)
         assert torch.equal(reference.unpack(packed), dense)
         index = torch.randint(0, outputs, (2, 3))
-        assert torch.equal(ops.packed_rows(packed, index), dense[index])
+        for name in catalog.PACKED_ROWS.available():
+            found = catalog.PACKED_ROWS.named(name)(packed, index)
+            if wide:  # codes times such a scale are rounded before the sum, or not
+                torch.testing.assert_close(found, dense[index], atol=1e-6, rtol=1e-6)
+            else:
+                assert torch.equal(found, dense[index]), name
         bias = torch.randn(outputs)
         for rows in (1, 3, 17):
             x = torch.randn(rows, inputs)
@@ -76,6 +81,14 @@ def test_values_and_products(form: Form, group: int, wide: bool, minima: bool) -
                 assert _error(matmul(x, packed, bias, False), x, dense, bias) < EXACT, name
                 rounded = x.bfloat16().float() if form is not Form.FLOAT32 else x
                 assert _error(matmul(x, packed, bias, True), rounded, dense, bias) < EXACT, name
+
+
+@pytest.mark.skipif("cpu" not in catalog.PACKED_ROWS.available(), reason="no C++ compiler")
+def test_a_row_that_does_not_exist_is_refused() -> None:
+    packed, _ = _weight(Form.CODES4, 20, 64)
+    for wrong in (-1, 20, 31):
+        with pytest.raises(KernelArgumentError, match="none of 20"):
+            ops.packed_rows(packed, torch.tensor([3, wrong]))
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -9,7 +9,8 @@ from headrace_kernels.reference import elementwise as reference
 
 _rms_norm = load().headrace_rms_norm
 _add_rms_norm = load().headrace_add_rms_norm
-_silu_mul = load().headrace_silu_mul
+_activate = load().headrace_activate
+_SILU, _GELU = 0, 1  # of entries.h
 _rope = load().headrace_rope
 
 
@@ -62,13 +63,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``headrace_kernels.ops.silu_mul``."""
     check_halves(gate_up)
-    if not _fits(gate_up):
-        return reference.silu_mul(gate_up)
+    return _activated(gate_up, _SILU) if _fits(gate_up) else reference.silu_mul(gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.gelu_mul``."""
+    check_halves(gate_up)
+    return _activated(gate_up, _GELU) if _fits(gate_up) else reference.gelu_mul(gate_up)
+
+
+def _activated(gate_up: Tensor, activation: int) -> Tensor:
     rows = _rows(gate_up)
     count, size = rows.shape[0], rows.shape[1] // 2
     out = torch.empty(*gate_up.shape[:-1], size)
     stride, start = rows.stride(0), rows.data_ptr()
-    _silu_mul(out.data_ptr(), start, stride, start + 4 * size, stride, count, size, torch.get_num_threads())
+    _activate(out.data_ptr(), start, stride, start + 4 * size, stride, count, size, activation, torch.get_num_threads())
     return out
 
 

@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +37,16 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """What is done with the result of attention or MLP before it is added: a norm, and a factor."""
+
+    norm: Norm | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """x + attention(norm(x)), then x + down(silu(gate) * up), gate and up being the halves of a product of norm(x)."""
+    """x + attention(norm(x)), then x + down(act(gate) * up), gate and up being the halves of a product of norm(x)."""
 
     first_norm: Norm
     qkv: Product  # [(H + 2K) * D, N]
@@ -53,11 +62,15 @@ class LayerWeights:
     scale: float
     softcap: float
     sinks: Tensor | None  # [H]
+    attention: Branch = Branch()
+    mlp: Branch = Branch()
+    gelu: bool = False  # by the tangent; else SiLU
 
     def fits(self) -> bool:
         """Whether the C++ code is written for it."""
         group = self.heads // self.kv_heads
-        norms = [norm.weight for norm in self._norms() if norm is not None]
+        branches = [branch.norm for branch in self.branches()]
+        norms = [norm.weight for norm in (*self._norms(), *branches) if norm is not None]
         tensors = [*norms, *(part.bias for part in self.products() if part.bias is not None)]
         if self.sinks is not None:
             tensors.append(self.sinks)
@@ -80,6 +93,10 @@ class LayerWeights:
     def _norms(self) -> tuple[Norm | None, ...]:
         return self.first_norm, self.second_norm, self.query_norm, self.key_norm
 
+    def branches(self) -> tuple[Branch, Branch]:
+        """In the order of the layer."""
+        return self.attention, self.mlp
+
 
 class _Matrix(ctypes.Structure):
     _fields_ = [
@@ -96,11 +113,16 @@ class _Matrix(ctypes.Structure):
     ]
 
 
+class _Branch(ctypes.Structure):
+    _fields_ = [("norm", _P), ("eps", _D), ("factor", _D)]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Branch) for name in ("attention", "mlp")),
         *((name, _P) for name in ("first_norm", "second_norm", "query_norm", "key_norm", "sinks")),
-        *((name, _I) for name in ("heads", "kv_heads", "head_dim")),
+        *((name, _I) for name in ("heads", "kv_heads", "head_dim", "activation")),
         *((name, _D) for name in ("first_eps", "second_eps", "query_eps", "key_eps", "scale", "softcap")),
     ]
 
@@ -116,29 +138,19 @@ class _Cache(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class LayerCacheStep:
-    """What a step has for one layer."""
+class LayerPool:
+    """Where one layer keeps keys and values."""
 
     pool: Tensor  # [2, B, K, P, D]
-    window: int  # 0 = all
-    meta: AttentionMeta
-
-    def fits(self) -> bool:
-        """Whether the C++ code can read it."""
-        meta = self.meta
-        parts = (meta.query_starts, meta.seq_lens, meta.block_tables)
-        return (
-            self.pool.dtype is torch.float32
-            and meta.slots.dtype is torch.int64
-            and all(part.dtype is torch.int32 and part.is_cpu for part in parts)
-            and (self.pool.is_cpu and meta.slots.is_cpu)
-            and all(part.is_contiguous() for part in (self.pool, meta.slots, meta.query_starts, meta.seq_lens))
-            and meta.block_tables.stride(1) == 1
-        )
+    window: int  # keys that a query attends to; 0 = all
+    group: int  # which meta of a step describes its blocks
 
 
 class Layers:
-    """Layers of one shape, whose hidden states never leave C++ between them. Raises KernelBuildError."""
+    """Layers of one shape, whose hidden states never leave C++ between them. Raises KernelBuildError.
+
+    `bind` comes before the first call. Not for several threads at a time.
+    """
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         self.weights = tuple(layers)
@@ -148,46 +160,74 @@ class Layers:
         first = self.weights[0]
         self._inputs, self._width = first.qkv.weight.inputs, first.qkv.weight.outputs
         self._space = 2 * first.qkv.weight.inputs + first.out.weight.inputs + 3 * first.down.weight.inputs
-        self._kv = first.kv_heads, first.head_dim
+        self._kv_heads, self._head_dim = first.kv_heads, first.head_dim
         self._table = (_Layer * len(self.weights))(*map(_layer, self.weights))
+        # Every field of it has eight bytes: pool, its blocks, their size and the window, then seven of the step's meta.
+        self._caches = np.zeros((len(self.weights), ctypes.sizeof(_Cache) // 8), np.int64)
+        self._caches_at = self._caches.ctypes.data
+        self._groups: dict[int, list[int]] = {}
+
+    def bind(self, pools: Sequence[LayerPool]) -> None:
+        """Which pool each layer has from now on; the caller keeps them. Raises KernelArgumentError."""
+        self._groups = {}
+        for i, layer in enumerate(pools):
+            pool = layer.pool
+            plain = pool.dtype is torch.float32 and pool.is_cpu and pool.is_contiguous()
+            if not plain or (pool.shape[2], pool.shape[4]) != (self._kv_heads, self._head_dim):
+                raise KernelArgumentError(
+                    f"layers: a pool {list(pool.shape)} of {pool.dtype} is not for {self._kv_heads} KV heads of size "
+                    f"{self._head_dim} in float32. This is a bug: please report it."
+                )
+            self._caches[i, :4] = pool.data_ptr(), pool.shape[1], pool.shape[3], layer.window
+            self._groups.setdefault(layer.group, []).append(i)
 
     def __call__(
-        self, hidden: Tensor, caches: Sequence[LayerCacheStep], cos: Tensor, sin: Tensor
+        self, hidden: Tensor, metas: Sequence[AttentionMeta], cos: Tensor, sin: Tensor, only: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """hidden [1, T, N], cos and sin [T, R] -> the last layer's hidden states, and all values [layers, T, K, D].
 
-        Keys and values are written to the caches. Raises KernelArgumentError for tensors of other shapes.
+        only: one layer, in place of all. Keys and values are written to the pools. Raises KernelArgumentError for
+        tensors of other kinds.
         """
-        kv_heads, head_dim = self._kv
-        tokens = hidden.shape[1]
-        if hidden.shape[2] != self._inputs or len(cos) != tokens or len(sin) != tokens or cos.shape[1] > head_dim:
+        tokens, inputs = hidden.shape[1:]
+        plain = (x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 for x in (hidden, cos, sin))
+        if inputs != self._inputs or not len(cos) == len(sin) == tokens or cos.shape[1] > self._head_dim:
             raise KernelArgumentError(
                 f"layers: hidden {list(hidden.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit to "
-                f"{self._inputs} inputs and heads of size {head_dim}. This is a bug: please report it."
+                f"{self._inputs} inputs and heads of size {self._head_dim}. This is a bug: please report it."
             )
-        plain = (x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 for x in (hidden, cos, sin))
-        if not all(plain) or not all(cache.fits() for cache in caches):
-            raise KernelArgumentError(
-                "layers: the step is not in float32 on a CPU, in tensors without gaps. This is a bug: please report it."
-            )
-        for cache in caches:
-            shape, slots = cache.pool.shape, len(cache.meta.slots)
-            if (shape[2], shape[4]) != self._kv or slots != tokens:
-                raise KernelArgumentError(
-                    f"layers: {tokens} tokens with {kv_heads} KV heads of size {head_dim}, but the cache has {slots} "
-                    f"slots, and {shape[2]} heads of size {shape[4]}. This is a bug: please report it."
-                )
+        if not all(plain):
+            raise KernelArgumentError("layers: the step is not in float32 on a CPU. This is a bug: please report it.")
+        for group, rows in self._groups.items():
+            self._caches[rows, 4:] = _step(metas[group], tokens)
+        start, count = (0, len(self.weights)) if only is None else (only, 1)
         out = hidden.clone(memory_format=torch.contiguous_format)
-        qkv = torch.empty(len(self.weights), tokens, self._width)
+        qkv = torch.empty(count, tokens, self._width)
         space = torch.empty(tokens * self._space)
-        table = (_Cache * len(caches))(*map(_cache, caches))
         status = self._run(
-            out.data_ptr(), qkv.data_ptr(), space.data_ptr(), self._table, table, len(self.weights), cos.data_ptr(),
-            cos.stride(0), sin.data_ptr(), sin.stride(0), cos.shape[1], tokens, torch.get_num_threads(),
+            out.data_ptr(), qkv.data_ptr(), space.data_ptr(), ctypes.byref(self._table, start * ctypes.sizeof(_Layer)),
+            self._caches_at + start * ctypes.sizeof(_Cache), count, cos.data_ptr(), cos.stride(0),
+            sin.data_ptr(), sin.stride(0), cos.shape[1], tokens, torch.get_num_threads(),
         )  # fmt: skip
         check_status("layers", status)
-        heads = qkv.view(len(self.weights), tokens, self._width // head_dim, head_dim)
-        return out, heads[:, :, -kv_heads:]
+        heads = qkv.view(count, tokens, self._width // self._head_dim, self._head_dim)
+        return out, heads[:, :, -self._kv_heads :]
+
+
+def _step(meta: AttentionMeta, tokens: int) -> tuple[int, ...]:
+    """What a step has for the layers of one group: the last fields of `_Cache`."""
+    starts, lens, tables, slots = meta.query_starts, meta.seq_lens, meta.block_tables, meta.slots
+    if len(slots) != tokens:
+        raise KernelArgumentError(
+            f"layers: {tokens} tokens, but the cache has {len(slots)} slots. This is a bug: please report it."
+        )
+    whole = all(part.is_contiguous() and part.is_cpu for part in (starts, lens, slots)) and tables.stride(1) == 1
+    if not whole or slots.dtype is not torch.int64 or {starts.dtype, lens.dtype, tables.dtype} != {torch.int32}:
+        raise KernelArgumentError("layers: the step's lengths are not as described. This is a bug: please report it.")
+    return (
+        starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[1], tables.shape[0],
+        slots.data_ptr(),
+    )  # fmt: skip
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -202,20 +242,17 @@ def _matrix(product: Product) -> _Matrix:
     )  # fmt: skip
 
 
+def _branch(branch: Branch) -> _Branch:
+    norm = branch.norm
+    return _Branch(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.eps, branch.factor)
+
+
 def _layer(layer: LayerWeights) -> _Layer:
     norms = layer._norms()
     eps = [0.0 if norm is None else norm.eps for norm in norms]
     return _Layer(
-        *map(_matrix, layer.products()),
+        *map(_matrix, layer.products()), *map(_branch, layer.branches()),
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        _pointer(layer.sinks), layer.heads, layer.kv_heads, layer.head_dim, *eps, layer.scale, layer.softcap,
-    )  # fmt: skip
-
-
-def _cache(cache: LayerCacheStep) -> _Cache:
-    meta, pool, tables = cache.meta, cache.pool, cache.meta.block_tables
-    return _Cache(
-        pool.data_ptr(), pool.shape[1], pool.shape[3], cache.window, meta.query_starts.data_ptr(),
-        meta.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[1], tables.shape[0],
-        meta.slots.data_ptr(),
+        _pointer(layer.sinks), layer.heads, layer.kv_heads, layer.head_dim, layer.gelu, *eps, layer.scale,
+        layer.softcap,
     )  # fmt: skip

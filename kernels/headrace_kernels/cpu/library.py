@@ -25,13 +25,15 @@ _SIGNATURES = {
     "headrace_write_kv": "piipiipipiiiii",
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
-    "headrace_silu_mul": "ppipiiii",
+    "headrace_activate": "ppipiiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_packed_matmul": "ppipiiiiiifpii",
     "headrace_has_bfloat16_products": "",
     "headrace_layers": "pppppipipiiii",
     "headrace_layer_bytes": "",
+    "headrace_packed_rows": "ppipiiiiiif",
     "headrace_row_logsumexp": "ppiiii",
+    "headrace_row_max": "pppiiii",
     "headrace_gumbel_noise_at": "pppii",
     "headrace_gumbel_argmax": "ppipiii",
     "headrace_exchange_sum": "ppiiiipip",
@@ -41,7 +43,7 @@ _SIGNATURES = {
 # Functions that return a number: a status, or a fact. The others return nothing.
 _RETURN_NUMBER = {
     "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
-    "headrace_has_bfloat16_products",
+    "headrace_has_bfloat16_products", "headrace_packed_rows",
 }  # fmt: skip
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.cpu.library import load
 from headrace_kernels.packed import Form, PackedWeight
 from headrace_kernels.reference import packed as reference
 
-_matmul = load().headrace_packed_matmul
+_matmul, _rows = load().headrace_packed_matmul, load().headrace_packed_rows
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -33,3 +34,20 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
         torch.get_num_threads(),
     )
     return out.view(*x.shape[:-1], weight.outputs)
+
+
+def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.packed_rows``. Raises KernelArgumentError for a row that does not exist."""
+    if not weight.data.is_cpu or not weight.data.is_contiguous():
+        return reference.packed_rows(weight, index)
+    ids = index.to(torch.int64).contiguous()
+    out = torch.empty(*index.shape, weight.inputs)
+    wrong = _rows(
+        out.data_ptr(), ids.data_ptr(), ids.numel(), weight.data.data_ptr(), weight.outputs, weight.inputs,
+        int(weight.form), weight.group, weight.wide, weight.minima, float(weight.offset),
+    )  # fmt: skip
+    if wrong:
+        raise KernelArgumentError(
+            f"packed_rows: a row that is none of {weight.outputs}. This is a bug: please report it."
+        )
+    return out

@@ -24,6 +24,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(first half), by the tangent, * second half of the last dimension: [..., 2 I] -> [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates pairs (d, d + R/2) of the first R = cos.shape[-1] dimensions of each head."""
     return _rotate(query, cos[:, None], sin[:, None]), _rotate(key, cos[:, None], sin[:, None])

@@ -24,7 +24,7 @@ os.environ.pop("LD_PRELOAD", None)  # this process has the runtimes; the compile
 from headrace_kernels import catalog  # noqa: E402
 from headrace_kernels.arguments import KernelArgumentError  # noqa: E402
 from headrace_kernels.cpu.exchange import Exchange, segment_bytes  # noqa: E402
-from headrace_kernels.cpu.layers import LayerCacheStep, Layers, LayerWeights, Norm, Product  # noqa: E402
+from headrace_kernels.cpu.layers import Branch, LayerPool, Layers, LayerWeights, Norm, Product  # noqa: E402
 from headrace_kernels.cpu.library import load  # noqa: E402
 from headrace_kernels.meta import AttentionMeta  # noqa: E402
 from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense  # noqa: E402
@@ -117,7 +117,9 @@ def row_ops(rows: int, width: int, extra: int, seed: int) -> None:
     agrees(catalog.RMS_NORM, x, weight, 1e-5)
     agrees(catalog.ADD_RMS_NORM, x, torch.randn(rows, width), weight, 1e-5)
     agrees(catalog.SILU_MUL, torch.randn(rows, 2 * width + extra)[:, : 2 * width])
+    agrees(catalog.GELU_MUL, torch.randn(rows, 2 * width + extra)[:, : 2 * width])
     agrees(catalog.ROW_LOGSUMEXP, x)
+    agrees(catalog.ROW_MAX, x)
     keys = torch.randint(-(2**62), 2**62, (rows,))
     agrees(catalog.GUMBEL_NOISE_AT, keys, torch.randint(2**20, (rows, extra)))
     agrees(catalog.GUMBEL_ARGMAX, x, keys)
@@ -133,6 +135,7 @@ def packed_products(form: Form, outputs: int, groups: int, rows: int, bf16: bool
         codes = torch.randint(0, 1 << form.bits, (outputs, groups * 32), dtype=torch.uint8)
         scale = torch.rand(outputs, groups).half()
         packed = pack_codes(Codes(codes, scale, scale if bf16 else None, 8), form)
+    agrees(catalog.PACKED_ROWS, packed, torch.randint(0, outputs, (rows,)))
     agrees(catalog.PACKED_MATMUL, torch.randn(rows, groups * 32), packed, torch.randn(outputs), bf16, tolerance=1e-3)
 
 
@@ -153,6 +156,7 @@ def decoder_layers(tokens: int, kv_heads: int, group: int, hidden: int, middle: 
             norm(hidden), product(width, hidden), norm(16) if normed else None, norm(16) if normed else None,
             product(hidden, heads * 16), norm(hidden), product(2 * middle, hidden), product(hidden, middle),
             heads, kv_heads, 16, 0.25, 0.0, torch.randn(heads) if normed else None,
+            Branch(norm(hidden) if normed else None, 0.5), Branch(norm(hidden) if normed else None), normed,
         )
         for _ in range(2)
     ]  # fmt: skip
@@ -161,11 +165,13 @@ def decoder_layers(tokens: int, kv_heads: int, group: int, hidden: int, middle: 
     starts, lens = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     tables, slots = torch.arange(blocks, dtype=torch.int32)[None], torch.arange(tokens)
     meta = AttentionMeta(starts, lens, tables, slots, tokens, tokens)
-    caches = [LayerCacheStep(torch.zeros(2, blocks, kv_heads, 4, 16), 0, meta) for _ in layers]
-    out, values = Layers(layers)(torch.randn(1, tokens, hidden), caches, *torch.randn(2, tokens, 16))
+    pools = [LayerPool(torch.zeros(2, blocks, kv_heads, 4, 16), 0, 0) for _ in layers]
+    native = Layers(layers)
+    native.bind(pools)
+    out, values = native(torch.randn(1, tokens, hidden), [meta], *torch.randn(2, tokens, 16))
     assert bool(out.isfinite().all())
-    for cache, value in zip(caches, values, strict=True):
-        assert torch.equal(cache.pool[1].transpose(1, 2).reshape(-1, kv_heads, 16)[:tokens], value)
+    for layer, value in zip(pools, values, strict=True):
+        assert torch.equal(layer.pool[1].transpose(1, 2).reshape(-1, kv_heads, 16)[:tokens], value)
 
 
 @property_test

@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 9, "head_dim": 12},
+    "phi3-16": {"model_type": "phi3", "sliding_window": None, "hidden_size": 64},
+    "granite-16": {"model_type": "granite", "residual_multiplier": 0.5, "hidden_size": 64},
     "mistral-16": {"model_type": "mistral", "sliding_window": 9, "head_dim": 16},
     "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},

@@ -22,7 +22,8 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 
 TIE = 1e-3
-MODELS = ("smollm2", "llama", "qwen3", "mistral")
+MODELS = ("llama", "qwen3", "mistral")  # tiny ones
+with_a_real_model = pytest.mark.parametrize("subject", ("smollm2", *MODELS), indirect=True)
 GREEDY = RowSampling(temperature=0.0, logprobs=3)
 SCORED = RowSampling(temperature=0.0, logprobs=3, prompt_logprobs=2)
 
@@ -100,12 +101,14 @@ def assert_oracle(subject: Subject, prompts: list[list[int]], completions: list[
     assert ties <= len(prompts)
 
 
+@with_a_real_model
 def test_alone(subject: Subject) -> None:
     engine = subject.engine()
     for prompt in subject.prompts([1, 7, 40]):
         assert_oracle(subject, [prompt], run(engine, [prompt], [12]))
 
 
+@with_a_real_model
 def test_in_a_mixed_batch_of_32(subject: Subject) -> None:
     random = Random(2)
     prompts = subject.prompts([random.randrange(1, 70) for _ in range(32)])

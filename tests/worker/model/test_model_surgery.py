@@ -24,9 +24,10 @@ FUSED = {  # family -> modules of each kind that replace the original ones, of 3
     "qwen2": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
     "qwen3": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 13},
     "mistral": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
-    "gemma2": {"FusedAttention": 4, "FusedMlp": 0, "FusedLayer": 0, "FusedRmsNorm": 17},
-    "phi3": {"FusedAttention": 0, "FusedMlp": 3, "FusedLayer": 0, "FusedRmsNorm": 7},
-    "granite": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 0, "FusedRmsNorm": 7},
+    "gemma2": {"FusedAttention": 4, "FusedMlp": 4, "FusedLayer": 4, "FusedRmsNorm": 17},
+    "gemma3_text": {"FusedAttention": 6, "FusedMlp": 6, "FusedLayer": 6},
+    "phi3": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "granite": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
 }
 PIECES = ["norms", "attention", "mlp", "layers", "linears"]
 
@@ -62,7 +63,7 @@ def test_fused_where_the_structure_is_known(family: str, load_tiny: Callable[...
     assert "Linear" not in kinds
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "qwen3", "mistral", "gemma2", "phi3", "granite"])
+@pytest.mark.parametrize("family", ["llama-bias", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"])
 def test_logits_equal_the_untouched_model(
     family: str, load_tiny: Callable[..., LoadedModel], driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,8 @@ def load(
         weights = open_weights(source, model, sharding, gguf)
         bf16 = config.cpu_arithmetic == "bf16"
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
+        if parallel.tp.size > 1:  # ranks add their results within each layer
+            plan = replace(plan, native=False)
         packed = stays_packed(plan, place, dtype)
         if bf16 and not packed:
             why = library.missing() or f"this replica runs in {dtype} on {place.type}".replace("torch.", "")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_kernels import gumbel_argmax
+from headrace_kernels import gumbel_argmax, row_max
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import RowInit
 from headrace_worker.device.rank_device import RankDevice
@@ -77,7 +77,7 @@ class Sampler:
         """
         logits = logits.contiguous()  # a slice of a padded vocabulary is not contiguous
         batch = SampleBatch(self._device, logits, rows, positions, token_rows)
-        peaks, best = logits.max(-1)  # a max with NaN is NaN, so the peak shows whether a row is finite
+        peaks, best = row_max(logits)  # a max with NaN is NaN, so the peak shows whether a row is finite
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
         changed = [self._bias.apply(batch), self._min_tokens.apply(batch)]
@@ -85,7 +85,7 @@ class Sampler:
         changed += [masked, self._penalties.apply(batch)]
         drawing = np.flatnonzero(self._temperatures[np.asarray(rows, np.int64)]).tolist()
         if any(changed) and len(drawing) < len(rows):
-            best = logits.argmax(-1)
+            best = row_max(logits)[1]
         drawable = logits.amax(-1) > float("-inf") if masked else None
         tokens = self._draw(batch, best, drawing) if drawing else best
         logprobs = raw.finish(tokens, batch) if raw is not None else None

@@ -63,12 +63,15 @@ struct Rows {
     float *peak, *total, *mixed;  // [rows], [rows], [rows, head_dim]
 };
 
+// What one thread computes in; uninitialised, since it is made for each layer and step.
 struct Scratch {
-    std::vector<float> query, transposed, scores, mixed, chunk_mixed, zeros;
+    const std::unique_ptr<float[]> space, zeros;
+    float *query, *mixed, *chunk_mixed, *transposed, *scores;
     float peak[MAX_ROWS], total[MAX_ROWS], chunk_peak[MAX_ROWS], chunk_total[MAX_ROWS];
     explicit Scratch(int head_dim)
-        : query(MAX_ROWS * head_dim), transposed(TILE * head_dim), scores(MAX_ROWS * TILE), mixed(MAX_ROWS * head_dim),
-          chunk_mixed(MAX_ROWS * head_dim), zeros(head_dim) {}
+        : space(new float[(3 * MAX_ROWS + TILE) * head_dim + MAX_ROWS * TILE]), zeros(new float[head_dim]()), query(space.get()),
+          mixed(query + MAX_ROWS * head_dim), chunk_mixed(mixed + MAX_ROWS * head_dim),
+          transposed(chunk_mixed + MAX_ROWS * head_dim), scores(transposed + TILE * head_dim) {}
 };
 
 // c[ROWS][VECTORS * 16] += a[ROWS][depth] * b[depth][...], b given by a function from depth index to row pointer.
@@ -164,13 +167,13 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
     for (int n = 0; n < end; n++) {
         bool valid = n >= from && n < to;  // an invalid key may be in freed memory
         int64_t offset = valid ? batch.key_offset(item.sequence, item.kv_head, base + n) : 0;
-        key_rows[n] = valid ? batch.keys + offset : scratch.zeros.data();
-        value_rows[n] = valid ? batch.values + offset : scratch.zeros.data();
+        key_rows[n] = valid ? batch.keys + offset : scratch.zeros.get();
+        value_rows[n] = valid ? batch.values + offset : scratch.zeros.get();
     }
-    float *transposed = scratch.transposed.data(), *scores = scratch.scores.data();
+    float *transposed = scratch.transposed, *scores = scratch.scores;
     transpose(key_rows, end, head_dim, transposed);
     std::fill(scores, scores + count * TILE, 0.f);
-    multiply(scratch.query.data(), head_dim, count, [=](int k) { return transposed + k * TILE; }, 0, head_dim, scores, TILE, end);
+    multiply(scratch.query, head_dim, count, [=](int k) { return transposed + k * TILE; }, 0, head_dim, scores, TILE, end);
 
     const ints lane = lanes();
     for (int r = 0; r < count; r++) {
@@ -245,7 +248,7 @@ void finish_row(const Batch& batch, int64_t token, int head, float peak, float t
 
 void load_query(const Batch& batch, const Item& item, Scratch& scratch) {
     const int group = batch.group();
-    float* to = scratch.query.data();
+    float* to = scratch.query;
     for (int t = 0; t < item.tokens; t++)
         for (int g = 0; g < group; g++, to += batch.head_dim) {
             const int64_t token = batch.query_starts[item.sequence] + item.first_token + t;
@@ -259,8 +262,8 @@ void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
     const int group = batch.group(), head_dim = batch.head_dim, count = item.tokens * group;
     const int64_t first = batch.first_position(item.sequence) + item.first_token;
     const int64_t first_chunk = batch.oldest_seen(first) / CHUNK, last_chunk = (first + item.tokens - 1) / CHUNK;
-    Rows all{scratch.peak, scratch.total, scratch.mixed.data()};
-    Rows part{scratch.chunk_peak, scratch.chunk_total, scratch.chunk_mixed.data()};
+    Rows all{scratch.peak, scratch.total, scratch.mixed};
+    Rows part{scratch.chunk_peak, scratch.chunk_total, scratch.chunk_mixed};
     attend_chunk(batch, item, first_chunk, scratch, all);
     for (int64_t chunk = first_chunk + 1; chunk <= last_chunk; chunk++) {
         attend_chunk(batch, item, chunk, scratch, part);
@@ -271,23 +274,6 @@ void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
     for (int r = 0; r < count; r++)
         finish_row(batch, batch.query_starts[item.sequence] + item.first_token + r / group,
                    item.kv_head * group + r % group, all.peak[r], all.total[r], all.mixed + r * head_dim);
-}
-
-// Whether every token and every block that the sequences name is inside its tensor.
-Status check(const Batch& batch, int64_t sequences, int64_t tokens, int64_t table_entries, int64_t pool_blocks) {
-    for (int64_t s = 0; s < sequences; s++) {
-        const int64_t start = batch.query_starts[s], stop = batch.query_starts[s + 1], length = batch.seq_lens[s];
-        if (start < 0 || stop < start || stop > tokens || length < 0) return BAD_LENGTHS;
-        if (start == stop || length == 0) continue;
-        if (length < stop - start) return BAD_LENGTHS;
-        const int64_t last = (length - 1) / batch.block_size;
-        if (last >= table_entries) return BAD_TABLE;
-        for (int64_t i = batch.oldest_seen(length - (stop - start)) / batch.block_size; i <= last; i++) {
-            const int64_t block = batch.tables[s * batch.table_stride + i];
-            if (block < 0 || block >= pool_blocks) return BAD_TABLE;
-        }
-    }
-    return DONE;
 }
 
 // Zeros for the tokens of no sequence, and of those without keys.
@@ -302,34 +288,53 @@ void clear_others(const Batch& batch, int64_t sequences, int64_t tokens) {
     std::fill(batch.out + done * row, batch.out + tokens * row, 0.f);
 }
 
+Batch batch_of(const Attention& a) {
+    return {a.out, a.query, a.query_token_stride, a.query_head_stride, a.pool,
+            a.pool + a.pool_blocks * a.kv_heads * a.block_size * a.head_dim, a.query_starts, a.seq_lens, a.tables,
+            a.table_stride, (int)a.heads, (int)a.kv_heads, (int)a.head_dim, (int)a.block_size, a.scale, a.softcap, a.window,
+            a.sinks};
+}
+
 }  // namespace
 
-// `query_tokens`: rows of query and out; tables [sequences, table_entries]; the pool is contiguous.
-extern "C" int64_t headrace_attention(float* out, const float* query, int64_t query_token_stride,
-                                      int64_t query_head_stride, const float* pool, int64_t pool_blocks,
-                                      const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
-                                      int64_t table_stride, int64_t table_entries, int64_t sequences,
-                                      int64_t query_tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                      int64_t block_size, float scale, int64_t window, float softcap,
-                                      const float* sinks, int64_t threads) {
-    if (kv_heads < 1 || heads < 1 || heads % kv_heads || heads / kv_heads > MAX_ROWS || head_dim < 1 ||
-        head_dim % WIDTH || block_size < 1 || window < 0 || std::max({kv_heads, head_dim, block_size}) > MAX_SIZE)
+// Whether every token and every block that the sequences name is inside its tensor.
+int64_t check_attention(const Attention& a) {
+    if (a.kv_heads < 1 || a.heads < 1 || a.heads % a.kv_heads || a.heads / a.kv_heads > MAX_ROWS || a.head_dim < 1 ||
+        a.head_dim % WIDTH || a.block_size < 1 || a.window < 0 || std::max({a.kv_heads, a.head_dim, a.block_size}) > MAX_SIZE)
         return UNSUPPORTED;
-    const Batch batch{out, query, query_token_stride, query_head_stride, pool,
-                      pool + pool_blocks * kv_heads * block_size * head_dim, query_starts, seq_lens, tables,
-                      table_stride, (int)heads, (int)kv_heads, (int)head_dim, (int)block_size, scale, softcap, window,
-                      sinks};
-    if (const Status status = check(batch, sequences, query_tokens, table_entries, pool_blocks)) return status;
-    clear_others(batch, sequences, query_tokens);
+    const Batch batch = batch_of(a);
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t start = batch.query_starts[s], stop = batch.query_starts[s + 1], length = batch.seq_lens[s];
+        if (start < 0 || stop < start || stop > a.query_tokens || length < 0) return BAD_LENGTHS;
+        if (start == stop || length == 0) continue;
+        if (length < stop - start) return BAD_LENGTHS;
+        const int64_t last = (length - 1) / batch.block_size;
+        if (last >= a.table_entries) return BAD_TABLE;
+        for (int64_t i = batch.oldest_seen(length - (stop - start)) / batch.block_size; i <= last; i++) {
+            const int64_t block = batch.tables[s * batch.table_stride + i];
+            if (block < 0 || block >= a.pool_blocks) return BAD_TABLE;
+        }
+    }
+    return DONE;
+}
+
+int64_t check_slots(const int64_t* slots, int64_t tokens, int64_t positions) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] >= positions) return BAD_SLOT;
+    return DONE;
+}
+
+void attend(const Attention& a) {
+    const Batch batch = batch_of(a);
+    const int64_t head_dim = a.head_dim;
     const int group = batch.group(), tile_tokens = MAX_ROWS / group;
     std::vector<Item> items, split;  // split: the items of one (sequence, KV head) whose chunks are merged afterwards
-    int64_t partial_rows = 0, work = 0;
-    for (int s = 0; s < sequences; s++) {
-        const int tokens = seq_lens[s] ? (int)batch.query_len(s) : 0;
+    int64_t partial_rows = 0;
+    for (int s = 0; s < a.sequences; s++) {  // each thread makes the same list
+        const int tokens = batch.seq_lens[s] ? (int)batch.query_len(s) : 0;
         const int64_t first_chunk = batch.oldest_seen(batch.first_position(s)) / CHUNK;
-        const int64_t chunks = (seq_lens[s] - 1) / CHUNK - first_chunk + 1;
-        for (int kv_head = 0; kv_head < kv_heads && tokens > 0; kv_head++) {
-            work += (int64_t)tokens * group * (seq_lens[s] - batch.oldest_seen(batch.first_position(s))) * head_dim;
+        const int64_t chunks = (batch.seq_lens[s] - 1) / CHUNK - first_chunk + 1;
+        for (int kv_head = 0; kv_head < a.kv_heads && tokens > 0; kv_head++) {
             if (tokens <= tile_tokens && chunks > 1) {
                 split.push_back({s, kv_head, 0, tokens, chunks, partial_rows});
                 for (int64_t c = 0; c < chunks; c++, partial_rows += tokens * group)
@@ -342,25 +347,26 @@ extern "C" int64_t headrace_attention(float* out, const float* query, int64_t qu
             }
         }
     }
-    if (items.empty()) return DONE;
-    const std::unique_ptr<float[]> partial(new float[partial_rows * (head_dim + 2)]);
-    float *peaks = partial.get(), *totals = peaks + partial_rows, *mixed = totals + partial_rows;
-    const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
-    const int team = (int)std::min<int64_t>(count, threads_for(work, 1 << 18, (int)threads));
-
-#pragma omp parallel num_threads(team) if (team > 1)
+    float* peaks;  // shared
+#pragma omp single copyprivate(peaks)
     {
-        Scratch scratch((int)head_dim);
+        clear_others(batch, a.sequences, a.query_tokens);
+        peaks = new float[partial_rows * (head_dim + 2)];
+    }
+    float *totals = peaks + partial_rows, *mixed = totals + partial_rows;
+    const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
+    Scratch scratch((int)head_dim);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) {
-            const Item& item = items[i];
-            load_query(batch, item, scratch);
-            if (item.chunk < 0)
-                run_whole(batch, item, scratch);
-            else
-                attend_chunk(batch, item, item.chunk, scratch,
-                             {peaks + item.partial, totals + item.partial, mixed + item.partial * head_dim});
-        }
+    for (int64_t i = 0; i < count; i++) {
+        const Item& item = items[i];
+        load_query(batch, item, scratch);
+        if (item.chunk < 0)
+            run_whole(batch, item, scratch);
+        else
+            attend_chunk(batch, item, item.chunk, scratch,
+                         {peaks + item.partial, totals + item.partial, mixed + item.partial * head_dim});
+    }
+    if (split_count) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < split_count; i++) {
             const Item& item = split[i];
@@ -372,11 +378,42 @@ extern "C" int64_t headrace_attention(float* out, const float* query, int64_t qu
                     merge_row(peaks[into], totals[into], mixed + into * head_dim, peaks[from], totals[from],
                               mixed + from * head_dim, (int)head_dim);
                 }
-                finish_row(batch, query_starts[item.sequence] + r / group, item.kv_head * group + r % group,
+                finish_row(batch, batch.query_starts[item.sequence] + r / group, item.kv_head * group + r % group,
                            peaks[into], totals[into], mixed + into * head_dim);
             }
         }
     }
+#pragma omp single nowait
+    delete[] peaks;
+}
+
+void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
+                int64_t block_size) {
+    for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t to = ((slot / block_size * kv_heads + h) * block_size + slot % block_size) * head_dim;
+        std::memcpy(half + to, from + h * head_stride, head_dim * sizeof(float));
+    }
+}
+
+// `query_tokens`: rows of query and out; tables [sequences, table_entries]; the pool is contiguous.
+extern "C" int64_t headrace_attention(float* out, const float* query, int64_t query_token_stride,
+                                      int64_t query_head_stride, const float* pool, int64_t pool_blocks,
+                                      const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                                      int64_t table_stride, int64_t table_entries, int64_t sequences,
+                                      int64_t query_tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                      int64_t block_size, float scale, int64_t window, float softcap,
+                                      const float* sinks, int64_t threads) {
+    const Attention a{out, query, query_token_stride, query_head_stride, const_cast<float*>(pool), pool_blocks, query_starts,
+                      seq_lens, tables, table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim,
+                      block_size, scale, softcap, window, sinks};
+    if (const int64_t status = check_attention(a)) return status;
+    int64_t work = 0;
+    const Batch batch = batch_of(a);
+    for (int s = 0; s < sequences; s++)
+        work += batch.query_len(s) * heads * (seq_lens[s] - batch.oldest_seen(batch.first_position(s))) * head_dim;
+    const int team = threads_for(work, 1 << 18, (int)threads);
+#pragma omp parallel num_threads(team) if (team > 1)
+    attend(a);
     return DONE;
 }
 
@@ -384,18 +421,14 @@ extern "C" int64_t headrace_write_kv(const float* key, int64_t key_token_stride,
                                      const float* value, int64_t value_token_stride, int64_t value_head_stride,
                                      float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
                                      int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
-    for (int64_t t = 0; t < tokens; t++)
-        if (slots[t] >= pool_blocks * block_size) return BAD_SLOT;
+    if (const int64_t status = check_slots(slots, tokens, pool_blocks * block_size)) return status;
     const int team = threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads);
     float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t t = 0; t < tokens; t++) {
         if (slots[t] < 0) continue;
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const int64_t to = ((slots[t] / block_size * kv_heads + h) * block_size + slots[t] % block_size) * head_dim;
-            std::memcpy(pool + to, key + t * key_token_stride + h * key_head_stride, head_dim * sizeof(float));
-            std::memcpy(values + to, value + t * value_token_stride + h * value_head_stride, head_dim * sizeof(float));
-        }
+        write_slot(pool, key + t * key_token_stride, key_head_stride, slots[t], kv_heads, head_dim, block_size);
+        write_slot(values, value + t * value_token_stride, value_head_stride, slots[t], kv_heads, head_dim, block_size);
     }
     return DONE;
 }

@@ -1,4 +1,4 @@
-// Norms, silu * up and rotary embedding in float32. Rows are contiguous and may have any stride.
+// Norms, activations and rotary embedding in float32. Rows are contiguous and may have any stride.
 #include <cmath>
 
 #include "entries.h"
@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr Branch PLAIN{nullptr, 0., 1.};
 constexpr int64_t GRAIN = 1 << 17;  // elements per thread: waking one takes about 40 us where waiting threads sleep
 
 // The sum of squares; lanes first, so that its order depends on n alone.
@@ -18,59 +19,96 @@ inline float sum_of_squares(const float* x, int64_t n) {
     return sum(acc) + rest;
 }
 
-inline void scale_row(float* out, const float* x, const float* weight, int64_t n, float eps) {
+}  // namespace
+
+void norm_row(float* out, const float* x, const float* weight, int64_t n, float eps) {
     const float factor = 1.f / std::sqrt(sum_of_squares(x, n) / n + eps);
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * factor * weight[i];
 }
 
-inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
-    for (int64_t d = 0; d < half; d++) {
-        const float a = x[d], b = x[d + half];
-        x[d] = a * cos[d] - b * sin[d];
-        x[d + half] = b * cos[d + half] + a * sin[d + half];
+void add_row(float* total, const float* x, const float* residual, int64_t n, const Branch& branch) {
+    const float factor = (float)branch.factor;
+    const float scale = branch.norm ? 1.f / std::sqrt(sum_of_squares(x, n) / n + (float)branch.eps) : 1.f;
+    for (int64_t i = 0; i < n; i++) {
+        float value = x[i];
+        if (branch.norm) value = value * scale * branch.norm[i];
+        if (factor != 1.f) value *= factor;
+        total[i] = value + residual[i];
     }
 }
 
-}  // namespace
+void add_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual, int64_t residual_stride,
+              const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* from = x + r * x_stride;
+        if (residual) {
+            add_row(total + r * n, from, residual + r * residual_stride, n, branch);
+            from = total + r * n;
+        }
+        norm_row(out + r * n, from, weight, n, eps);
+    }
+}
+
+void rotate_heads(float* x, int64_t stride, int64_t heads, const float* cos, const float* sin, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
+    for (int64_t h = 0; h < heads; h++, x += stride)
+        for (int64_t d = 0; d < half; d++) {
+            const float a = x[d], b = x[d + half];
+            x[d] = a * cos[d] - b * sin[d];
+            x[d + half] = b * cos[d + half] + a * sin[d + half];
+        }
+}
+
+template <class Function>
+inline void activate_rows(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
+                          int64_t n, Function function) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *g = gate + r * gate_stride, *u = up + r * up_stride;
+        float* o = out + r * n;
+        int64_t i = 0;
+        for (; i + WIDTH <= n; i += WIDTH) store(o + i, function(load(g + i)) * load(u + i));
+        if (i < n) {
+            floats x{}, y{};
+            std::memcpy(&x, g + i, (n - i) * sizeof(float));
+            std::memcpy(&y, u + i, (n - i) * sizeof(float));
+            x = function(x) * y;
+            std::memcpy(o + i, &x, (n - i) * sizeof(float));
+        }
+    }
+}
+
+void activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows, int64_t n,
+              int64_t activation) {
+    if (activation == SILU)
+        activate_rows(out, gate, gate_stride, up, up_stride, rows, n, [](floats x) { return x / (1.f + exponential(-x)); });
+    else
+        activate_rows(out, gate, gate_stride, up, up_stride, rows, n, [](floats x) {
+            return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+        });
+}
 
 extern "C" void headrace_rms_norm(float* out, const float* x, int64_t x_stride, const float* weight, int64_t rows,
                                   int64_t n, float eps, int64_t threads) {
     const int team = threads_for(rows * n, GRAIN, (int)threads);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++) scale_row(out + r * n, x + r * x_stride, weight, n, eps);
+#pragma omp parallel num_threads(team) if (team > 1)
+    add_norm(out, nullptr, x, x_stride, nullptr, 0, PLAIN, weight, rows, n, eps);
 }
 
 extern "C" void headrace_add_rms_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual,
                                       int64_t residual_stride, const float* weight, int64_t rows, int64_t n, float eps,
                                       int64_t threads) {
     const int team = threads_for(rows * n, GRAIN, (int)threads);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t i = 0; i < n; i++) total[r * n + i] = x[r * x_stride + i] + residual[r * residual_stride + i];
-        scale_row(out + r * n, total + r * n, weight, n, eps);
-    }
+#pragma omp parallel num_threads(team) if (team > 1)
+    add_norm(out, total, x, x_stride, residual, residual_stride, PLAIN, weight, rows, n, eps);
 }
 
-extern "C" void headrace_silu_mul(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride,
-                                  int64_t rows, int64_t n, int64_t threads) {
+extern "C" void headrace_activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride,
+                                  int64_t rows, int64_t n, int64_t activation, int64_t threads) {
     const int team = threads_for(rows * n, GRAIN / 2, (int)threads);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *g = gate + r * gate_stride, *u = up + r * up_stride;
-        float* o = out + r * n;
-        int64_t i = 0;
-        for (; i + WIDTH <= n; i += WIDTH) {
-            floats x = load(g + i);
-            store(o + i, x / (1.f + exponential(-x)) * load(u + i));
-        }
-        if (i < n) {
-            floats x{}, y{};
-            std::memcpy(&x, g + i, (n - i) * sizeof(float));
-            std::memcpy(&y, u + i, (n - i) * sizeof(float));
-            x = x / (1.f + exponential(-x)) * y;
-            std::memcpy(o + i, &x, (n - i) * sizeof(float));
-        }
-    }
+#pragma omp parallel num_threads(team) if (team > 1)
+    activate(out, gate, gate_stride, up, up_stride, rows, n, activation);
 }
 
 extern "C" void headrace_rope(float* query, int64_t query_token_stride, int64_t query_head_stride, int64_t heads,
@@ -81,9 +119,7 @@ extern "C" void headrace_rope(float* query, int64_t query_token_stride, int64_t 
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t t = 0; t < tokens; t++) {
         const float *c = cos + t * cos_stride, *s = sin + t * sin_stride;
-        for (int64_t h = 0; h < heads; h++)
-            rotate(query + t * query_token_stride + h * query_head_stride, c, s, rotary_dim / 2);
-        for (int64_t h = 0; h < kv_heads; h++)
-            rotate(key + t * key_token_stride + h * key_head_stride, c, s, rotary_dim / 2);
+        rotate_heads(query + t * query_token_stride, query_head_stride, heads, c, s, rotary_dim);
+        rotate_heads(key + t * key_token_stride, key_head_stride, kv_heads, c, s, rotary_dim);
     }
 }

@@ -1,35 +1,65 @@
-// The functions that a decoder layer calls, which are also entries of the library.
+// The work of a decoder layer, in the order of its calls. All threads of an OpenMP team call each function, share its work and
+// return together; outside of a parallel region the caller is a team of one.
 #pragma once
 #include <cstdint>
 
-extern "C" {
+// A packed weight [outputs, inputs] and what is done with its inputs. `layers.py` fills it, field by field.
+struct Matrix {
+    const uint8_t* data;
+    const float* bias;
+    int64_t outputs, inputs, form, group, wide, minima, in_pairs;
+    double offset;
 
-int64_t headrace_attention(float* out, const float* query, int64_t query_token_stride, int64_t query_head_stride,
-                           const float* pool, int64_t pool_blocks, const int32_t* query_starts, const int32_t* seq_lens,
-                           const int32_t* tables, int64_t table_stride, int64_t table_entries, int64_t sequences,
-                           int64_t query_tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                           float scale, int64_t window, float softcap, const float* sinks, int64_t threads);
+    // Space of a product for `rows` rows that the team shares, in words of four bytes.
+    int64_t words(int64_t rows) const { return in_pairs ? rows * (inputs / 2 + inputs / group) : 0; }
+};
 
-int64_t headrace_write_kv(const float* key, int64_t key_token_stride, int64_t key_head_stride, const float* value,
-                          int64_t value_token_stride, int64_t value_head_stride, float* pool, int64_t pool_blocks,
-                          const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                          int64_t threads);
+// out = x @ weight.T + bias
+void multiply_packed(const Matrix& w, const float* x, int64_t rows, float* out, uint32_t* space, int team);
 
-void headrace_rms_norm(float* out, const float* x, int64_t x_stride, const float* weight, int64_t rows, int64_t n, float eps,
-                       int64_t threads);
+// What is done with the result of attention or MLP before it is added: a norm, unless its weight is null, and a factor.
+struct Branch {
+    const float* norm;
+    double eps, factor;
+};
 
-void headrace_add_rms_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual,
-                           int64_t residual_stride, const float* weight, int64_t rows, int64_t n, float eps,
-                           int64_t threads);
+// total = branch(x) + residual. Of one row, by one thread; total may be one of the others.
+void add_row(float* total, const float* x, const float* residual, int64_t n, const Branch& branch);
 
-void headrace_silu_mul(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
-                       int64_t n, int64_t threads);
+// total = branch(x) + residual, unless residual is null; out = norm(total), which may be x.
+void add_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual, int64_t residual_stride,
+              const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps);
 
-void headrace_rope(float* query, int64_t query_token_stride, int64_t query_head_stride, int64_t heads, float* key,
-                   int64_t key_token_stride, int64_t key_head_stride, int64_t kv_heads, const float* cos, int64_t cos_stride,
-                   const float* sin, int64_t sin_stride, int64_t tokens, int64_t rotary_dim, int64_t threads);
+// Of one row, by one thread.
+void norm_row(float* out, const float* x, const float* weight, int64_t n, float eps);
+void rotate_heads(float* x, int64_t stride, int64_t heads, const float* cos, const float* sin, int64_t rotary_dim);
 
-void headrace_packed_matmul(float* out, const float* x, int64_t rows, const uint8_t* data, int64_t outputs, int64_t inputs,
-                            int64_t form, int64_t group, int64_t wide, int64_t minima, float offset, const float* bias,
-                            int64_t in_pairs, int64_t threads);
-}
+enum Activation : int64_t { SILU, GELU };  // GELU: with the tangent
+
+// out = activation(gate) * up
+void activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows, int64_t n,
+              int64_t activation);
+
+// Paged attention, see headrace_attention. Its pool is contiguous.
+struct Attention {
+    float* out;
+    const float* query;
+    int64_t query_token_stride, query_head_stride;
+    float* pool;
+    int64_t pool_blocks;
+    const int32_t *query_starts, *seq_lens, *tables;
+    int64_t table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim, block_size;
+    float scale, softcap;
+    int64_t window;
+    const float* sinks;
+};
+
+// What is wrong with the values in the tensors: 0 or a status of library.py. By one thread.
+int64_t check_attention(const Attention& attention);
+int64_t check_slots(const int64_t* slots, int64_t tokens, int64_t positions);
+
+void attend(const Attention& attention);
+
+// One token's keys or values to its slot of a half of the pool. By one thread.
+void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
+                int64_t block_size);

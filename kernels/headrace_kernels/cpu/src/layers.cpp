@@ -1,22 +1,20 @@
-// Adjacent decoder layers in one call: the operations of `FusedLayer`, in its order and with its bits.
+// Adjacent decoder layers in one call and one team of threads: the operations of `FusedLayer`, in its order and with its bits.
+#include <algorithm>
+#include <vector>
+
 #include "entries.h"
+#include "vector.h"
 
 // Both structures are filled by `layers.py`, field by field.
-struct Matrix {
-    const uint8_t* data;
-    const float* bias;
-    int64_t outputs, inputs, form, group, wide, minima, in_pairs;
-    double offset;
-};
-
 struct Layer {
     Matrix qkv, out, gate_up, down;
+    Branch attention, mlp;
     const float *first_norm, *second_norm, *query_norm, *key_norm, *sinks;  // the last three may be null
-    int64_t heads, kv_heads, head_dim;
+    int64_t heads, kv_heads, head_dim, activation;
     double first_eps, second_eps, query_eps, key_eps, scale, softcap;
 };
 
-// What a step has for one layer.
+// Where a layer keeps keys and values, and what a step has for it.
 struct Cache {
     float* pool;
     int64_t pool_blocks, block_size, window;
@@ -27,9 +25,42 @@ struct Cache {
 
 namespace {
 
-void multiply(const Matrix& w, const float* x, int64_t rows, float* out, int64_t threads) {
-    headrace_packed_matmul(out, x, rows, w.data, w.outputs, w.inputs, w.form, w.group, w.wide, w.minima, (float)w.offset,
-                           w.bias, w.in_pairs, threads);
+// Angles of the step's tokens.
+struct Rotary {
+    const float *cos, *sin;
+    int64_t cos_stride, sin_stride, dim;
+};
+
+Attention attention_of(const Layer& layer, const Cache& cache, float* out, const float* query, int64_t rows) {
+    const int64_t d = layer.head_dim;
+    return {out, query, layer.qkv.outputs, d, cache.pool, cache.pool_blocks, cache.query_starts, cache.seq_lens, cache.tables,
+            cache.table_stride, cache.table_entries, cache.sequences, rows, layer.heads, layer.kv_heads, d, cache.block_size,
+            (float)layer.scale, (float)layer.softcap, cache.window, layer.sinks};
+}
+
+bool has_same_step(const Cache& a, const Cache& b) {
+    return a.slots == b.slots && a.tables == b.tables && a.window == b.window && a.pool_blocks == b.pool_blocks &&
+           a.block_size == b.block_size;
+}
+
+// Norms and rotates queries and keys of each token, and writes keys and values to the pool.
+void prepare_heads(const Layer& layer, const Cache& cache, const Rotary& rotary, float* qkv, int64_t rows) {
+    const int64_t d = layer.head_dim, heads = layer.heads, kv_heads = layer.kv_heads;
+    float* values = cache.pool + cache.pool_blocks * kv_heads * cache.block_size * d;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        float *query = qkv + r * layer.qkv.outputs, *key = query + heads * d, *value = key + kv_heads * d;
+        for (int64_t h = 0; layer.query_norm && h < heads; h++)
+            norm_row(query + h * d, query + h * d, layer.query_norm, d, (float)layer.query_eps);
+        for (int64_t h = 0; layer.key_norm && h < kv_heads; h++)
+            norm_row(key + h * d, key + h * d, layer.key_norm, d, (float)layer.key_eps);
+        const float *cos = rotary.cos + r * rotary.cos_stride, *sin = rotary.sin + r * rotary.sin_stride;
+        rotate_heads(query, d, heads, cos, sin, rotary.dim);
+        rotate_heads(key, d, kv_heads, cos, sin, rotary.dim);
+        if (cache.slots[r] < 0) continue;
+        write_slot(cache.pool, key, d, cache.slots[r], kv_heads, d, cache.block_size);
+        write_slot(values, value, d, cache.slots[r], kv_heads, d, cache.block_size);
+    }
 }
 
 }  // namespace
@@ -41,40 +72,45 @@ extern "C" int64_t headrace_layer_bytes() { return sizeof(Layer) + sizeof(Cache)
 extern "C" int64_t headrace_layers(float* hidden, float* qkv, float* space, const Layer* layers, const Cache* caches,
                                    int64_t count, const float* cos, int64_t cos_stride, const float* sin, int64_t sin_stride,
                                    int64_t rotary_dim, int64_t rows, int64_t threads) {
+    const Rotary rotary{cos, sin, cos_stride, sin_stride, rotary_dim};
+    int64_t words = 0, work = 0;
     for (int64_t i = 0; i < count; i++) {
         const Layer& layer = layers[i];
         const Cache& cache = caches[i];
-        const int64_t n = layer.qkv.inputs, d = layer.head_dim, heads = layer.heads, kv_heads = layer.kv_heads;
-        const int64_t width = layer.qkv.outputs, middle = layer.down.inputs;
+        for (const Matrix* matrix : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
+            words = std::max(words, matrix->words(rows));
+            work = std::max(work, matrix->outputs * matrix->inputs * std::min<int64_t>(rows, 4));
+        }
+        if (i && has_same_step(cache, caches[i - 1])) continue;
+        if (const int64_t status = check_slots(cache.slots, rows, cache.pool_blocks * cache.block_size)) return status;
+        if (const int64_t status = check_attention(attention_of(layer, cache, nullptr, nullptr, rows))) return status;
+    }
+    std::vector<uint32_t> shared(words);
+    uint32_t* pairs = shared.data();
+    const int team = threads_for(work, 1 << 16, (int)threads);
+#pragma omp parallel num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < count; i++) {
+        const Layer& layer = layers[i];
+        const int64_t n = layer.qkv.inputs, middle = layer.down.inputs, width = layer.heads * layer.head_dim;
         float *normed = space, *total = normed + rows * n, *attended = total + rows * n;
-        float *gate_up = attended + rows * heads * d, *activated = gate_up + rows * 2 * middle;
-        float *query = qkv, *key = qkv + heads * d, *value = key + kv_heads * d;
-        headrace_rms_norm(normed, hidden, n, layer.first_norm, rows, n, (float)layer.first_eps, threads);
-        multiply(layer.qkv, normed, rows, qkv, threads);
-        if (layer.query_norm)
-            for (int64_t r = 0; r < rows; r++) {
-                float *q = query + r * width, *k = key + r * width;
-                headrace_rms_norm(q, q, d, layer.query_norm, heads, d, (float)layer.query_eps, 1);
-                headrace_rms_norm(k, k, d, layer.key_norm, kv_heads, d, (float)layer.key_eps, 1);
-            }
-        headrace_rope(query, width, d, heads, key, width, d, kv_heads, cos, cos_stride, sin, sin_stride, rows, rotary_dim,
-                      threads);
-        if (const int64_t status = headrace_write_kv(key, width, d, value, width, d, cache.pool, cache.pool_blocks,
-                                                     cache.slots, rows, kv_heads, d, cache.block_size, threads))
-            return status;
-        if (const int64_t status = headrace_attention(
-                attended, query, width, d, cache.pool, cache.pool_blocks, cache.query_starts, cache.seq_lens, cache.tables,
-                cache.table_stride, cache.table_entries, cache.sequences, rows, heads, kv_heads, d, cache.block_size,
-                (float)layer.scale, cache.window, (float)layer.softcap, layer.sinks, threads))
-            return status;
-        multiply(layer.out, attended, rows, normed, threads);
-        headrace_add_rms_norm(normed, total, normed, n, hidden, n, layer.second_norm, rows, n, (float)layer.second_eps,
-                              threads);
-        multiply(layer.gate_up, normed, rows, gate_up, threads);
-        headrace_silu_mul(activated, gate_up, 2 * middle, gate_up + middle, 2 * middle, rows, middle, threads);
-        multiply(layer.down, activated, rows, normed, threads);
-        for (int64_t j = 0; j < rows * n; j++) hidden[j] = total[j] + normed[j];
-        qkv += rows * width;
+        float *gate_up = attended + rows * width, *activated = gate_up + rows * 2 * middle;
+        float* heads = qkv + i * rows * layer.qkv.outputs;
+        // The layer before leaves what it adds in `normed`, and what that is added to in `total`.
+        const Branch& before = layers[i ? i - 1 : 0].mlp;
+        add_norm(normed, hidden, i ? normed : hidden, n, i ? total : nullptr, n, before, layer.first_norm, rows, n,
+                 (float)layer.first_eps);
+        multiply_packed(layer.qkv, normed, rows, heads, pairs, team);
+        prepare_heads(layer, caches[i], rotary, heads, rows);
+        attend(attention_of(layer, caches[i], attended, heads, rows));
+        multiply_packed(layer.out, attended, rows, normed, pairs, team);
+        add_norm(normed, total, normed, n, hidden, n, layer.attention, layer.second_norm, rows, n, (float)layer.second_eps);
+        multiply_packed(layer.gate_up, normed, rows, gate_up, pairs, team);
+        activate(activated, gate_up, 2 * middle, gate_up + middle, 2 * middle, rows, middle, layer.activation);
+        multiply_packed(layer.down, activated, rows, normed, pairs, team);
+        if (i + 1 == count) {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++) add_row(hidden + r * n, normed + r * n, total + r * n, n, layer.mlp);
+        }
     }
     return 0;
 }

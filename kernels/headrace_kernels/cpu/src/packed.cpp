@@ -253,7 +253,7 @@ void rows_times(const Weight& w, int64_t panel, const uint8_t* expanded, const u
     int64_t row = 0;
     auto run = [&](auto kernel, int count) {
         for (; row + count <= rows; row += count)
-            kernel(w, panel, expanded, x + row * row_bytes, sums + row * groups, bias, out + row * w.outputs);
+            kernel(w, panel, expanded, x + row * row_bytes, sums ? sums + row * groups : sums, bias, out + row * w.outputs);
     };
     run(tile<F, PAIRS, ROWS, P>, ROWS);
     run(tile<F, PAIRS, 4, P>, 4);
@@ -318,45 +318,79 @@ extern "C" int64_t headrace_has_bfloat16_products() {
 #endif
 }
 
+void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, uint32_t* space, int team) {
+    const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset);
+    const int64_t inputs = m.inputs, group = m.group, groups = inputs / group, panels = (m.outputs + WIDTH - 1) / WIDTH;
+    uint32_t* pairs = space;  // [rows, inputs / 2]: x in bfloat16
+    float* sums = (float*)(space + rows * inputs / 2);  // [rows, groups]: of x per group
+    if (m.in_pairs) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, m.form == CODES4, 8, &pairs[i * 4]);
+    }
+    if (m.in_pairs && m.form >= CODES8) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * groups; i++) {
+            const float* from = x + i / groups * inputs + i % groups * group;
+            float total = 0.f;
+            for (int64_t k = 0; k < group; k++) {
+                const uint32_t bits = rounded(from[k]) << 16;
+                float input;
+                std::memcpy(&input, &bits, 4);
+                total += input;
+            }
+            sums[i] = total;
+        }
+    }
+#pragma omp for schedule(static)
+    for (int part = 0; part < team; part++) {  // pairs of panels stay together
+        const int64_t halves = (panels + 1) / 2;
+        const int64_t from = halves * part / team * 2, to = std::min(panels, halves * (part + 1) / team * 2);
+        if (m.in_pairs)
+            run<true>(w, from, to, pairs, sums, rows, m.bias, out);
+        else
+            run<false>(w, from, to, x, nullptr, rows, m.bias, out);
+    }
+}
+
 // in_pairs: inputs are rounded to bfloat16; not with weights in float32.
 extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows, const uint8_t* data, int64_t outputs,
                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset,
                                        const float* bias, int64_t in_pairs, int64_t threads) {
-    const Weight w(data, outputs, inputs, form, group, wide, minima, offset);
-    const int64_t panels = (outputs + WIDTH - 1) / WIDTH, groups = inputs / group;
-    const bool coded = form >= CODES8;
-    const bool scaled = coded && in_pairs;
-    std::vector<float> sums(scaled ? rows * groups : 0);
-    std::vector<uint32_t> pairs(in_pairs ? rows * inputs / 2 : 0);
+    const Matrix m{data, bias, outputs, inputs, form, group, wide, minima, in_pairs, offset};
+    std::vector<uint32_t> space(m.words(rows));
     const int team = threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads);
 #pragma omp parallel num_threads(team) if (team > 1)
-    {
-        if (in_pairs) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, form == CODES4, 8, &pairs[i * 4]);
-        }
-        if (scaled) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < rows * groups; i++) {
-                const float* from = x + i / groups * inputs + i % groups * group;
-                float total = 0.f;
-                for (int64_t k = 0; k < group; k++) {
-                    const uint32_t bits = rounded(from[k]) << 16;
-                    float input;
-                    std::memcpy(&input, &bits, 4);
-                    total += input;
-                }
-                sums[i] = total;
-            }
-        }
-#pragma omp for schedule(static)
-        for (int part = 0; part < team; part++) {  // pairs of panels stay together
-            const int64_t halves = (panels + 1) / 2;
-            const int64_t from = halves * part / team * 2, to = std::min(panels, halves * (part + 1) / team * 2);
-            if (in_pairs)
-                run<true>(w, from, to, pairs.data(), sums.data(), rows, bias, out);
+    multiply_packed(m, x, rows, out, space.data(), team);
+}
+
+// out [rows, inputs]: the values of these outputs, those that a product multiplies. 1 if there is no such output.
+extern "C" int64_t headrace_packed_rows(float* out, const int64_t* ids, int64_t rows, const uint8_t* data, int64_t outputs,
+                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset) {
+    const Weight w(data, outputs, inputs, form, group, wide, minima, offset);
+    for (int64_t r = 0; r < rows; r++) {
+        if (ids[r] < 0 || ids[r] >= outputs) return 1;
+        const uint8_t *panel = data + ids[r] / WIDTH * w.panel, *codes = panel + w.header;
+        const int64_t lane = ids[r] % WIDTH;
+        for (int64_t i = 0; i < inputs; i++, out++) {
+            if (form == FLOAT32)
+                *out = read<float>(codes + (i * WIDTH + lane) * 4);
+            else if (form == BFLOAT16) {
+                const uint32_t bits = (uint32_t)read<uint16_t>(codes + ((i / 2 * WIDTH + lane) * 2 + i % 2) * 2) << 16;
+                std::memcpy(out, &bits, 4);
+            } else if (form == CODES8)
+                *out = codes[i * WIDTH + lane];
             else
-                run<false>(w, from, to, x, sums.data(), rows, bias, out);
+                *out = read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u;
+        }
+        for (int64_t g = 0; form >= CODES8 && g < inputs / group; g++) {
+            floats scale, least;
+            float factor[WIDTH], minimum[WIDTH];
+            w.scales(panel, g, &scale, &least);
+            store(factor, scale);
+            store(minimum, least);
+            for (float* x = out - inputs + g * group; x < out - inputs + (g + 1) * group; x++)
+                *x = __builtin_fmaf(*x, factor[lane], minimum[lane]);
         }
     }
+    return 0;
 }

@@ -1,4 +1,5 @@
-// log(sum(exp(row))) in float32. Pieces of fixed size are merged in order: the bits depend on the row alone.
+// Reductions of rows of logits in float32: log(sum(exp(row))), in pieces of fixed size that are merged in order, so that the
+// bits depend on the row alone; and the largest value.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -56,5 +57,44 @@ extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t 
         for (int64_t p = 0; p < pieces; p++)
             total += part[p].total * (part[p].peak == peak ? 1.f : std::exp(part[p].peak - peak));
         out[r] = peak + std::log(total);
+    }
+}
+
+// Each row's largest value, and the first index with it; NaN and any index where the row has a NaN.
+extern "C" void headrace_row_max(float* peaks, int64_t* best, const float* scores, int64_t stride, int64_t rows, int64_t n,
+                                 int64_t threads) {
+    constexpr float low = -std::numeric_limits<float>::infinity();
+    const int team = threads_for(rows * n, 1 << 17, (int)threads);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* x = scores + r * stride;
+        floats peak = spread(low);
+        ints index = lanes() - lanes(), numbers = (ints)(peak >= peak);
+        int64_t i = 0;
+        for (; i + WIDTH <= n; i += WIDTH) {
+            const floats y = load(x + i);
+            const auto more = y > peak;
+            peak = pick(more, y, peak);
+            index = pick(more, lanes() + (int32_t)i, index);
+            numbers = numbers & (ints)(y >= spread(low));
+        }
+        float value[WIDTH];
+        int32_t place[WIDTH], number[WIDTH];
+        store(value, peak);
+        Memory<ints>::write((char*)place, index);
+        Memory<ints>::write((char*)number, numbers);
+        float top = low;
+        int64_t at = 0;
+        bool is_number = true;
+        for (int lane = 0; lane < WIDTH; lane++) {
+            if (value[lane] > top || (value[lane] == top && place[lane] < at)) top = value[lane], at = place[lane];
+            is_number = is_number && number[lane];
+        }
+        for (; i < n; i++) {
+            if (x[i] > top) top = x[i], at = i;
+            is_number = is_number && x[i] == x[i];
+        }
+        peaks[r] = is_number ? top : std::numeric_limits<float>::quiet_NaN();
+        best[r] = at;
     }
 }

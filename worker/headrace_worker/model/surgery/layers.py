@@ -9,48 +9,63 @@ from headrace_worker.model.surgery.norms import FusedRmsNorm
 from headrace_worker.model.surgery.self_attention import FusedAttention
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
 
-_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+# The names of a layer's norms: before attention, of its result, before the MLP, of its result.
+_NORMS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
 
 
 class FusedLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); both results may have a norm and a factor."""
 
-    def __init__(
-        self, original: nn.Module, first: FusedRmsNorm, attention: FusedAttention, second: FusedRmsNorm
-    ) -> None:
+    def __init__(self, original: nn.Module, attention: FusedAttention, norms: tuple[FusedRmsNorm | None, ...]) -> None:
         super().__init__()
         for name, value in vars(original).items():
             # A model's forward may read plain attributes of its layers, such as their attention type.
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
-        self.input_layernorm = first
+        first, self.attention_norm, second, self.mlp_norm = norms
+        assert first is not None and second is not None
+        self.first_norm, self.second_norm = first, second
+        self.factor = float(getattr(original, "residual_multiplier", 1.0))
         self.self_attn = attention
-        self.post_attention_layernorm = second
         self.mlp = original.get_submodule("mlp")
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
-        attended, _weights = self.self_attn(self.input_layernorm(hidden_states), position_embeddings)
-        norm = self.post_attention_layernorm
-        normed, residual = ops.add_rms_norm(attended, hidden_states, norm.weight, norm.eps)
-        out: Tensor = residual + self.mlp(normed)
-        return out
+        attended, _weights = self.self_attn(self.first_norm(hidden_states), position_embeddings)
+        attended = self._branch(attended, self.attention_norm)
+        normed, residual = ops.add_rms_norm(attended, hidden_states, self.second_norm.weight, self.second_norm.eps)
+        return residual + self._branch(self.mlp(normed), self.mlp_norm)
+
+    def _branch(self, result: Tensor, norm: FusedRmsNorm | None) -> Tensor:
+        if norm is not None:
+            result = norm(result)
+        return result if self.factor == 1.0 else result * self.factor
 
 
 def fuse_layer(module: nn.Module, window: int, verify: bool) -> FusedLayer | None:
     """The replacement of a decoder layer whose norms and attention are fused already, or None."""
-    if {name for name, _ in module.named_children()} != _CHILDREN:
+    children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    for names in _NORMS:
+        if set(children) == {"self_attn", "mlp", *(name for name in names if name is not None)}:
+            break
+    else:
         return None
-    first, second = module.get_submodule("input_layernorm"), module.get_submodule("post_attention_layernorm")
-    attention = module.get_submodule("self_attn")
-    if not (isinstance(first, FusedRmsNorm) and isinstance(second, FusedRmsNorm)):
+    norms = tuple(None if name is None else children[name] for name in names)
+    attention = children["self_attn"]
+    if not isinstance(attention, FusedAttention) or not isinstance(norms[0], FusedRmsNorm):
         return None
-    if not isinstance(attention, FusedAttention):
+    fused_norms = tuple(norm if isinstance(norm, FusedRmsNorm) else None for norm in norms)
+    if fused_norms != norms:
         return None
-    fused = FusedLayer(module, first, attention, second)
+    fused = FusedLayer(module, attention, fused_norms)
     if verify:
-        x = random_input(first.weight, 1, TOKENS, first.weight.shape[0])
-        step = TinyStep(attention.layer_idx, attention.kv_heads, attention.head_dim, window, first.weight)
+        weight = norms[0].weight
+        x = random_input(weight, 1, TOKENS, weight.shape[0])
+        step = TinyStep(attention.layer_idx, attention.kv_heads, attention.head_dim, window, weight)
         if not agrees(lambda: step.run(module, x), lambda: step.run(fused, x)):
             return None
     return fused

@@ -1,4 +1,4 @@
-"""A gated MLP with gate and up projections in one product, and silu·mul in one operation."""
+"""A gated MLP with gate and up projections in one product, and activation and product in one operation."""
 
 from torch import Tensor, nn
 
@@ -8,24 +8,27 @@ from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
 
 class FusedMlp(nn.Module):
-    """down(silu(gate) · up), gate and up being the halves of one product."""
+    """down(act(gate) · up), gate and up being the halves of one product; act is SiLU or GELU by the tangent."""
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, gelu: bool) -> None:
         super().__init__()
+        self.gelu = gelu
         self.gate_up_proj = gate_up
         self.down_proj = down
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., N] -> [..., N]."""
-        out: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(hidden_states)))
+        activate = ops.gelu_mul if self.gelu else ops.silu_mul
+        out: Tensor = self.down_proj(activate(self.gate_up_proj(hidden_states)))
         return out
 
 
 def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
-    """The replacement of a SwiGLU MLP, or None."""
+    """The replacement of a gated MLP, or None."""
     children = {name: child for name, child in module.named_children() if name not in ("act_fn", "activation_fn")}
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
+    gelu = type(act).__name__ == "GELUTanh"
+    if not gelu and type(act).__name__ not in ("SiLU", "SiLUActivation"):
         return None
     if not all(map(is_plain, children.values())):
         return None
@@ -35,7 +38,7 @@ def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
         gate_up = module.get_submodule("gate_up_proj")
     else:
         return None
-    fused = FusedMlp(gate_up, module.get_submodule("down_proj"))
+    fused = FusedMlp(gate_up, module.get_submodule("down_proj"), gelu)
     if verify:
         weight = fused.down_proj.weight
         assert isinstance(weight, Tensor)

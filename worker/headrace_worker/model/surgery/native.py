@@ -1,11 +1,13 @@
 """Runs of adjacent fused layers as one C++ call: no Python and no torch between their operations."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from headrace_kernels.cpu import library
-from headrace_kernels.cpu.layers import LayerCacheStep, Layers, LayerWeights, Norm, Product
+from headrace_kernels.cpu.layers import Branch, LayerPool, Layers, LayerWeights, Norm, Product
 from headrace_worker.model.attention import current_step
 from headrace_worker.model.packable import PackedLinear
 from headrace_worker.model.surgery.layers import FusedLayer
@@ -22,23 +24,24 @@ class NativeLayers(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._indexes = [layer.self_attn.layer_idx for layer in layers]
         self.weights = tuple(weights)
-        self._all = Layers(weights)
-        self._each = [Layers([one]) for one in weights]
+        self._native = Layers(weights)
+        self._bound: Callable[[], Tensor | None] = lambda: None  # the pool of the first layer
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
         step = current_step()
         cos, sin = position_embeddings[0][0], position_embeddings[1][0]
-        caches = []
-        for index in self._indexes:
-            cache = step.layers[index]
-            caches.append(LayerCacheStep(cache.pool, cache.window, step.metas[cache.group]))
+        first = step.layers[self._indexes[0]].pool
+        if self._bound() is not first:
+            caches = [step.layers[index] for index in self._indexes]
+            self._native.bind([LayerPool(cache.pool, cache.window, cache.group) for cache in caches])
+            self._bound = weakref.ref(first)  # a model outlives its caches
         for index in self._indexes:
             step.attend_once(index)
         if step.written is None:
-            return self._all(hidden_states, caches, cos, sin)[0]
-        for index, one, its in zip(self._indexes, self._each, caches, strict=True):
-            hidden_states, values = one(hidden_states, [its], cos, sin)
+            return self._native(hidden_states, step.metas, cos, sin)[0]
+        for place, index in enumerate(self._indexes):
+            hidden_states, values = self._native(hidden_states, step.metas, cos, sin, only=place)
             step.written(index, values[0])
         return hidden_states
 
@@ -65,12 +68,14 @@ def join_layers(model: nn.Module) -> int:
         for end in range(len(layers) + 1):
             layer = layers[end] if end < len(layers) else None
             weights = native_weights(layer) if isinstance(layer, FusedLayer) else None
-            if run and (weights is None or not _continues(run[-1], layer, weights)):
+            if run and (weights is None or not _continues(model, run[-1], layer, weights)):
                 start = end - len(run)
                 native = NativeLayers([one for one, _ in run], [weights for _, weights in run])
                 for place in range(start, end):
                     layers[place] = _Passed(layers[place])
                 layers[start] = native.eval()
+                if len(run) == len(layers):
+                    del layers[1:]  # a model's forward calls what is there
                 count += len(run)
                 run = []
             if weights is not None:
@@ -79,7 +84,7 @@ def join_layers(model: nn.Module) -> int:
     return count
 
 
-def _continues(last: tuple[FusedLayer, LayerWeights], layer: Any, weights: LayerWeights) -> bool:
+def _continues(model: nn.Module, last: tuple[FusedLayer, LayerWeights], layer: Any, weights: LayerWeights) -> bool:
     """Whether a layer gets the same arguments as the one before, and has its shape."""
     before, shape = last
 
@@ -87,12 +92,14 @@ def _continues(last: tuple[FusedLayer, LayerWeights], layer: Any, weights: Layer
         parts = (one.qkv, one.out, one.gate_up, one.down)
         return (one.heads, one.kv_heads, one.head_dim, *(n for p in parts for n in (p.weight.outputs, p.weight.inputs)))
 
-    return _kind(before) == _kind(layer) and of(shape) == of(weights)
+    return _kind(model, before) == _kind(model, layer) and of(shape) == of(weights)
 
 
-def _kind(layer: nn.Module) -> object:
+def _kind(model: nn.Module, layer: FusedLayer) -> object:
     """What a model's forward may choose a layer's arguments by."""
-    return getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
+    types = getattr(getattr(model, "config", None), "layer_types", None)
+    own = types[layer.self_attn.layer_idx] if types else None
+    return own, getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
 
 
 def native_weights(layer: FusedLayer) -> LayerWeights | None:
@@ -105,19 +112,21 @@ def native_weights(layer: FusedLayer) -> LayerWeights | None:
         if not isinstance(linear, PackedLinear):
             return None
         products.append(Product(linear.packed, linear.packed_bias(), linear.bf16))
-    norms = []
-    for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm, layer.post_attention_layernorm):
-        if norm is not None and not isinstance(norm, FusedRmsNorm):
-            return None
-        norms.append(None if norm is None else Norm(norm.weight.detach(), norm.eps))
-    first, query, key, second = norms
-    if first is None or second is None:
+    if not all(norm is None or isinstance(norm, FusedRmsNorm) for norm in (attention.q_norm, attention.k_norm)):
         return None
+    query, key = (_norm(norm) for norm in (attention.q_norm, attention.k_norm))
+    first, second = _norm(layer.first_norm), _norm(layer.second_norm)
+    assert first is not None and second is not None
     weights = LayerWeights(
         first, products[0], query, key, products[1], second, products[2], products[3], attention.heads,
         attention.kv_heads, attention.head_dim, attention.scaling, attention.softcap, attention.sinks,
+        Branch(_norm(layer.attention_norm), layer.factor), Branch(_norm(layer.mlp_norm), layer.factor), mlp.gelu,
     )  # fmt: skip
     return weights if weights.fits() else None
+
+
+def _norm(norm: nn.Module | None) -> Norm | None:
+    return Norm(norm.weight.detach(), norm.eps) if isinstance(norm, FusedRmsNorm) else None
 
 
 def _copy_attributes(original: nn.Module, to: nn.Module) -> None:

@@ -12,6 +12,7 @@ from headrace_worker.model.surgery.linears import is_plain, merge_linears
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MERGED = {"qkv_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 
 
@@ -26,7 +27,9 @@ class FusedAttention(nn.Module):
         self.scaling = float(original.scaling)  # type: ignore[arg-type]
         self.softcap = float(getattr(original, "attn_logit_softcapping", None) or 0.0)
         self.sinks: Tensor | None = getattr(original, "sinks", None)
-        self.qkv_proj: nn.Module = merge_linears([part("q_proj"), part("k_proj"), part("v_proj")])
+        merged = hasattr(original, "qkv_proj")
+        parts = [part("q_proj"), part("k_proj"), part("v_proj")] if not merged else []
+        self.qkv_proj: nn.Module = part("qkv_proj") if merged else merge_linears(parts)
         self.o_proj = part("o_proj")
         self.q_norm = part("q_norm") if hasattr(original, "q_norm") else None
         self.k_norm = part("k_norm") if hasattr(original, "k_norm") else None
@@ -51,23 +54,26 @@ class FusedAttention(nn.Module):
 def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
     """The replacement of a self-attention module whose layer attends to `window` tokens (0 = all), or None."""
     names = {name for name, _ in module.named_children()}
-    if not names >= _PARTS or not names <= _PARTS | _NORMS or not hasattr(module, "layer_idx"):
+    products = names - _NORMS
+    if products not in (_PARTS, _MERGED) or not hasattr(module, "layer_idx"):
         return None
-    linears = [module.get_submodule(name) for name in sorted(_PARTS)]
+    linears = [module.get_submodule(name) for name in sorted(products)]
     head_dim = getattr(module, "head_dim", None)
     if not all(map(is_plain, linears)) or not isinstance(head_dim, int):
         return None
     if not isinstance(getattr(module, "scaling", None), float):
         return None
-    query, key = module.get_submodule("q_proj"), module.get_submodule("k_proj")
-    assert isinstance(query, nn.Linear) and isinstance(key, nn.Linear)
-    heads, kv_heads = query.out_features // head_dim, key.out_features // head_dim
-    if heads * head_dim != query.out_features or kv_heads * head_dim != key.out_features:
+    out, first = module.get_submodule("o_proj"), linears[-1]
+    assert isinstance(out, nn.Linear) and isinstance(first, nn.Linear)
+    rows = sum(linear.out_features for linear in linears if isinstance(linear, nn.Linear)) - out.out_features
+    heads = out.in_features // head_dim
+    kv_heads = (rows // head_dim - heads) // 2
+    if kv_heads < 1 or (heads + 2 * kv_heads) * head_dim != rows or heads * head_dim != out.in_features:
         return None
     fused = FusedAttention(module, heads, kv_heads, head_dim)
     if verify:
-        x = random_input(query.weight, 1, TOKENS, query.in_features)
-        step = TinyStep(fused.layer_idx, kv_heads, head_dim, window, query.weight)
+        x = random_input(first.weight, 1, TOKENS, first.in_features)
+        step = TinyStep(fused.layer_idx, kv_heads, head_dim, window, first.weight)
         if not agrees(lambda: step.run(module, x), lambda: step.run(fused, x)):
             return None
     return fused
