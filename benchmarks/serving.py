@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py                                    starts a server
     python benchmarks/serving.py --base-url http://127.0.0.1:8000   measures a running server, Headrace or another
-    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers generate,generate_batch --save
+    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers generate --save
 
 Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, streamed):
     equal   64 tokens out each
@@ -169,26 +169,21 @@ class Peers:
     """transformers on the same weights, in this process; loaded only if a peer is selected."""
 
     def __init__(self, names: list[str], source: str) -> None:
-        self._names = names
+        self._run = None
         if names:
             import offline
 
-            self._offline = offline
-            self._model = offline.plain_model(source)
+            self._run = offline.transformers(offline.plain_model(source))
 
-    def run(self, name: str, concurrency: int, work: list[Request]) -> dict[str, float]:
-        """Output tok/s of each peer on this work."""
-        speeds = {}
-        for peer in self._names:
-            if peer == "generate_batch" and (name != "equal" or concurrency == 1):
-                continue
-            run = {"generate": self._offline.run_generate, "generate_batch": self._offline.run_generate_batch}[peer]
-            began = time.perf_counter()
-            tokens = sum(
-                run(self._model, work[start : start + concurrency]) for start in range(0, len(work), concurrency)
-            )
-            speeds[f"{peer}_tok_s"] = round(tokens / (time.perf_counter() - began), 1)
-        return speeds
+    def run(self, concurrency: int, work: list[Request]) -> dict[str, float]:
+        """Output tok/s on this work, in static batches, each as long as its longest answer."""
+        if self._run is None:
+            return {}
+        began = time.perf_counter()
+        for start in range(0, len(work), concurrency):
+            batch = work[start : start + concurrency]
+            self._run([prompt for prompt, _ in batch], max(length for _, length in batch))
+        return {"generate_tok_s": round(sum(length for _, length in work) / (time.perf_counter() - began), 1)}
 
 
 def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -205,7 +200,7 @@ def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for name, concurrency in cases:
             work = workload(name, max(4, concurrency), random)
             figures = summarise(*asyncio.run(drive(url, model, work, concurrency)))
-            runs[name, concurrency].append(figures | peers.run(name, concurrency, work))
+            runs[name, concurrency].append(figures | peers.run(concurrency, work))
             print(f"round {round_number} {name:5s} x{concurrency:<3d} {runs[name, concurrency][-1]}", flush=True)
     return {
         f"{name}/x{concurrency}": {key: median(run[key] for run in done) for key in done[0]}
@@ -220,7 +215,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="equal,mixed")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", default="generate,generate_batch", help="of transformers, on --model's weights")
+    parser.add_argument("--peers", default="generate", help="of transformers, on --model's weights")
     parser.add_argument("--seed", type=int, help="of the prompts; random by default, so that no prompt is repeated")
     parser.add_argument("--save", action="store_true", help="append to results/serving.jsonl")
     arguments = parser.parse_args()

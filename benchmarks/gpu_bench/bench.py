@@ -14,7 +14,8 @@ from gpu_bench.roofline import ModelSizes
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
-from headrace_worker.model.load import LoadedModel
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from headrace_worker.profiling.profiler import StepProfiler, make_profiler
 
@@ -29,7 +30,13 @@ class Bench:
     """An engine that is made once; `close` frees its memory."""
 
     def __init__(
-        self, model: str, folder: Path, device: str, loaded: LoadedModel | None = None, **options: Any
+        self,
+        model: str,
+        folder: Path,
+        device: str,
+        loaded: LoadedModel | None = None,
+        plan: SurgeryPlan | None = None,
+        **options: Any,
     ) -> None:
         """`loaded`: weights of another bench of the same model, dtype and mode. `options`: of `ReplicaConfig`."""
         fields: dict[str, Any] = {
@@ -42,6 +49,8 @@ class Bench:
             load_format="dummy", **fields | options,
         )  # fmt: skip
         began = time.perf_counter()
+        if plan is not None:
+            loaded = load(self.config, plan=plan)
         self.profiler: StepProfiler | None = make_profiler(self.config, 0)
         self.engine = OfflineEngine(assemble(self.config, model=loaded, profiler=self.profiler))
         self.seconds_to_ready = time.perf_counter() - began

@@ -72,8 +72,10 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
 def in_a_model(run: SectionRun, communicator: Any) -> Iterator[Figure]:
     """Steps with an all-reduce after each attention and MLP, as in a rank of several: the tokens stay the same."""
+    from headrace_worker.model.surgery import SurgeryPlan
+
     prompt_lengths = [(length, 16) for length in (3, 17, 60, 130)]
-    bench = run.bench(kv_cache_memory=(64 << 20) if run.small else (1 << 30))
+    bench = run.bench(kv_cache_memory=(64 << 20) if run.small else (1 << 30), plan=SurgeryPlan(native=False))
     without = [completion.token_ids for completion in bench.engine.generate(bench.prompts(prompt_lengths))]
     loaded = bench.close()
     places = [module for name, module in loaded.module.named_modules() if name.endswith(("o_proj", "down_proj"))]
