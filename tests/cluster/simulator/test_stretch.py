@@ -16,21 +16,21 @@ MEASURED = ("wall_seconds", "requests_per_minute", "decision_ms")  # of this mac
 
 SETUPS = {
     "alone": ("chat", 40, Setup(H200, replicas=1)),
-    "shared": ("shared-prefix", 160, Setup(H200, replicas=4)),
-    "chat": ("chat", 200, Setup(H200, replicas=3, spread=0.2)),
-    "least-load": ("chat", 120, Setup(H200, replicas=3, policy="least-load", noise=0.0)),
+    "shared": ("shared-prefix", 80, Setup(H200, replicas=4)),
+    "chat": ("chat", 100, Setup(H200, replicas=3, spread=0.2)),
+    "least-load": ("chat", 60, Setup(H200, replicas=3, policy="least-load", noise=0.0)),
     "small cache": ("shared-prefix", 120, Setup(H200, replicas=2, cache_blocks=160)),
-    "sessions": ("chat", 120, Setup(H200, replicas=3, policy="session")),
-    "pools": ("chat", 150, Setup(H200, replicas=0, prefill=1, decode=2)),
+    "sessions": ("chat", 60, Setup(H200, replicas=3, policy="session")),
+    "pools": ("chat", 80, Setup(H200, replicas=0, prefill=1, decode=2)),
     "always": ("shared-prefix", 100, Setup(H200, replicas=0, prefill=1, decode=2, disaggregation="always")),
-    "routers": ("chat", 150, Setup(H200, replicas=3, routers=2)),
-    "models": ("chat", 150, Setup(H200, replicas=2, models=2)),
+    "routers": ("chat", 80, Setup(H200, replicas=3, routers=2)),
+    "models": ("chat", 80, Setup(H200, replicas=2, models=2)),
     "kill": (
         "chat",
         150,
         Setup(H200, replicas=3, changes=(Kill("m0-r1", 3.0, 4.0), Kill("m0-r0", 9.0, 2.0))),
     ),
-    "slow": ("chat", 150, Setup(H200, replicas=3, changes=(Slow("m0-r1", 2.0, 20.0, 6.0),))),
+    "slow": ("chat", 80, Setup(H200, replicas=3, changes=(Slow("m0-r1", 2.0, 20.0, 6.0),))),
 }
 
 
