@@ -12,8 +12,7 @@ the mean time per token after the first of one request, ITL the time between two
 separate process and uses the same processors.
 
 Peers alternate with the server, in this process, on the same requests and weights, without HTTP: transformers'
-`generate` in static batches of C, and its `generate_batch` (equal lengths, C > 1). They have no TTFT: a batch answers
-when it is done. `--peers ''` skips them.
+`generate` in static batches of C. It has no TTFT: a batch answers when it is done. `--peers ''` skips it.
 
 Prefix caching has no effect: prompts are random and new in every round. `--base-url` needs /v1/completions with
 token-id prompts, `ignore_eos` and `stream_options.include_usage`. aiohttp comes with Ray.

@@ -92,7 +92,7 @@ def find_library(name: str | None = None) -> Library:
     target = able[0] if name is None else next((one for one in able if one.name == name), None)
     if target is None:
         known = ", ".join(one.name for one in able)
-        raise KernelBuildError(f"this CPU has no kernels named {name[:40] if name else name}; it has {known}")
+        raise KernelBuildError(f"this CPU has no kernels named {name}; it has {known}")
     prebuilt = PREBUILT / f"{target.name}.so"
     if prebuilt.exists():
         return Library(prebuilt, target, prebuilt=True)
