@@ -18,7 +18,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
@@ -42,7 +42,7 @@ PEERS = Path(__file__).parent / "peers"
 WORKLOADS = {"single": (1, 8, 128), "prefill": (1, 512, 1), "batch": (32, 128, 64)}  # requests, in, out
 KINDS = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "f32": gguf.GGMLQuantizationType.F32}
 
-Run = Callable[[list[list[int]], int], float]
+Run = Callable[[Sequence[list[int]], Sequence[int]], float]
 """(prompts, tokens to generate of each) -> seconds."""
 
 
@@ -97,26 +97,27 @@ def headrace(source: str, arithmetic: Literal["exact", "bf16"] = "exact", plan: 
     engine = OfflineEngine(config, load(config, plan=plan))
     greedy = RowSampling(temperature=0.0)
 
-    def run(prompts: list[list[int]], tokens: int) -> float:
+    def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
         torch.set_num_threads(engine.assembly.model.threads)
         began = time.perf_counter()
-        done = engine.generate([Prompt(prompt, tokens, greedy, ignore_eos=True) for prompt in prompts])
+        work = zip(prompts, tokens, strict=True)
+        done = engine.generate([Prompt(prompt, count, greedy, ignore_eos=True) for prompt, count in work])
         seconds = time.perf_counter() - began
-        assert all(len(completion.token_ids) == tokens for completion in done)
+        assert [len(completion.token_ids) for completion in done] == list(tokens)
         return seconds
 
     return run
 
 
 def transformers(model: Any) -> Run:
-    """Static batching: `generate`."""
+    """Static batching, `generate`: as long as the longest answer."""
 
-    def run(prompts: list[list[int]], tokens: int) -> float:
+    def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
         ids = torch.tensor(prompts)
         began = time.perf_counter()
         with torch.inference_mode():
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(tokens), min_new_tokens=max(tokens),
                 do_sample=False, pad_token_id=0,
             )  # fmt: skip
         return time.perf_counter() - began
@@ -131,8 +132,8 @@ def peer(*command: str) -> Iterator[Run]:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
 
-        def run(prompts: list[list[int]], tokens: int) -> float:
-            stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
+            stdin.write(json.dumps({"prompts": prompts, "tokens": max(tokens)}) + "\n")
             stdin.flush()
             for line in stdout:
                 if line.startswith('{"seconds"'):  # a library may print, too
@@ -193,7 +194,7 @@ def main() -> None:
                     if name.startswith("llama.cpp") and requests > 1:
                         continue
                     prompts = [[random.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(requests)]
-                    speed = tokens_of(workload) / run(prompts, output)
+                    speed = tokens_of(workload) / run(prompts, [output] * requests)
                     if number:
                         speeds.setdefault(f"{workload}/{name}", []).append(speed)
                     print(f"round {number} {workload:8s} {name:32s} {speed:8.1f} tok/s", flush=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py                                    starts a server
     python benchmarks/serving.py --base-url http://127.0.0.1:8000   measures a running server, Headrace or another
-    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers generate --save
+    options: --workloads equal,mixed --concurrency 1,8,32 --rounds 3 --peers engine,generate --save
 
 Workloads (random prompts of 128 tokens, greedy, end-of-sequence ignored, streamed):
     equal   64 tokens out each
@@ -11,8 +11,9 @@ Per concurrency C: max(4, C) requests, C of them open at any time. TTFT is the t
 the mean time per token after the first of one request, ITL the time between two events of one request. The client is a
 separate process and uses the same processors.
 
-Peers alternate with the server, in this process, on the same requests and weights, without HTTP: transformers'
-`generate` in static batches of C. It has no TTFT: a batch answers when it is done. `--peers ''` skips it.
+Peers alternate with the server, in this process, on the same requests and weights, without HTTP, C requests at a time
+until all C are done: `engine`, the server's own engine, and `generate`, transformers' static batches. They have no
+TTFT. `--peers ''` skips them.
 
 Prefix caching has no effect: prompts are random and new in every round. `--base-url` needs /v1/completions with
 token-id prompts, `ignore_eos` and `stream_options.include_usage`. aiohttp comes with Ray.
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -165,29 +166,38 @@ async def first_model(url: str) -> str:
 
 
 class Peers:
-    """transformers on the same weights, in this process; loaded only if a peer is selected."""
+    """Other ways to compute the same, in this process; loaded only if selected."""
 
     def __init__(self, names: list[str], source: str) -> None:
-        self._run = None
+        self._runs: dict[str, Callable[[Sequence[list[int]], Sequence[int]], float]] = {}
         if names:
-            import offline
+            import offline  # loads torch
 
-            self._run = offline.transformers(offline.plain_model(source))
+            make = {
+                "engine": lambda: offline.headrace(source),
+                "generate": lambda: offline.transformers(offline.plain_model(source)),
+            }
+            if unknown := set(names) - make.keys():
+                raise SystemExit(f"--peers are of {', '.join(make)}, not {', '.join(sorted(unknown))}")
+            self._runs = {name: make[name]() for name in names}
 
     def run(self, concurrency: int, work: list[Request]) -> dict[str, float]:
-        """Output tok/s on this work, in static batches, each as long as its longest answer."""
-        if self._run is None:
-            return {}
-        began = time.perf_counter()
-        for start in range(0, len(work), concurrency):
-            batch = work[start : start + concurrency]
-            self._run([prompt for prompt, _ in batch], max(length for _, length in batch))
-        return {"generate_tok_s": round(sum(length for _, length in work) / (time.perf_counter() - began), 1)}
+        """Output tok/s of each on this work."""
+        figures = {}
+        for name, run in self._runs.items():
+            seconds = 0.0
+            for start in range(0, len(work), concurrency):
+                prompts, lengths = zip(*work[start : start + concurrency], strict=True)
+                seconds += run(prompts, lengths)
+            figures[f"{name}_tok_s"] = round(sum(length for _, length in work) / seconds, 1)
+        return figures
 
 
 def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over rounds, per workload and concurrency; rounds are interleaved."""
     peers = Peers([peer for peer in arguments.peers.split(",") if peer], arguments.model)
+    for count in arguments.concurrency.split(","):  # warm-up
+        peers.run(int(count), workload("equal", int(count), Random(0)))
     model = asyncio.run(first_model(url))
     random = Random(SystemRandom().getrandbits(64) if arguments.seed is None else arguments.seed)
     asyncio.run(drive(url, model, workload("equal", 2, random), 2))  # warm-up
@@ -214,7 +224,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="equal,mixed")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", default="generate", help="of transformers, on --model's weights")
+    parser.add_argument("--peers", default="engine,generate", help="on --model's weights: of engine, generate")
     parser.add_argument("--seed", type=int, help="of the prompts; random by default, so that no prompt is repeated")
     parser.add_argument("--save", action="store_true", help="append to results/serving.jsonl")
     arguments = parser.parse_args()
@@ -228,7 +238,7 @@ def main() -> None:
         print(
             f"{name:12s}{row['output_tok_s']:8.1f}{row['ttft_p50_ms']:10.1f}{row['ttft_p99_ms']:9.1f}"
             f"{row['tpot_p50_ms']:8.2f}{row['itl_p99_ms']:9.1f}          "
-            + ", ".join(f"{key.removesuffix('_tok_s')} {row[key]:.1f}" for key in row if key.startswith("generate"))
+            + ", ".join(f"{key} {row[f'{key}_tok_s']:.1f}" for key in arguments.peers.split(",") if key)
         )
     if arguments.save:
         print(machine.save("serving", {"medians": result, "rounds": arguments.rounds}))
