@@ -131,12 +131,14 @@ def peer(*command: str) -> Iterator[Run]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
+        if not any(line == "ready\n" for line in stdout):  # a library may print, too
+            raise SystemExit(f"{command[1]} ended: see its messages above")
 
         def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
             stdin.write(json.dumps({"prompts": prompts, "tokens": max(tokens)}) + "\n")
             stdin.flush()
             for line in stdout:
-                if line.startswith('{"seconds"'):  # a library may print, too
+                if line.startswith('{"seconds"'):
                     return float(json.loads(line)["seconds"])
             raise RuntimeError(f"{command[1]} ended: see its messages above")
 

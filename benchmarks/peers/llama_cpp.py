@@ -2,8 +2,8 @@
 
     PYTHON llama_cpp.py FILE.gguf THREADS
 
-Reads lines {"prompts": [[token ids]], "tokens": to generate of each}, and answers each with {"seconds": s}. Prompts
-run one after another: the package batches no requests.
+Writes a line "ready" once the model is loaded; then reads lines {"prompts": [[token ids]], "tokens": to generate of
+each}, and answers each with {"seconds": s}. Prompts run one after another: the package batches no requests.
 """
 
 import json
@@ -16,6 +16,7 @@ from llama_cpp import Llama
 
 threads = int(sys.argv[2])
 model = Llama(sys.argv[1], n_ctx=2048, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+print("ready", flush=True)
 for line in sys.stdin:
     work = json.loads(line)
     began = time.perf_counter()

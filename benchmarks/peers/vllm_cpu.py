@@ -16,14 +16,21 @@ os.environ.setdefault("OMP_NUM_THREADS", sys.argv[2])
 
 from vllm import LLM, SamplingParams
 
-model = LLM(
-    sys.argv[1], dtype=sys.argv[3] if len(sys.argv) > 3 else "float32", max_model_len=2048, enable_prefix_caching=False,
-    max_num_seqs=32, disable_log_stats=True,
-)  # fmt: skip
-for line in sys.stdin:
-    work = json.loads(line)
-    sampling = SamplingParams(temperature=0.0, max_tokens=work["tokens"], ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
-    began = time.perf_counter()
-    model.generate(prompts, sampling, use_tqdm=False)
-    print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
+
+def main() -> None:
+    model = LLM(
+        sys.argv[1], dtype=sys.argv[3] if len(sys.argv) > 3 else "float32", max_model_len=2048,
+        enable_prefix_caching=False, max_num_seqs=32, disable_log_stats=True,
+    )  # fmt: skip
+    print("ready", flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        sampling = SamplingParams(temperature=0.0, max_tokens=work["tokens"], ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
+        began = time.perf_counter()
+        model.generate(prompts, sampling, use_tqdm=False)
+        print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
+
+
+if __name__ == "__main__":  # its engine is a process that imports this file
+    main()
