@@ -15,11 +15,15 @@ runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once 
 
 import argparse
 import json
+import os
+import re
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -127,53 +131,61 @@ def transformers(model: Any) -> Run:
 
 @contextmanager
 def peer(*command: str) -> Iterator[Run]:
-    """A peer's process, see peers/."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """A peer's processes, see peers/. They are stopped while others are measured: their idle threads wake up."""
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
         if not any(line == "ready\n" for line in stdout):  # a library may print, too
             raise SystemExit(f"{command[1]} ended: see its messages above")
+        os.killpg(process.pid, signal.SIGSTOP)
 
         def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
+            os.killpg(process.pid, signal.SIGCONT)
             stdin.write(json.dumps({"prompts": prompts, "tokens": max(tokens)}) + "\n")
             stdin.flush()
             for line in stdout:
                 if line.startswith('{"seconds"'):
+                    os.killpg(process.pid, signal.SIGSTOP)
                     return float(json.loads(line)["seconds"])
             raise RuntimeError(f"{command[1]} ended: see its messages above")
 
-        yield run
-        stdin.close()
+        try:
+            yield run
+        finally:
+            os.killpg(process.pid, signal.SIGCONT)
+            stdin.close()
 
 
 def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Run]:
     """By name, with the form of the weights."""
     original = resolve("smollm2", "auto", None).path
     forms, threads = arguments.forms.split(","), str(torch.get_num_threads())
-    files = {form: rewrite(original, KINDS[form], folder / f"{form}.gguf") for form in forms if form in KINDS}
-    files |= {"q4_1": original} if "q4_1" in forms else {}
-    found: dict[str, Run] = {}
-    for form, file in files.items():
-        found[f"headrace {form}"] = headrace(str(file))
+    makers: dict[str, Callable[[], Run]] = {}
+    for form in (form for form in forms if form in {*KINDS, "q4_1"}):
+        file = rewrite(original, KINDS[form], folder / f"{form}.gguf") if form in KINDS else original
+        makers[f"headrace {form}"] = partial(headrace, str(file))
         if arguments.llama:
             command = (arguments.llama, str(PEERS / "llama_cpp.py"), str(file), threads)
-            found[f"llama.cpp {form}"] = stack.enter_context(peer(*command))
+            makers[f"llama.cpp {form}"] = partial(stack.enter_context, peer(*command))
     if "q4_1" in forms:
-        found["headrace q4_1 bf16 arithmetic"] = headrace("smollm2", "bf16")
-        found["headrace q4_1 unfused"] = headrace("smollm2", plan=SurgeryPlan(native=False))
-        found["headrace q4_1 unpacked"] = headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
+        makers["headrace q4_1 bf16 arithmetic"] = lambda: headrace("smollm2", "bf16")
+        makers["headrace q4_1 unfused"] = lambda: headrace("smollm2", plan=SurgeryPlan(native=False))
+        makers["headrace q4_1 unpacked"] = lambda: headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
     if "f32" in forms:
-        found["transformers f32"] = transformers(plain_model("smollm2"))
+        makers["transformers f32"] = lambda: transformers(plain_model("smollm2"))
     for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
         if form in forms and (arguments.vllm or form == "bf16"):
             plain_model("smollm2", dtype, folder / form)
             if form == "bf16":
-                found["headrace bf16"] = headrace(str(folder / form))
-                found["headrace bf16 bf16 arithmetic"] = headrace(str(folder / form), "bf16")
+                makers["headrace bf16"] = partial(headrace, str(folder / form))
+                makers["headrace bf16 bf16 arithmetic"] = partial(headrace, str(folder / form), "bf16")
             if arguments.vllm:
                 command = (arguments.vllm, str(PEERS / "vllm_cpu.py"), str(folder / form), threads)
-                found[f"vllm {form}"] = stack.enter_context(peer(*command, str(dtype).removeprefix("torch.")))
-    return found
+                kind = str(dtype).removeprefix("torch.")
+                makers[f"vllm {form}"] = partial(stack.enter_context, peer(*command, kind))
+    return {name: make() for name, make in makers.items() if re.search(arguments.only, name)}
 
 
 def main() -> None:
@@ -181,6 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", default="q4_1,q8_0,f32,bf16")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--only", default="", metavar="REGEX", help="names of contenders")
     parser.add_argument("--llama", metavar="PYTHON")
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")

@@ -104,7 +104,7 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
     """``x @ weight.T + bias``: x [..., in] float32, bias [out] or None -> [..., out].
 
     bf16: x is rounded to bfloat16 first, unless the weight is in float32; sums stay in float32. On a CPU with C++ a
-    row's bits do not depend on the number of rows and of threads, and without bf16 not on the form of equal values.
+    row's bits do not depend on the number of rows and of threads.
     """
     if x.shape[-1] != weight.inputs or (bias is not None and bias.shape != (weight.outputs,)):
         raise KernelArgumentError(

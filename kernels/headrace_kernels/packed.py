@@ -1,7 +1,8 @@
 """PackedWeight: a matrix whose values stay in few bits, in panels of 16 outputs, as the CPU's kernels read them.
 
 A value is `scale * code + minimum`, with one scale and minimum per group of inputs. A panel has the scales of its
-groups [G, 16], then the minima [G, 16] where they are stored, then the codes:
+groups [G, 16], then the minima [G, 16] where they are stored, then the codes, of 8 and 4 bits less 128 and 8 as signed
+numbers:
 
     float32    [in, 16]
     bfloat16   [in / 2, 16, 2]
@@ -142,7 +143,7 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
     parts = [_bytes(_panels(codes.scale).transpose(1, 2))]
     if codes.minimum is not None:
         parts.append(_bytes(_panels(codes.minimum).transpose(1, 2)))
-    panels = _panels(codes.codes)
+    panels = _panels(signed(codes.codes, form))
     if form is Form.CODES8:
         parts.append(_bytes(panels.transpose(1, 2)))
     else:
@@ -158,6 +159,11 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
         minima=codes.minimum is not None,
         offset=codes.offset,
     )
+
+
+def signed(codes: Tensor, form: Form) -> Tensor:
+    """Codes less half of their range, in two's complement of their bits; twice is the identity."""
+    return codes ^ (1 << (form.bits - 1))
 
 
 def _panels(matrix: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight
+from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight, signed
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -39,6 +39,7 @@ def unpack(weight: PackedWeight) -> Tensor:
     else:
         quads = raw.reshape(-1, inputs // 8, WIDTH, 4)
         codes = torch.stack([quads & 15, quads >> 4], -1).transpose(2, 3).transpose(3, 4).reshape(-1, inputs, WIDTH)
+    codes = signed(codes, weight.form)
     return Codes(_outputs(codes, weight), scale, minimum, weight.offset).dense()
 
 

@@ -38,7 +38,7 @@ def test_values_are_those_of_the_gguf_package(name: str) -> None:
     x = torch.randn(3, expected.shape[1])
     packed = pack_codes(found, known.form)
     assert torch.equal(ops.packed_rows(packed, torch.arange(19)), expected)
-    assert torch.equal(ops.packed_matmul(x, packed), ops.packed_matmul(x, pack_dense(expected)))
+    _assert_close(ops.packed_matmul(x, packed), ops.packed_matmul(x, pack_dense(expected)))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -64,13 +64,13 @@ def test_linears_of_different_kinds_are_merged_without_changing_a_value() -> Non
     values = torch.cat([part.matrix.dense() for part in parts])
     assert torch.allclose(merged.matrix.dense(), values, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, 512)
-    assert torch.equal(PackedLinear(merged)(x), ops.packed_matmul(x, pack_dense(merged_values(parts))))
+    expected = ops.packed_matmul(x, pack_dense(merged.matrix.dense()))
+    _assert_close(PackedLinear(merged)(x), expected)
 
 
-def merged_values(parts: list[PackableLinear]) -> torch.Tensor:
-    merged = merge_packable(parts, None)
-    assert merged is not None
-    return merged.matrix.dense()
+def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to the rounding of sums in float32."""
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=4e-6 * float(expected.abs().max()))
 
 
 def test_other_kinds_have_no_format() -> None:

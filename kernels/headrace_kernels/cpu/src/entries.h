@@ -11,7 +11,7 @@ struct Matrix {
     double offset;
 
     // Space of a product for `rows` rows that the team shares, in words of four bytes.
-    int64_t words(int64_t rows) const { return in_pairs ? rows * (inputs / 2 + inputs / group) : 0; }
+    int64_t words(int64_t rows) const { return rows * ((in_pairs ? inputs / 2 : 0) + inputs / group); }
 };
 
 // out = x @ weight.T + bias

@@ -1,6 +1,9 @@
 // x @ weight.T for weights in panels of 16 outputs: float32, bfloat16, or codes of 8 or 4 bits with a scale and a minimum per
 // group of inputs. `packed.py` describes the layout.
 //
+// The codes themselves are multiplied, and a group adds scale * sum(code * x) + minimum * sum(x). They are stored as signed
+// numbers around zero: as large ones, their sums would lose digits against the minimum's.
+//
 // One template makes every number of rows, in the order of the inputs: a row's bits depend on nothing else.
 #include <algorithm>
 #include <type_traits>
@@ -11,7 +14,7 @@
 
 namespace {
 
-// EXPANDED: codes of a panel as they are multiplied, for many rows; the values are the same.
+// EXPANDED: codes of a panel as numbers, for many rows; the values are the same.
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, EXPANDED = 4 };
 
 struct Weight {
@@ -21,6 +24,7 @@ struct Weight {
     bool wide;    // scales are float32, else float16
     bool minima;  // are stored, else a minimum is -offset * scale
     float offset;
+    float centre;  // what was subtracted from the codes
     int64_t scale_bytes, header, panel;  // of one group's scales, of all before the codes, of a panel
 
     Weight(const uint8_t* data, int64_t outputs, int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima,
@@ -28,16 +32,22 @@ struct Weight {
         : data(data), outputs(outputs), inputs(inputs), group(group), form((Form)form), wide(wide), minima(minima),
           offset(offset) {
         const bool coded = form >= CODES8;
+        centre = form == CODES8 ? 128.f : form == CODES4 ? 8.f : 0.f;
         scale_bytes = coded ? WIDTH * (wide ? 4 : 2) : 0;
         header = coded ? inputs / group * scale_bytes * (minima ? 2 : 1) : 0;
         const int64_t bits = form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4;
         panel = header + inputs * WIDTH * bits / 8;
     }
 
+    // Of the codes as they were before `centre` was subtracted.
     inline void scales(const uint8_t* panel, int64_t group, floats* scale, floats* least) const;
+
+    // Whether a value is more than scale * stored code.
+    bool has_least() const { return minima || offset != centre; }
 };
 
-inline floats numbers(words codes) { return converted((ints)codes); }
+// The j-th of eight numbers of 4 bits.
+inline floats nibble_numbers(words codes, int j) { return converted((ints)(codes << (uint32_t)(28 - j * 4)) >> 28); }
 
 // Compilers make single conversions of what follows, so the units are named.
 inline floats numbers(const uint8_t* from, bool wide) {
@@ -61,14 +71,14 @@ inline void Weight::scales(const uint8_t* panel, int64_t g, floats* scale, float
 
 inline floats byte_numbers(const uint8_t* from) {
 #ifdef __AVX512F__
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 #elif defined(__AVX2__)
-    const __m128i all = _mm_loadu_si128((const __m128i*)from);
-    const __m256i low = _mm256_cvtepu8_epi32(all), high = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(all, all));
+    const __m256i low = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    const __m256i high = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)));
     return {(float_register)_mm256_cvtepi32_ps(low), (float_register)_mm256_cvtepi32_ps(high)};
 #else
     float x[WIDTH];
-    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
+    for (int i = 0; i < WIDTH; i++) x[i] = (int8_t)from[i];
     return load(x);
 #endif
 }
@@ -87,7 +97,7 @@ template <Form F, int P> struct Column {
         if (F == FLOAT32 || F == EXPANDED) return read<floats>(codes[p] + first * 64);
         if (F == BFLOAT16) return (floats)(j ? chunk[p] & 0xffff0000u : chunk[p] << 16);
         if (F == CODES8) return byte_numbers(codes[p] + first * 16);
-        return numbers((chunk[p] >> (uint32_t)(j * 4)) & 15u);
+        return nibble_numbers(chunk[p], j);
     }
 };
 
@@ -112,16 +122,15 @@ template <Form F, int P> struct PairColumn {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
         return (words)_mm512_permutexvar_epi16((__m512i)(chunk[p] >> (uint32_t)(j * 4) & 0x000f000fu), (__m512i)TABLE);
 #else
-        const words low = (words)numbers(chunk[p] >> (uint32_t)(j * 4) & 15u);
-        return low >> 16 | (words)numbers(chunk[p] >> (uint32_t)(j * 4 + 16) & 15u);
+        return (words)nibble_numbers(chunk[p], j) >> 16 | (words)nibble_numbers(chunk[p], j + 4);
 #endif
     }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    // The numbers from 0 to 15 in bfloat16, in all 16-bit places that an index of 5 bits reaches.
-    static constexpr words TABLE = {0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, 0x41104100, 0x41304120,
-                                    0x41504140, 0x41704160, 0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0,
-                                    0x41104100, 0x41304120, 0x41504140, 0x41704160};
+    // The numbers 0 to 7 and -8 to -1 in bfloat16, in all 16-bit places that an index of 5 bits reaches.
+    static constexpr words TABLE = {0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, 0xc0e0c100, 0xc0a0c0c0,
+                                    0xc040c080, 0xbf80c000, 0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0,
+                                    0xc0e0c100, 0xc0a0c0c0, 0xc040c080, 0xbf80c000};
 #endif
 };
 
@@ -139,9 +148,7 @@ inline float_register add_pairs(float_register total, word_register a, word_regi
 template <Form F, bool PAIRS> constexpr int STEP = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
 template <Form F, bool PAIRS> constexpr int TURNS = STEP<F, PAIRS> / (PAIRS ? 2 : 1);
 
-// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then.
-// In float32 each value is scale * code + minimum, and all is as with a weight in float32 of these values. In pairs the
-// codes are multiplied, and a group adds scale * sum(code * x) + minimum * sum(x); sums: of each row's inputs per group.
+// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then. sums: of each row's inputs per group.
 template <Form F, bool PAIRS, int R, int P>
 inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_t* const* codes, const void* inputs,
                      const float* sums, floats (*total)[P]) {
@@ -149,14 +156,12 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
     const uint32_t* pairs = (const uint32_t*)inputs;
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) total[r][p] = floats{};
-    constexpr bool CODED = F == CODES8 || F == CODES4, SCALED = PAIRS && (CODED || F == EXPANDED);
+    constexpr bool SCALED = F >= CODES8;
     constexpr int step = STEP<F, PAIRS>, turns = TURNS<F, PAIRS>;
     typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
-    const int64_t group = CODED || SCALED ? w.group : w.inputs, groups = w.inputs / group;
+    const int64_t group = SCALED ? w.group : w.inputs, groups = w.inputs / group;
     for (int64_t g = 0; g < groups; g++) {
-        floats scale[P], least[P];
         float_register part[R][P * PIECES];  // compilers keep these in registers, and arrays of `floats` not always
-        for (int p = 0; p < P && (CODED || SCALED); p++) w.scales(panels[p], g, &scale[p], &least[p]);
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) split(SCALED ? floats{} : total[r][p], part[r] + p * PIECES);
         for (int64_t first = g * group; first < (g + 1) * group; first += step) {
@@ -173,10 +178,7 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
                     }
                 } else {
                     float_register value[P * PIECES];
-                    for (int p = 0; p < P; p++) {
-                        const floats code = column.get(codes, first, j, p);
-                        split(CODED ? multiply_add(code, scale[p], least[p]) : code, value + p * PIECES);
-                    }
+                    for (int p = 0; p < P; p++) split(column.get(codes, first, j, p), value + p * PIECES);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
                         const float_register input = x[r * w.inputs + first + j] - float_register{};
@@ -185,20 +187,26 @@ inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_
                 }
             }
         }
+        floats scale[P], least[P];
+        for (int p = 0; p < P && SCALED; p++) {
+            w.scales(panels[p], g, &scale[p], &least[p]);
+            least[p] = multiply_add(scale[p], spread(w.centre), least[p]);
+        }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) {
                 const floats whole = read<floats>(part[r] + p * PIECES);
                 if (SCALED) {
                     total[r][p] = multiply_add(scale[p], whole, total[r][p]);
-                    total[r][p] = multiply_add(least[p], spread(sums[r * groups + g]), total[r][p]);
+                    if (sums) total[r][p] = multiply_add(least[p], spread(sums[r * groups + g]), total[r][p]);
                 } else
                     total[r][p] = whole;
             }
     }
 }
 
+// Not inlined: compilers keep the sums of a loop that is part of a larger function in memory.
 template <Form F, bool PAIRS, int R, int P>
-void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x, const float* sums, const float* bias,
+__attribute__((noinline)) void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x, const float* sums, const float* bias,
           float* out) {
     const uint8_t *panels[P], *codes[P];
     for (int p = 0; p < P; p++) {
@@ -223,17 +231,13 @@ void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x
 template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_t* to) {
     const uint8_t* codes = w.data + panel * w.panel + w.header;
     typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
-    for (int64_t g = 0; g < w.inputs / w.group; g++) {
-        floats scale, least;
-        w.scales(codes - w.header, g, &scale, &least);
-        for (int64_t first = g * w.group; first < (g + 1) * w.group; first += STEP<F, PAIRS>) {
-            column.load(&codes, first);
-            for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
-                if constexpr (PAIRS)
-                    store((float*)to, (floats)column.get(j, 0));
-                else
-                    store((float*)to, multiply_add(column.get(&codes, first, j, 0), scale, least));
-            }
+    for (int64_t first = 0; first < w.inputs; first += STEP<F, PAIRS>) {
+        column.load(&codes, first);
+        for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
+            if constexpr (PAIRS)
+                store((float*)to, (floats)column.get(j, 0));
+            else
+                store((float*)to, column.get(&codes, first, j, 0));
         }
     }
 }
@@ -291,6 +295,21 @@ inline uint32_t rounded(float x) {
     return x != x ? 0x7fc0u : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// The sum of a group's inputs, rounded to bfloat16 or not; lanes first, so that its order depends on n alone.
+inline float group_sum(const float* x, int64_t n, bool in_pairs) {
+    floats acc{};
+    float rest = 0.f;
+    int64_t i = 0;
+    for (; !in_pairs && i + WIDTH <= n; i += WIDTH) acc = acc + load(x + i);
+    for (; i < n; i++) {
+        float input = x[i];
+        const uint32_t bits = rounded(input) << 16;
+        if (in_pairs) std::memcpy(&input, &bits, 4);
+        rest += input;
+    }
+    return in_pairs ? rest : sum(acc) + rest;
+}
+
 // The inputs [first, first + 8) of a row in pairs: neighbours, or of 4-bit codes those that are four apart.
 inline void pair(const float* x, bool apart, int64_t n, uint32_t* to) {
     for (int64_t i = 0; i < n / 2; i++)
@@ -322,24 +341,15 @@ void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, 
     const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset);
     const int64_t inputs = m.inputs, group = m.group, groups = inputs / group, panels = (m.outputs + WIDTH - 1) / WIDTH;
     uint32_t* pairs = space;  // [rows, inputs / 2]: x in bfloat16
-    float* sums = (float*)(space + rows * inputs / 2);  // [rows, groups]: of x per group
+    float* sums = m.form >= CODES8 && w.has_least() ? (float*)(space + (m.in_pairs ? rows * inputs / 2 : 0)) : nullptr;
     if (m.in_pairs) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, m.form == CODES4, 8, &pairs[i * 4]);
     }
-    if (m.in_pairs && m.form >= CODES8) {
+    if (sums) {  // [rows, groups]
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows * groups; i++) {
-            const float* from = x + i / groups * inputs + i % groups * group;
-            float total = 0.f;
-            for (int64_t k = 0; k < group; k++) {
-                const uint32_t bits = rounded(from[k]) << 16;
-                float input;
-                std::memcpy(&input, &bits, 4);
-                total += input;
-            }
-            sums[i] = total;
-        }
+        for (int64_t i = 0; i < rows * groups; i++)
+            sums[i] = group_sum(x + i / groups * inputs + i % groups * group, group, m.in_pairs);
     }
 #pragma omp for schedule(static)
     for (int part = 0; part < team; part++) {  // pairs of panels stay together
@@ -348,7 +358,7 @@ void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, 
         if (m.in_pairs)
             run<true>(w, from, to, pairs, sums, rows, m.bias, out);
         else
-            run<false>(w, from, to, x, nullptr, rows, m.bias, out);
+            run<false>(w, from, to, x, sums, rows, m.bias, out);
     }
 }
 
@@ -378,9 +388,9 @@ extern "C" int64_t headrace_packed_rows(float* out, const int64_t* ids, int64_t 
                 const uint32_t bits = (uint32_t)read<uint16_t>(codes + ((i / 2 * WIDTH + lane) * 2 + i % 2) * 2) << 16;
                 std::memcpy(out, &bits, 4);
             } else if (form == CODES8)
-                *out = codes[i * WIDTH + lane];
+                *out = codes[i * WIDTH + lane] ^ 128;
             else
-                *out = read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u;
+                *out = (read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u) ^ 8u;
         }
         for (int64_t g = 0; form >= CODES8 && g < inputs / group; g++) {
             floats scale, least;
