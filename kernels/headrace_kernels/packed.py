@@ -1,7 +1,7 @@
 """PackedWeight: a matrix whose values stay in few bits, in panels of 16 outputs, as the CPU's kernels read them.
 
 A value is `scale * code + minimum`, with one scale and minimum per group of inputs. A panel has the scales of its
-groups [G, 16], then the minima [G, 16] where they are stored, then the codes, of 8 and 4 bits less 128 and 8 as signed
+groups [G, 16], then the minima [G, 16] where they are stored, then the codes, less the centre of their range, as signed
 numbers:
 
     float32    [in, 16]
@@ -119,6 +119,7 @@ class PackedWeight:
     wide: bool = False  # scales are float32
     minima: bool = False  # are stored
     offset: int = 0
+    centre: int = 0  # what is subtracted from stored codes
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +144,8 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
     parts = [_bytes(_panels(codes.scale).transpose(1, 2))]
     if codes.minimum is not None:
         parts.append(_bytes(_panels(codes.minimum).transpose(1, 2)))
-    panels = _panels(signed(codes.codes, form))
+    centre = _centre(codes, form)
+    panels = _panels(codes.codes - centre & 255 >> 8 - form.bits)
     if form is Form.CODES8:
         parts.append(_bytes(panels.transpose(1, 2)))
     else:
@@ -158,12 +160,17 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
         wide=codes.scale.dtype is torch.float32,
         minima=codes.minimum is not None,
         offset=codes.offset,
+        centre=centre,
     )
 
 
-def signed(codes: Tensor, form: Form) -> Tensor:
-    """Codes less half of their range, in two's complement of their bits; twice is the identity."""
-    return codes ^ (1 << (form.bits - 1))
+def _centre(codes: Codes, form: Form) -> int:
+    """Of the range that the codes use: far from zero, sums of codes would lose digits against those of the minima."""
+    if form is Form.CODES4:
+        return 8
+    largest = int(codes.codes.max()) if codes.codes.numel() else 0
+    centre = codes.offset if codes.minimum is None else (1 << largest.bit_length()) // 2
+    return centre if centre and largest - centre < 128 else 128
 
 
 def _panels(matrix: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class _Matrix(ctypes.Structure):
         ("minima", _I),
         ("in_pairs", _I),
         ("offset", _D),
+        ("centre", _D),
     ]
 
 
@@ -238,7 +239,7 @@ def _matrix(product: Product) -> _Matrix:
     w = product.weight
     return _Matrix(
         w.data.data_ptr(), _pointer(product.bias), w.outputs, w.inputs, int(w.form), w.group, w.wide, w.minima,
-        product.bf16, w.offset,
+        product.bf16, w.offset, w.centre,
     )  # fmt: skip
 
 

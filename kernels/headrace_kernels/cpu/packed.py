@@ -29,6 +29,7 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
         weight.wide,
         weight.minima,
         float(weight.offset),
+        float(weight.centre),
         bias.data_ptr() if bias is not None else None,
         bf16 and weight.form is not Form.FLOAT32,
         torch.get_num_threads(),
@@ -45,6 +46,7 @@ def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
     wrong = _rows(
         out.data_ptr(), ids.data_ptr(), ids.numel(), weight.data.data_ptr(), weight.outputs, weight.inputs,
         int(weight.form), weight.group, weight.wide, weight.minima, float(weight.offset),
+        float(weight.centre),
     )  # fmt: skip
     if wrong:
         raise KernelArgumentError(

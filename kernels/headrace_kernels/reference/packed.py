@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight, signed
+from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -39,7 +39,7 @@ def unpack(weight: PackedWeight) -> Tensor:
     else:
         quads = raw.reshape(-1, inputs // 8, WIDTH, 4)
         codes = torch.stack([quads & 15, quads >> 4], -1).transpose(2, 3).transpose(3, 4).reshape(-1, inputs, WIDTH)
-    codes = signed(codes, weight.form)
+    codes = codes + weight.centre & 255 >> 8 - weight.form.bits
     return Codes(_outputs(codes, weight), scale, minimum, weight.offset).dense()
 
 
@@ -54,5 +54,5 @@ def _outputs(panels: Tensor, weight: PackedWeight) -> Tensor:
     return panels.transpose(1, 2).reshape(-1, panels.shape[1])[: weight.outputs]
 
 
-def _described(weight: PackedWeight) -> tuple[int, Form, int, bool, bool, int]:
-    return weight.inputs, weight.form, weight.group, weight.wide, weight.minima, weight.offset
+def _described(weight: PackedWeight) -> tuple[int, Form, int, bool, bool, int, int]:
+    return weight.inputs, weight.form, weight.group, weight.wide, weight.minima, weight.offset, weight.centre

@@ -8,7 +8,7 @@ struct Matrix {
     const uint8_t* data;
     const float* bias;
     int64_t outputs, inputs, form, group, wide, minima, in_pairs;
-    double offset;
+    double offset, centre;
 
     // Space of a product for `rows` rows that the team shares, in words of four bytes.
     int64_t words(int64_t rows) const { return rows * ((in_pairs ? inputs / 2 : 0) + inputs / group); }

@@ -28,11 +28,10 @@ struct Weight {
     int64_t scale_bytes, header, panel;  // of one group's scales, of all before the codes, of a panel
 
     Weight(const uint8_t* data, int64_t outputs, int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima,
-           float offset)
+           float offset, float centre)
         : data(data), outputs(outputs), inputs(inputs), group(group), form((Form)form), wide(wide), minima(minima),
-          offset(offset) {
+          offset(offset), centre(centre) {
         const bool coded = form >= CODES8;
-        centre = form == CODES8 ? 128.f : form == CODES4 ? 8.f : 0.f;
         scale_bytes = coded ? WIDTH * (wide ? 4 : 2) : 0;
         header = coded ? inputs / group * scale_bytes * (minima ? 2 : 1) : 0;
         const int64_t bits = form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4;
@@ -49,17 +48,23 @@ struct Weight {
 // The j-th of eight numbers of 4 bits.
 inline floats nibble_numbers(words codes, int j) { return converted((ints)(codes << (uint32_t)(28 - j * 4)) >> 28); }
 
+#if defined(__aarch64__)
+typedef __fp16 half;  // compilers of C++ had no _Float16 for it before GCC 13
+#else
+typedef _Float16 half;
+#endif
+
 // Compilers make single conversions of what follows, so the units are named.
 inline floats numbers(const uint8_t* from, bool wide) {
     if (wide) return read<floats>(from);
 #ifdef __AVX512F__
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-    const __m128i* half = (const __m128i*)from;
-    return {(float_register)_mm256_cvtph_ps(_mm_loadu_si128(half)), (float_register)_mm256_cvtph_ps(_mm_loadu_si128(half + 1))};
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i* two = (const __m128i*)from;
+    return {(float_register)_mm256_cvtph_ps(_mm_loadu_si128(two)), (float_register)_mm256_cvtph_ps(_mm_loadu_si128(two + 1))};
 #else
     float x[WIDTH];
-    for (int i = 0; i < WIDTH; i++) x[i] = read<_Float16>(from + 2 * i);
+    for (int i = 0; i < WIDTH; i++) x[i] = read<half>(from + 2 * i);
     return load(x);
 #endif
 }
@@ -261,6 +266,7 @@ void rows_times(const Weight& w, int64_t panel, const uint8_t* expanded, const u
     };
     run(tile<F, PAIRS, ROWS, P>, ROWS);
     run(tile<F, PAIRS, 4, P>, 4);
+    run(tile<F, PAIRS, 2, P>, 2);
     run(tile<F, PAIRS, 1, P>, 1);
 }
 
@@ -338,7 +344,7 @@ extern "C" int64_t headrace_has_bfloat16_products() {
 }
 
 void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, uint32_t* space, int team) {
-    const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset);
+    const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset, (float)m.centre);
     const int64_t inputs = m.inputs, group = m.group, groups = inputs / group, panels = (m.outputs + WIDTH - 1) / WIDTH;
     uint32_t* pairs = space;  // [rows, inputs / 2]: x in bfloat16
     float* sums = m.form >= CODES8 && w.has_least() ? (float*)(space + (m.in_pairs ? rows * inputs / 2 : 0)) : nullptr;
@@ -365,8 +371,8 @@ void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, 
 // in_pairs: inputs are rounded to bfloat16; not with weights in float32.
 extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows, const uint8_t* data, int64_t outputs,
                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset,
-                                       const float* bias, int64_t in_pairs, int64_t threads) {
-    const Matrix m{data, bias, outputs, inputs, form, group, wide, minima, in_pairs, offset};
+                                       float centre, const float* bias, int64_t in_pairs, int64_t threads) {
+    const Matrix m{data, bias, outputs, inputs, form, group, wide, minima, in_pairs, offset, centre};
     std::vector<uint32_t> space(m.words(rows));
     const int team = threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads);
 #pragma omp parallel num_threads(team) if (team > 1)
@@ -375,8 +381,9 @@ extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows,
 
 // out [rows, inputs]: the values of these outputs, those that a product multiplies. 1 if there is no such output.
 extern "C" int64_t headrace_packed_rows(float* out, const int64_t* ids, int64_t rows, const uint8_t* data, int64_t outputs,
-                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset) {
-    const Weight w(data, outputs, inputs, form, group, wide, minima, offset);
+                                        int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima, float offset,
+                                        float centre) {
+    const Weight w(data, outputs, inputs, form, group, wide, minima, offset, centre);
     for (int64_t r = 0; r < rows; r++) {
         if (ids[r] < 0 || ids[r] >= outputs) return 1;
         const uint8_t *panel = data + ids[r] / WIDTH * w.panel, *codes = panel + w.header;
@@ -388,7 +395,7 @@ extern "C" int64_t headrace_packed_rows(float* out, const int64_t* ids, int64_t 
                 const uint32_t bits = (uint32_t)read<uint16_t>(codes + ((i / 2 * WIDTH + lane) * 2 + i % 2) * 2) << 16;
                 std::memcpy(out, &bits, 4);
             } else if (form == CODES8)
-                *out = codes[i * WIDTH + lane] ^ 128;
+                *out = (int8_t)codes[i * WIDTH + lane] + centre;
             else
                 *out = (read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u) ^ 8u;
         }
