@@ -34,7 +34,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "cluster/test_cli_logs.py",
         "cluster/test_cli_replicas.py",
         "cluster/test_controller.py",
-        "cluster/test_controller_watch.py",
         "cluster/test_detach.py",
         "cluster/test_draining.py",
         "cluster/test_live_ray.py",

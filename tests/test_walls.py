@@ -328,7 +328,7 @@ SIMULATED = {  # decisions that the simulation runs as in production
     "headrace_cluster.controller.control_service.ControlService",
     "headrace_cluster.controller.record_keeper.RecordKeeper",
     "headrace_cluster.core.adoption.plan_adoption",
-    "headrace_cluster.launch.controller_monitor.ControllerMonitor",
+    "headrace_cluster.core.backoff.Restarts",
 }
 REPLACED = {  # what the simulation has its own of: devices, threads, sockets
     *(f"headrace_worker.{folder}" for folder in ("runner", "kv_transfer", "ranks", "sampler")),

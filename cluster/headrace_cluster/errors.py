@@ -23,10 +23,6 @@ class RayLostError(HeadraceError):
     """A process of our own Ray has ended, and with it every replica."""
 
 
-class ClusterExistsError(HeadraceError):
-    """A cluster of this name runs already."""
-
-
 class ReplicaFailedError(HeadraceError):
     """A replica could not start; the message comes from the replica."""
 

@@ -35,9 +35,6 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         cert, key = authority.issue("server")
         tls, trust = TlsFiles(TlsConfig(cert=cert, key=key)), ssl.create_default_context(cafile=str(authority.file))
 
-    async def nothing() -> None:
-        pass
-
     with contextlib.ExitStack() as running:
 
         def start(limits: Limits) -> Connect:
@@ -47,7 +44,9 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
                 plain = socket.create_connection(bound.getsockname(), 5)
                 return plain if trust is None else trust.wrap_socket(plain, server_hostname="localhost")
 
-            server = admin_server(admin_app(KEY.decode(), lambda: {"replicas": []}, nothing, []), tls, limits)
+            server = admin_server(
+                admin_app(KEY.decode(), {"/status": lambda: {"replicas": []}}, lambda: None, []), tls, limits
+            )
             thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
             thread.start()
             running.callback(_stop, server, thread, open_connection)

@@ -1,13 +1,12 @@
 """What a controller takes over from a killed one: which builds, which records, and when routers are notified."""
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +24,8 @@ from headrace_cluster.core.rank_config import RankReport, fingerprint
 from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
-from headrace_cluster.core.view import ControllerArgs
 from headrace_cluster.errors import AdoptionError
-from headrace_cluster.local.authority import ClusterAuthority
-from headrace_cluster.local.secret_file import ClusterSecrets
-from headrace_cluster.ray import cluster_record, controller_handle, resources
-from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray import resources
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -241,31 +236,6 @@ def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver, identity
         assert supervisor.status()["problems"] == ["m-0 runs in this Ray with another secret"]
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_keeper_with_another_secret_leaves_the_controller_alone(
-    monkeypatch: pytest.MonkeyPatch, *, trusted: bool
-) -> None:
-    """Before, it ended the controller and started one that could adopt nothing."""
-    secrets, done = ClusterSecrets(None), []
-    ours = ClusterAuthority(secrets.current).fingerprints
-    encoded = msgspec.msgpack.encode(_report(authorities=ours if trusted else OURS))
-    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda: encoded))
-    monkeypatch.setattr(ray_names, "rank_actors", lambda cluster: {(ReplicaName("m-0", 1), 0): actor})
-    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
-    monkeypatch.setattr(ray, "get", lambda call: call)
-    record = SimpleNamespace(keeper=lambda: None, save_keeper=lambda keeper: done.append("recorded"))
-    monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: record)
-    monkeypatch.setattr(controller_handle, "_exists", lambda cluster: True)
-    monkeypatch.setattr(controller_handle, "_is_watched", lambda cluster: False)
-    monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: done.append("ended"))
-    monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: done.append("created"))
-    spec, connection = parse_spec({}), cast(Any, SimpleNamespace(serves=False))
-    args = ControllerArgs(spec=spec.model_dump_json(), program="", loopback=True)
-    with contextlib.nullcontext() if trusted else pytest.raises(AdoptionError, match="with another secret"):
-        controller_handle.ControllerHandle(spec, args, secrets, "key", connection, {})
-    assert done == (["recorded", "ended", "created"] if trusted else [])
 
 
 def test_replicas_with_another_secret_are_left_alone() -> None:

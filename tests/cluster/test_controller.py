@@ -237,7 +237,7 @@ def test_watch_registers_the_router(driver: FakeDriver, identity: Identity, even
 def test_admin_needs_key_and_host() -> None:
     stopped: list[bool] = []
 
-    async def stop() -> None:
+    def stop() -> None:
         stopped.append(True)
 
     async def profile(body: ProfileBody) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def test_admin_needs_key_and_host() -> None:
         return {"asked": [body.replica, body.steps, body.seconds]}
 
     operations = [Operation("/profile", ProfileBody, profile)]
-    app = admin_app("the-key", lambda: {"replicas": [], "routers": []}, stop, operations)
+    app = admin_app("the-key", {"/status": lambda: {"replicas": [], "routers": []}}, stop, operations)
     good = {"Authorization": "Bearer the-key"}
 
     async def send(

@@ -3,19 +3,18 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import pytest
-import uvicorn
 
 from headrace_cluster.controller.certificates import ControllerCertificates
 from headrace_cluster.controller.record_keeper import RecordKeeper
-from headrace_cluster.core.view import ControllerArgs, ControllerSecrets
+from headrace_cluster.core.snapshot import Lease
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray import controller as controller_module
+from headrace_cluster.ray import names
 from headrace_cluster.ray.controller import Controller
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_proto.identity import Identity, seal
 from support.cluster.fake_driver import FakeDriver
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -35,26 +34,30 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 def test_a_background_task_that_fails_is_repeated(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    """Before, the admin API, the record or the certificates ended without a word."""
+    """Before, the record or the certificates ended without a word."""
     saved: list[object] = []
-    record = SimpleNamespace(snapshot=lambda: None, save_snapshot=saved.append)
+    leases = [Lease(id="ours")]
+    record = SimpleNamespace(
+        snapshot=lambda: None,
+        save_snapshot=saved.append,
+        lease=lambda: leases[-1],
+        save_lease=leases.append,
+        remove=saved.clear,
+    )
+    monkeypatch.setattr(controller_module, "LEASE_SECONDS", 0.01)
+    monkeypatch.setattr(names, "end_cluster", saved.append)
     monkeypatch.setattr(controller_module, "ClusterRecord", lambda cluster: record)
     monkeypatch.setattr(controller_module, "RayDriver", lambda *_, **__: driver)
-    for owner, name in ((RecordKeeper, "run"), (ControllerCertificates, "keep"), (uvicorn.Server, "serve")):
+    for owner, name in ((RecordKeeper, "run"), (ControllerCertificates, "keep")):
         _fail_once(monkeypatch, owner, name)
-    spec, identity = parse_spec({"admin": {"port": 0}, "control": {"port": 0}}), Identity()
-    sealed = seal(identity.request, msgspec.msgpack.encode(ControllerSecrets(secrets=(b"s" * 32,), admin_key="k")))
-    args = ControllerArgs(spec=spec.model_dump_json(), program="headrace", loopback=True)
+    spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
 
     async def scenario() -> None:
-        certificates = ControllerCertificates(identity, spec.cluster, sealed)
-        controller = Controller(args, spec, identity, certificates, lambda: True)
+        controller = Controller(spec, leases[0], ClusterSecrets(None), "k")
         opened = await controller.open()
         try:
             await asyncio.sleep(0)
-            await eventually(lambda: len(controller.view().problems) >= 2)
-            shown = " ".join(controller.view().problems)
-            assert "the renewal of certificates failed" in shown and "the admin API failed" in shown
+            await eventually(lambda: "the renewal of certificates failed" in " ".join(controller.view().problems))
             await eventually(lambda: saved)
 
             async def answers() -> bytes:
@@ -64,10 +67,13 @@ def test_a_background_task_that_fails_is_repeated(
                 writer.close()
                 return found
 
-            await eventually(lambda: cast(Any, controller)._admin_server.started)
             assert b"200" in await answers()
+            assert not controller.ended.is_set()
+            leases.append(Lease(id="another"))
+            await eventually(lambda: controller.ended.is_set() and controller.taken)
         finally:
             await controller.close()
+            assert saved == ["headrace"], "the record is removed, and what is left ends by name"
             for task in controller._tasks:
                 task.cancel()
 

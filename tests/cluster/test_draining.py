@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,8 +19,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.view import BUILT_AGAIN
 from headrace_cluster.errors import DrainError
-from headrace_cluster.launch import running_cluster
-from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.launch import cluster_display
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, replica_pb2
 from headrace_proto.identity import Identity
@@ -326,17 +324,11 @@ def test_progress_without_a_note_is_the_state_alone() -> None:
 
 def test_a_requested_rebuild_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[str, ...]] = []
-    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: reported.append(words))
-    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(cluster_display, "show_message", lambda *words, **facts: reported.append(words))
     failures = {"m-0": BUILT_AGAIN, "m-1": "killed"}
-    view: Any = SimpleNamespace(
-        failures=failures, problems=["the end of m-1 failed 2 times"], in_flight=0, stop_requested=True
-    )
-    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: view, messages=list)
-    cluster = running_cluster.RunningCluster(ray, controller, None, ClusterSecrets(None))  # type: ignore[arg-type]
-    cluster.watch(threading.Event())
+    view: Any = SimpleNamespace(failures=failures, problems=["the end of m-1 failed 2 times"])
+    cluster_display.ClusterDisplay().show_changes(view)
     assert reported == [(BUILT_AGAIN, "info"), ("killed", "warning"), ("the end of m-1 failed 2 times", "warning")]
-    assert ray.stop_requested, "the cluster ends with this process, in a joined Ray, too"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,6 @@
 """After a lost GCS of our own Ray: another one, with pauses between attempts. The clock is a number."""
 
-import errno
-import os
-from pathlib import Path
-
-import pytest
-
-from headrace_cluster.ray.gcs_restart import BACKOFF, RESERVED_BYTES, STABLE_SECONDS, GcsRestart, reserve_space
+from headrace_cluster.ray.gcs_restart import BACKOFF, STABLE_SECONDS, GcsRestart
 
 
 class _Bench:
@@ -17,19 +11,13 @@ class _Bench:
         self.dead = False
         self.startable = startable
         self.starts: list[float] = []
-        self.space = True  # on disk
-        self.reserves: list[float] = []
-        self.restart = GcsRestart(lambda: self.dead, self._start, self._reserve, lambda: self.now, lambda: 0.0)
+        self.restart = GcsRestart(lambda: self.dead, self._start, lambda: self.now, lambda: 0.0)
 
     def _start(self) -> None:
         self.starts.append(self.now)
         if not self.startable:
             raise OSError("no memory")
         self.dead = False
-
-    def _reserve(self) -> bool:
-        self.reserves.append(self.now)
-        return self.space
 
     def wait(self, seconds: float) -> list[str]:
         """What was done, with four polls per second."""
@@ -84,32 +72,3 @@ def test_one_that_ran_for_long_is_replaced_at_once() -> None:
     bench.dead = True
     bench.wait(1.5)
     assert len(bench.starts) == 2, "the pauses begin again"
-
-
-def test_space_is_reserved_again_once_the_next_one_has_run_for_a_minute() -> None:
-    """A start uses the space that was reserved: without another reserve the next one would have none."""
-    bench = _Bench()
-    bench.wait(200)
-    assert bench.reserves == [], "it is reserved since the start of Ray"
-    for _ in range(2):
-        bench.dead = True
-        bench.wait(STABLE_SECONDS / 2)
-    last = bench.starts[-1]
-    bench.wait(200)
-    assert bench.reserves == [last + STABLE_SECONDS]
-    bench.dead, bench.space = True, False
-    bench.wait(3 * STABLE_SECONDS + 1)
-    assert [when - bench.starts[-1] for when in bench.reserves[1:]] == [60.0, 120.0, 180.0], "on a full disk again"
-
-
-def test_a_reserve_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reserve_space(tmp_path)
-    (reserved,) = tmp_path.iterdir()
-    assert reserved.stat().st_size == RESERVED_BYTES
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert not reserve_space(tmp_path) and list(tmp_path.iterdir()) == []
-    assert not reserve_space(tmp_path / "removed")

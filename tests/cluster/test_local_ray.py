@@ -7,7 +7,8 @@ import time
 import pytest
 
 from headrace_cluster.errors import RayStartError
-from headrace_cluster.ray.local_ray import await_gcs, start_error
+from headrace_cluster.ray.connection import await_gcs
+from headrace_cluster.ray.local_ray import start_error
 
 
 def test_an_address_at_which_nothing_listens() -> None:

@@ -29,7 +29,7 @@ async def _saved() -> None:
     """At once."""
 
 
-async def _stop() -> None:
+def _stop() -> None:
     raise AssertionError("no stop was requested")
 
 
@@ -46,7 +46,7 @@ def test_operations_are_executed(
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
         supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
-        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor, saved))
+        app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, saved))
         transport = httpx.ASGITransport(app)
         supervisor.start()
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8002", headers=KEY) as client:
@@ -131,7 +131,7 @@ def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(
 def test_bad_bodies_change_nothing(driver: FakeDriver, identity: Identity, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
         supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
-        app = admin_app("the-key", supervisor.status, _stop, replica_operations(supervisor, _saved))
+        app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, _saved))
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:
             answer = await client.post(path, content=body, headers=KEY)

@@ -1,16 +1,13 @@
-"""A process that attaches to a cluster keeps the commits that its replicas run, although a branch has moved."""
+"""A controller that takes up a cluster keeps the commits that its replicas run, although a branch has moved."""
 
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from headrace_cluster.core.revisions import kept_revisions, moved_note, resolved_revisions, with_commits
-from headrace_cluster.core.snapshot import Keeper
-from headrace_cluster.core.view import ControllerArgs
-from headrace_cluster.local.secret_file import ClusterSecrets
-from headrace_cluster.ray import cluster_record, controller_handle
+from headrace_cluster.ray import private
+from headrace_cluster.ray.cluster_record import ClusterRecord
+from headrace_cluster.ray.controller import prepare_lease
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -27,50 +24,33 @@ def _pinned(spec: ClusterSpec, commit: str) -> ClusterSpec:
     return spec.model_copy(update={"models": (hub.model_copy(update={"revision": commit}), local)})
 
 
-class _Record:
-    """The cluster's record, which outlives its keepers."""
-
-    def __init__(self) -> None:
-        self.saved: bytes = b""
-
-    def keeper(self) -> Keeper | None:
-        return msgspec.msgpack.decode(self.saved, type=Keeper) if self.saved else None
-
-    def save_keeper(self, keeper: Keeper) -> None:
-        self.saved = msgspec.msgpack.encode(keeper)
-
-
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> _Record:
-    """Without Ray: no controller runs, and none is created."""
-    found = _Record()
-    monkeypatch.setattr(cluster_record, "ClusterRecord", lambda cluster: found)
-    for name, result in (("_exists", True), ("_is_watched", False), ("_check_secrets", None)):
-        monkeypatch.setattr(controller_handle, name, lambda *_, result=result: result)
-    monkeypatch.setattr(controller_handle.ControllerHandle, "_end", lambda self: None)
-    monkeypatch.setattr(controller_handle.ControllerHandle, "_create", lambda self: None)
+def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Of Ray's GCS, which outlives controllers."""
+    found: dict[str, bytes] = {}
+    monkeypatch.setattr(private, "get_value", found.get)
+    monkeypatch.setattr(private, "put_value", found.__setitem__)
     return found
 
 
 def _attach(written: ClusterSpec, commit: str | None) -> tuple[str | None, list[str]]:
-    """The commit that the controller of a new keeper gets, and what the operator reads.
+    """The commit that a new controller loads, and what the operator reads.
 
     commit: that of the Hub now; None = it does not answer.
     """
     spec = _pinned(written, commit) if commit is not None else written
     found = resolved_revisions(written, spec)
-    args = ControllerArgs(spec=spec.model_dump_json(exclude={"auth"}), program="headrace", loopback=False)
-    ray: Any = SimpleNamespace(serves=False, link=SimpleNamespace(address="here"))
-    handle = controller_handle.ControllerHandle(spec, args, ClusterSecrets(None), "key", ray, found)
-    hub, local = ClusterSpec.model_validate_json(handle._args.spec).models
+    leased, lease = prepare_lease(spec, found)
+    ClusterRecord(spec.cluster).save_lease(lease)
+    hub, local = leased.models
     assert local.revision is None
-    notes = [note for name, now in found.items() if (note := moved_note(now, handle.revisions[name]))]
+    notes = [note for name, now in found.items() if (note := moved_note(now, lease.revisions[name]))]
     return hub.revision, notes
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
 def test_a_branch_that_has_moved_replaces_nothing_when_a_process_attaches(
-    record: _Record, revision: str | None
+    record: dict[str, bytes], revision: str | None
 ) -> None:
     assert _attach(_spec(revision), FIRST) == (FIRST, [])
     commit, (note,) = _attach(_spec(revision, max_num_seqs=3), SECOND)
@@ -82,7 +62,7 @@ def test_a_branch_that_has_moved_replaces_nothing_when_a_process_attaches(
     )
 
 
-def test_another_revision_or_source_is_resolved_again(record: _Record) -> None:
+def test_another_revision_or_source_is_resolved_again(record: dict[str, bytes]) -> None:
     assert _attach(_spec("main"), FIRST)[0] == FIRST
     assert _attach(_spec("v2"), SECOND) == (SECOND, [])
     assert _attach(_spec("main"), SECOND) == (SECOND, []), "it is not the revision of the last process"
@@ -92,7 +72,7 @@ def test_another_revision_or_source_is_resolved_again(record: _Record) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
-def test_a_hub_that_does_not_answer_changes_no_commit(record: _Record, revision: str | None) -> None:
+def test_a_hub_that_does_not_answer_changes_no_commit(record: dict[str, bytes], revision: str | None) -> None:
     assert _attach(_spec(revision), None) == (revision, []), "of a new cluster: what each node has in its cache"
     assert _attach(_spec(revision), FIRST) == (FIRST, [])
     assert _attach(_spec(revision), None) == (FIRST, [])

@@ -2,43 +2,33 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 from cryptography import x509
 
 from headrace_cluster.cli.router import run_router, write_credentials
-from headrace_cluster.controller.certificates import ControllerCertificates
+from headrace_cluster.controller import certificates
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.view import ControllerSecrets, Opened
 from headrace_cluster.errors import SpecError
-from headrace_cluster.launch import running_cluster
-from headrace_cluster.launch.serve import Serve
 from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.router_credentials import issue_credentials, issuer
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
-from headrace_cluster.ray.controller_actor import ControllerActor
-from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.component import Certificate, Component
-from headrace_proto.errors import HeadraceError
-from headrace_proto.identity import Identity, seal
+from headrace_proto.identity import Identity
 from headrace_proto.private_file import PrivateFileError
-from headrace_proto.role import Role
 from headrace_router.config import RouterConfig
 from headrace_router.credentials import RouterCredentials
 from headrace_router.replicas.router_certificate import RouterCertificate
@@ -140,93 +130,27 @@ def test_a_router_makes_another_certificate_from_the_present_file(tmp_path: Path
         issue(router.request)
 
 
-def test_serve_shows_a_change_and_keeps_the_secrets_of_a_damaged_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_controller_follows_the_secret_file_unless_it_is_damaged(
+    tmp_path: Path, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[tuple[str, ...]] = []
-    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: shown.append(words))
-    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(certificates, "REREAD_SECONDS", 0.01)
     path = tmp_path / "secret"
     path.write_bytes(OLD)
-    secrets = ClusterSecrets(path)
-    contents, seen = [OLD, NEW, b"short", b"short", NEW], []
-
-    def poll() -> Any:
-        seen.append(secrets.current)
-        if contents:
-            path.write_bytes(contents.pop(0))
-        return SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=len(seen) == 6)
-
-    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=poll, messages=list)
-    cluster = running_cluster.RunningCluster(ray, controller, None, secrets)  # type: ignore[arg-type]
-    cluster.watch(threading.Event())
-    assert seen == [(OLD,), (OLD,), (NEW,), (NEW,), (NEW,), (NEW,)]
-    assert [words[0].partition(":")[0] for words in shown] == [
-        "the secret file has changed",
-        f"a secret in {path} is too short",
-    ]
-
-
-def test_serve_continues_when_others_can_read_the_secret_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(running_cluster, "show_message", lambda *words, **facts: shown.append(words[0]))
-    monkeypatch.setattr(running_cluster, "WATCH_SECONDS", 0)
-    path = tmp_path / "secret"
-    path.write_bytes(OLD)
-    secrets = ClusterSecrets(path)
-    path.chmod(0o644)
-    stopped: Any = SimpleNamespace(failures={}, problems=[], in_flight=0, stop_requested=True)
-    ray, controller = SimpleNamespace(check=list), SimpleNamespace(poll=lambda: stopped, messages=list)
-    cluster = running_cluster.RunningCluster(ray, controller, None, secrets)  # type: ignore[arg-type]
-    cluster.watch(threading.Event())
-    assert ["chmod 600" in sentence for sentence in shown] == [True] and secrets.current == (OLD,)
-
-
-def test_no_argument_of_an_actor_has_a_secret(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(OLD)
-    spec = parse_spec({"control": {"secret_file": str(path)}})
-    serve: Any = Serve(spec)
-    args = serve._controller_args(SimpleNamespace(link=SimpleNamespace(owned=True)), SimpleNamespace(path=tmp_path))
-    authority = ClusterAuthority((OLD,))
-    driver = RayDriver(spec, lambda: authority, "127.0.0.1")
-    config = driver._config(ReplicaName("smollm2-0", 1), spec.models[0], Role.BOTH, 1)
-    for argument in (msgspec.msgpack.encode(args), msgspec.msgpack.encode(config)):
-        for secret in (OLD, serve._record.state.admin_key.encode(), authority.cache_key, authority.tenant_key):
-            assert secret not in argument
-
-
-def test_a_controller_receives_its_secrets_sealed() -> None:
-    controller = Identity()
-
-    def sealed(secrets: tuple[bytes, ...], receiver: Identity = controller) -> bytes:
-        given = ControllerSecrets(secrets=secrets, admin_key="an admin key")
-        made = seal(receiver.request, msgspec.msgpack.encode(given))
-        assert OLD not in made and b"an admin key" not in made
-        return made
-
-    certificates = ControllerCertificates(controller, "c", sealed((OLD,)))
-    assert certificates.admin_key == "an admin key"
-    for secrets in ((OLD,), (NEW, OLD)):
-        certificates.replace(sealed(secrets))
-        assert certificates.authority().fingerprints == ClusterAuthority(secrets).fingerprints
-        assert controller.certificate.authorities == ClusterAuthority(secrets).fingerprints
-    with pytest.raises(HeadraceError, match="made for another process"):
-        certificates.replace(sealed((NEW,), Identity()))
-    assert certificates.authority().fingerprints == ClusterAuthority((NEW, OLD)).fingerprints
-
-
-def test_a_controller_that_cannot_read_its_secrets_does_not_open(tmp_path: Path) -> None:
-    serve: Any = Serve(parse_spec({}))
-    args = serve._controller_args(SimpleNamespace(link=SimpleNamespace(owned=True)), SimpleNamespace(path=tmp_path))
-    actor = ControllerActor(msgspec.msgpack.encode(msgspec.structs.replace(args, log_folder="")))
+    found = certificates.ControllerCertificates(identity, "c", ClusterSecrets(path))
+    renewals: list[tuple[bytes, ...]] = []
 
     async def run() -> None:
-        opened = msgspec.msgpack.decode(await actor.open(seal(Identity().request, b"")), type=Opened)
-        assert "made for another process" in opened.error and await actor.is_watched()
-        with pytest.raises(HeadraceError, match="not open"):
-            await actor.view()
-        await actor.close()
+        keeping = asyncio.create_task(found.keep(lambda: renewals.append(found.authority().fingerprints)))
+        path.write_bytes(b"short")
+        await asyncio.sleep(0.1)
+        assert renewals == []
+        path.write_bytes(NEW + b"\n" + OLD)
+        await eventually(lambda: renewals == [ClusterAuthority((NEW, OLD)).fingerprints])
+        assert identity.certificate.authorities == renewals[0]
+        path.chmod(0o644)
+        await asyncio.sleep(0.1)
+        assert len(renewals) == 1 and not keeping.done()
+        keeping.cancel()
 
     asyncio.run(run())
 

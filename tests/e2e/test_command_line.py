@@ -121,4 +121,4 @@ def test_all_sockets_are_on_loopback_only(server: Serve) -> None:
     listed = {entry["port"]: entry for entry in status["sockets"]}
     assert ports < listed.keys() and {entry["address"] for entry in listed.values()} <= {"127.0.0.1", "::1"}
     processes = " ".join(entry["process"] for entry in listed.values())
-    assert all(name in processes for name in ("gcs_server", "raylet", "ray::RankActor", "ray::ControllerActor"))
+    assert all(name in processes for name in ("gcs_server", "raylet", "ray::RankActor", "headrace_cluster controller"))

@@ -1,10 +1,8 @@
 """The commands of docs/nodes.md: nodes of Ray on this machine, each with its own address, home folder and labels."""
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from headrace_cluster.local.ports import free_port_after, is_taken
-from support.e2e.headrace_process import Serve, eventually, headrace
+from support.e2e.headrace_process import Joined, eventually
 from support.integration.tiny_llama import save_tiny_llama
 
 LEFT, RIGHT = "127.0.0.2", "127.0.0.3"
 PROMPT = list(range(5, 295))
-FLAGS = ("--ray-no-auth", "--served-model-name", "tiny", "--device", "cpu", "--cpu-share", "1", "--cpu-threads", "1")
+FLAGS = ("--served-model-name", "tiny", "--device", "cpu", "--cpu-share", "1", "--cpu-threads", "1")
 START_SECONDS = 120
 
 
@@ -66,6 +63,20 @@ def nodes(tmp_path: Path, model: Path) -> Iterator[Nodes]:
     made.close()
 
 
+@pytest.fixture
+def join(tmp_path: Path, nodes: Nodes) -> Iterator[Callable[..., Joined]]:
+    """join(MODEL, *flags): a controller and a router."""
+    made: list[Joined] = []
+
+    def start(*command: str) -> Joined:
+        made.append(Joined(tmp_path / "home", *command, address=nodes.address))
+        return made[-1]
+
+    yield start
+    for joined in made:
+        joined.close()
+
+
 def _addresses_between(first: int, second: int) -> set[str]:
     """Of the connections between two processes."""
     ends = [
@@ -75,7 +86,7 @@ def _addresses_between(first: int, second: int) -> set[str]:
     return {local.ip for local, remote in ends[0] if remote and (remote, local) in ends[1]}
 
 
-def _answer(serve: Serve) -> list[int]:
+def _answer(serve: Joined) -> list[int]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     answer = httpx.post(f"{serve.url}/v1/completions", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
@@ -94,12 +105,12 @@ def expected(model: Path) -> list[int]:
     return [int(token) for token in out[0, len(PROMPT) :]]
 
 
-def test_a_replica_over_two_nodes(start: Any, nodes: Nodes, expected: list[int]) -> None:
+def test_a_replica_over_two_nodes(join: Any, nodes: Nodes, expected: list[int]) -> None:
     """The head has neither the model nor a rank; the lost node comes back."""
     nodes.add(LEFT, pool="serving")
     nodes.add(RIGHT, pool="serving")
     shape = ("--pp", "2", "--node-labels", '{"pool": "serving"}', "--rank-interface", "lo")
-    serve = start("~/model", *FLAGS, *shape, "--ray-address", nodes.address)
+    serve = join("~/model", *FLAGS, *shape)
     serve.await_ready()
     (entry,) = serve.status()["replicas"]
     assert sorted(rank["node"] for rank in entry["ranks"]) == [LEFT, RIGHT]
@@ -112,12 +123,12 @@ def test_a_replica_over_two_nodes(start: Any, nodes: Nodes, expected: list[int])
     assert _answer(serve) == expected
 
 
-def test_pools_on_groups_of_nodes(start: Any, nodes: Nodes, expected: list[int]) -> None:
+def test_pools_on_groups_of_nodes(join: Any, nodes: Nodes, expected: list[int]) -> None:
     nodes.add(LEFT, pool="decode")
     nodes.add(RIGHT, pool="prefill")
     labels = ("--decode-node-labels", '{"pool": "decode"}', "--prefill-node-labels", '{"pool": "prefill"}')
     pools = ("--decode", "1", "--prefill", "1", "--disaggregation", "always")
-    serve = start("~/model", *FLAGS, *labels, *pools, "--ray-address", nodes.address)
+    serve = join("~/model", *FLAGS, *labels, *pools)
     serve.await_ready()
     roles = {entry["role"]: [rank["node"] for rank in entry["ranks"]] for entry in serve.status()["replicas"]}
     assert roles == {"decode": [LEFT], "prefill": [RIGHT]}
@@ -127,33 +138,24 @@ def test_pools_on_groups_of_nodes(start: Any, nodes: Nodes, expected: list[int])
     assert sum(float(line.split()[-1]) for line in fetched) > 0, "the prompt's KV blocks came from the other node"
 
 
-def test_the_same_command_attaches_on_the_same_ports(tmp_path: Path, nodes: Nodes, expected: list[int]) -> None:
-    """After the first process was killed. Meanwhile the controller listens on the admin port that the command names."""
+def test_the_same_command_takes_up_what_runs(join: Any, nodes: Nodes, expected: list[int]) -> None:
+    """After the controller was killed, and with another setting."""
     nodes.add(LEFT)
     nodes.add(RIGHT)  # room for the next build
-    http, grpc, admin = (free_port_after("127.0.0.1", first, 1, set()) for first in (20_500, 20_600, 20_700))
-    ports = ("--port", str(http), "--grpc-port", str(grpc), "--admin-port", str(admin))
-    home, command = tmp_path / "home", ("~/model", *FLAGS, *ports, "--ray-address", nodes.address)
-    first = Serve(home, *command, ports=False)
-    try:
-        first.await_ready()
-        ((before,),) = ([rank["pid"] for rank in entry["ranks"]] for entry in first.status()["replicas"])
-        done = headrace(home, "serve", *command)
-        assert done.returncode == 1 and "end that one with Ctrl-C" in done.stderr, done.stderr
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait()
-        eventually(lambda: not is_taken("127.0.0.1", http, "--port"), 10, "the end of its router")
-        assert is_taken("127.0.0.1", admin, "--admin-port")
-        second = Serve(home, *command, "--max-num-seqs", "3", ports=False)
-        try:
-            second.await_ready()
-            assert "attached to 1 build" in second.stderr_text and "1 with other settings" in second.stderr_text
-            assert _answer(second) == expected
-            eventually(lambda: second.status()["replicas"][0]["generation"] == 2, START_SECONDS, "the replacement")
-            assert before not in [rank["pid"] for rank in second.status()["replicas"][0]["ranks"]]
-            assert _answer(second) == expected
-            assert headrace(home, "stop", "--admin-port", str(admin)).returncode == 0
-        finally:
-            second.close()
-    finally:
-        first.close()
+    joined = join("~/model", *FLAGS)
+    joined.await_ready()
+    ((before,),) = ([rank["pid"] for rank in entry["ranks"]] for entry in joined.status()["replicas"])
+    joined.controller.kill()
+    joined.controller.wait()
+    assert _answer(joined) == expected
+    joined.start_controller("~/model", *FLAGS, "--max-num-seqs", "3")
+    eventually(lambda: "attached to 1 build" in joined.stderr_text, START_SECONDS, "the next controller")
+    assert "1 with other settings" in joined.stderr_text and _answer(joined) == expected
+
+    def replaced() -> bool:
+        status = joined.status()
+        return bool(status and [entry["generation"] for entry in status["replicas"]] == [2])
+
+    eventually(replaced, START_SECONDS, "the replacement")
+    assert before not in [rank["pid"] for rank in joined.status()["replicas"][0]["ranks"]]
+    assert _answer(joined) == expected

@@ -33,7 +33,7 @@ PHASES = {  # by the process that exists from then on
     "before Ray": "headrace_cluster",
     "Ray starts": "gcs_server",
     "workers start": "/raylet/raylet",
-    "the controller starts": "ray::ControllerActor",
+    "the controller starts": "headrace_cluster controller",
     "replicas load": "ray::RankActor",
     "serving": "",
 }

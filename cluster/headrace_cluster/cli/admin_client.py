@@ -20,10 +20,8 @@ from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.local.tls_client import open_connection, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
-from headrace_proto.errors import HeadraceError
 
 DEFAULT_ADMIN_PORT = 8002
-PROBE_SECONDS = 1.0
 TIMEOUT_SECONDS = 5.0
 RESTART_SECONDS = 60.0  # for another controller to answer after one was lost; see controller_monitor.py
 RETRY_SECONDS = 0.25  # between two requests to a controller that does not answer
@@ -34,7 +32,7 @@ class AdminClient:
 
     def __init__(self, choice: ServerChoice) -> None:
         """Raises NotRunningError when no server matches, ServerChoiceError when several do."""
-        self.state = find_server(choice)
+        self.state = choose(choice, state.running())
         key = os.environ.get("HEADRACE_ADMIN_KEY", "")
         if self.state is not None:
             self._address = _admin_address(self.state, key)
@@ -117,18 +115,3 @@ class AdminAddress:
 
 def _admin_address(server: ServeState, key: str = "") -> AdminAddress:
     return AdminAddress(*split_address(server.admin_url), key or server.admin_key, partial(tls_of, server))
-
-
-def find_server(choice: ServerChoice) -> ServeState | None:
-    """The server of this user that matches; None when none does. Raises ServerChoiceError when several do."""
-    still_up = [server for server in state.ended() if _still_answers(server)]
-    return choose(choice, state.running()) or choose(choice, still_up)
-
-
-def _still_answers(server: ServeState) -> bool:
-    """Whether the cluster of a killed serve still answers."""
-    try:
-        _admin_address(server).call("GET", "/status", None, PROBE_SECONDS)
-    except HeadraceError:
-        return False
-    return True

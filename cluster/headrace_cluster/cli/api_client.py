@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_cluster.cli.admin_client import find_server
 from headrace_cluster.cli.answers import error_sentence, starting_error
-from headrace_cluster.cli.servers import ServerChoice, no_match_error, running_servers
+from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, running_servers
 from headrace_cluster.errors import AnswerCutError, NotRunningError, ServerError, SpecError
 from headrace_cluster.local import state
 from headrace_cluster.local.ports import reachable
@@ -134,7 +133,7 @@ def api_client(
     Raises ServerChoiceError when several servers match, NotRunningError when none does and no address was given,
     CertificateError.
     """
-    server = find_server(choice) if host is None else None
+    server = choose(choice, state.running()) if host is None else None
     if server is not None and server.starting:
         raise starting_error(server)
     if server is not None and server.http_url:

@@ -32,9 +32,12 @@ def _spec(given: dict[str, Any], config: Path | None) -> Any:
 
 
 @app.command()
-@o.takes_settings("models", "routers", "auth", "tls", "limits", "admin", "control", "ray", "cluster", "logs")
+@o.takes_settings(
+    "models", "routers", "auth", "tls", "limits", "admin", "control", "ray", "cluster", "logs",
+    without=("ray_address", "ray_no_auth"),
+)  # fmt: skip
 def serve(given: dict[str, Any], config: o.Config = None) -> None:
-    """Start everything for one model: Ray, controller, replicas, router."""
+    """Start everything on this machine: Ray, controller, replicas, router."""
     from headrace_cluster.launch.serve import Serve
 
     raise typer.Exit(Serve(_spec(given, config)).run())
@@ -42,14 +45,21 @@ def serve(given: dict[str, Any], config: o.Config = None) -> None:
 
 @app.command()
 @o.takes_settings("models", "tls", "admin", "control", "ray", "cluster", "logs")
-def controller(given: dict[str, Any], config: o.Config = None) -> None:
-    """Start controller and replicas without a router, on the Ray that runs on this node."""
-    from headrace_cluster.launch.serve import Serve
+def controller(
+    given: dict[str, Any],
+    config: o.Config = None,
+    config_stdin: Annotated[bool, typer.Option("--config-stdin", hidden=True)] = False,
+    parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
+) -> None:
+    """Start controller and replicas in a Ray that runs: on this node, or at --ray-address."""
+    from headrace_cluster.launch.controller import run_controller, run_from_stdin
 
+    if config_stdin:
+        return run_from_stdin(parent)
     spec = _spec(given, config)
     if spec.ray.address is None:
         spec = spec.model_copy(update={"ray": spec.ray.model_copy(update={"address": "auto"})})
-    raise typer.Exit(Serve(spec, with_router=False).run())
+    return run_controller(spec)
 
 
 @app.command()

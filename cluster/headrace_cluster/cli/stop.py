@@ -8,7 +8,7 @@ from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError, ServerError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.launch.signals import SAME_SECONDS, STOP_ALL
-from headrace_cluster.local.state import ServeState, remove
+from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
 from headrace_proto.quantities import counted
 
@@ -23,7 +23,7 @@ def stop_server(choice: ServerChoice, wait_seconds: float | None, *, now: bool =
     """
     client = AdminClient(choice)
     running = client.state
-    if running is not None and running.process.alive:
+    if running is not None:
         wait_seconds = running.shutdown_seconds + CLOSE_SECONDS if wait_seconds is None else wait_seconds
         _stop_process(client, running, wait_seconds, now)
         show_message("stopped")
@@ -36,8 +36,6 @@ def stop_server(choice: ServerChoice, wait_seconds: float | None, *, now: bool =
         try:
             client.call("GET", "/status")
         except NotRunningError:
-            if running is not None:
-                remove(running)
             show_message("stopped")
             return
     raise ServerError(f"the cluster has not ended within {wait_seconds:g} s; see `{program_name()} status`")

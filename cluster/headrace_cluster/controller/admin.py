@@ -2,9 +2,10 @@
 
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -59,18 +60,24 @@ class Guard:
 
 
 def admin_app(
-    key: str, status: Callable[[], dict[str, Any]], stop: Callable[[], Awaitable[None]], operations: Iterable[Operation]
+    key: str,
+    documents: Mapping[str, Callable[[], Any]],
+    stop: Callable[[], None],
+    operations: Iterable[Operation],
 ) -> ASGIApp:
-    """GET /status returns the status document; POST /stop begins an orderly stop and returns at once.
+    """Documents by the path of their GET. POST /stop begins an orderly stop and returns at once.
 
     Each operation is a POST of its own.
     """
 
-    async def get_status(_request: Request) -> Response:
-        return JSONResponse(status())
+    def get(document: Callable[[], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(_request: Request) -> Response:
+            return Response(msgspec.json.encode(document()), media_type="application/json")
+
+        return respond
 
     async def post_stop(_request: Request) -> Response:
-        await stop()
+        stop()
         return JSONResponse({"stopping": True}, status_code=202)
 
     async def refuse(_request: Request, error: Exception) -> Response:
@@ -78,7 +85,7 @@ def admin_app(
         return _error(code, {404: "there is no such path", 405: "this path has another method"}.get(code, "failed"))
 
     routes = [
-        Route("/status", get_status),
+        *(Route(path, get(document)) for path, document in documents.items()),
         Route("/stop", post_stop, methods=["POST"]),
         *(Route(operation.path, _post(operation), methods=["POST"]) for operation in operations),
     ]
@@ -101,11 +108,14 @@ def _post(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; a second server cannot share the port. Raises ListenError."""
+def listen(host: str, port: int, *, reserved: bool = False) -> socket.socket:
+    """A bound socket. reserved: by the process that started this one; else no other server can share the port.
+
+    Raises ListenError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if reserved else socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
     except OSError as error:

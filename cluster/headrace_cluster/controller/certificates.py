@@ -3,50 +3,61 @@
 import asyncio
 from collections.abc import Callable
 
-import msgspec
+import structlog
 
-from headrace_cluster.core.view import ControllerSecrets
 from headrace_cluster.local.authority import ClusterAuthority
+from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_proto.component import Component
+from headrace_proto.errors import HeadraceError
 from headrace_proto.identity import Identity
 
-DUE_SECONDS = 600.0  # between two looks at the age of the certificates
+REREAD_SECONDS = 2.0  # between two looks at the secret file and at the age of the certificates
+
+log = structlog.get_logger(__name__)
 
 
 class ControllerCertificates:
     """The authority of the secrets that are valid now, which has certified this process. For one event loop."""
 
-    def __init__(self, identity: Identity, cluster: str, sealed: bytes) -> None:
-        """sealed: ControllerSecrets for `identity`, which gets its certificate. Raises SealedMessageError."""
+    def __init__(self, identity: Identity, cluster: str, secrets: ClusterSecrets) -> None:
+        """identity: gets its certificate."""
         self._identity = identity
         self._cluster = cluster
-        self._secrets, self._authority = self._open(sealed)
+        self._secrets = secrets
+        self._authority = ClusterAuthority(secrets.current)
+        self._problem = ""
         self._certify()
-
-    @property
-    def admin_key(self) -> str:
-        return self._secrets.admin_key
 
     def authority(self) -> ClusterAuthority:
         """The one that signs now."""
         return self._authority
 
-    def replace(self, sealed: bytes) -> None:
-        """As at the start, after the secrets have changed. Raises SealedMessageError."""
-        self._secrets, self._authority = self._open(sealed)
-        self._certify()
-
     async def keep(self, on_renewal: Callable[[], None]) -> None:
-        """Renews this process's certificate in time, until cancelled. on_renewal: replicas need others then, too."""
+        """Follows the secret file, and renews this process's certificate in time, until cancelled.
+
+        on_renewal: replicas need other certificates then, too.
+        """
         while True:
-            await asyncio.sleep(DUE_SECONDS)
-            if self._identity.is_due(self._authority.fingerprints):
+            await asyncio.sleep(REREAD_SECONDS)
+            changed = await asyncio.to_thread(self._reread)
+            if changed:
+                self._authority = ClusterAuthority(self._secrets.current)
+                log.info("the secret file has changed: every process gets another certificate")
+            if changed or self._identity.is_due(self._authority.fingerprints):
                 self._certify()
                 on_renewal()
 
-    def _open(self, sealed: bytes) -> tuple[ControllerSecrets, ClusterAuthority]:
-        unsealed = msgspec.msgpack.decode(self._identity.unseal(sealed), type=ControllerSecrets)
-        return unsealed, ClusterAuthority(unsealed.secrets)
+    def _reread(self) -> bool:
+        problem = ""
+        changed = False
+        try:
+            changed = self._secrets.reread()
+        except HeadraceError as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            log.warning(f"{problem}; the secrets from before stay valid")
+        self._problem = problem
+        return changed
 
     def _certify(self) -> None:
         self._identity.install(self._authority.certify(self._identity.request, Component.CONTROLLER, self._cluster))

@@ -91,10 +91,19 @@ async def _check_name(name: str, context: Any) -> None:
 
 
 async def start_control_server(
-    membership: Membership, identity: Identity, authority: Callable[[], ClusterAuthority], host: str, port: int
+    membership: Membership,
+    identity: Identity,
+    authority: Callable[[], ClusterAuthority],
+    host: str,
+    port: int,
+    *,
+    reserved: bool = False,
 ) -> tuple[Any, int]:
-    """The running server and its port. Raises ListenError."""
-    server = grpc.aio.server(interceptors=[CallerInterceptor(membership.caller_streams)], options=(*SERVER, *MESSAGES))
+    """The running server and its port. reserved: by the process that started this one. Raises ListenError."""
+    options = dict((*SERVER, *MESSAGES)) | {"grpc.so_reuseport": int(reserved)}
+    server = grpc.aio.server(
+        interceptors=[CallerInterceptor(membership.caller_streams)], options=tuple(options.items())
+    )
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership, authority), server)
     address = host_port(host, port)
     try:

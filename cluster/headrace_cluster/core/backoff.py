@@ -15,3 +15,20 @@ class Backoff:
         """The pause after this many failures in a row. random: returns a number from 0 to 1."""
         longest = min(self.limit, self.first * 2.0 ** min(failures - 1, 32))
         return longest * (1 - random() / 2)
+
+
+class Restarts:
+    """When a process that was lost starts again: at once, then with pauses that grow with the losses of a window."""
+
+    def __init__(self, backoff: Backoff, window_seconds: float, random: Callable[[], float]) -> None:
+        self._backoff = backoff
+        self._window_seconds = window_seconds
+        self._random = random
+        self._losses: list[float] = []
+
+    def lost(self, now: float) -> float:
+        """Seconds until the next start."""
+        self._losses = [when for when in self._losses if now - when < self._window_seconds]
+        earlier = len(self._losses)
+        self._losses.append(now)
+        return self._backoff.seconds(earlier, self._random) if earlier else 0.0

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 _RANK = re.compile(r"(?P<replica>.+)\.g(?P<generation>\d+)\.r(?P<rank>\d+)")
 _GROUP = re.compile(r"(?P<cluster>[^/]+)/(?P<replica>.+)\.g(?P<generation>\d+)")
 
-CONTROLLER = "controller"
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReplicaName:

@@ -1,4 +1,4 @@
-"""State that a controller and its keeper leave to their successors; it is kept in Ray's GCS."""
+"""State that a controller leaves to the next one; it is kept in Ray's GCS."""
 
 import msgspec
 
@@ -47,10 +47,8 @@ class ControllerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class Keeper(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that starts the controller and watches it; the ports and commits that all its controllers use."""
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right of one controller to act: the newest one has it."""
 
     id: str  # random, of one process
-    control_port: int = 0  # 0: not known yet
-    admin_port: int = 0
     revisions: dict[str, ResolvedRevision] = {}  # by model

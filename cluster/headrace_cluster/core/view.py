@@ -1,41 +1,31 @@
-"""Messages between the controller actor and the process that started it: plain data, msgpack-encoded."""
+"""What `serve` sends to its controller's process, and what it reads from it: plain data."""
 
 import msgspec
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_worker.core.config import ReplicaStarted
 
-UNWATCHED_SECONDS = 5.0  # without a poll, until a controller has no keeper; one that is to stop then stops by itself
 BUILT_AGAIN = "it is being built again"  # why a replica is down when an operator requested it and nothing failed
 
 
-class ControllerArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a controller needs, without secrets: Ray keeps the arguments of actors. The spec is JSON text."""
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """For the controller of one `serve`, through a pipe. spec: JSON text, without keys of the API."""
 
     spec: str
-    program: str  # the command in hints: this process was not called by its name
-    loopback: bool  # all processes are on this machine: bind loopback only
-    replica_class: str = REPLICA_CLASS
-    log_folder: str = ""  # empty: this process and the ranks log to stderr only
-
-
-class ControllerSecrets(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller needs besides; sealed for its process (`headrace_proto.identity.seal`)."""
-
-    secrets: tuple[bytes, ...]  # of the cluster, the one that signs first
     admin_key: str
+    secret_file: str
+    log_folder: str
+    replica_class: str = REPLICA_CLASS
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a controller listens, or why it does not."""
+    """Where a controller listens, and what it found."""
 
-    control_host: str = ""
-    control_port: int = 0
-    admin_port: int = 0
-    pid: int = 0
+    control_host: str
+    control_port: int
+    admin_port: int
     adopted: int = 0  # builds of an earlier controller that continue
     outdated: int = 0  # of these: with other settings than the spec's; they are replaced one after the other
-    error: str = ""
 
 
 class ReplicaProgress(msgspec.Struct, frozen=True):
@@ -57,7 +47,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What `serve` polls, several times a second."""
+    """The state of a cluster, as the process that shows it needs it: GET /view of the admin API."""
 
     ready: bool
     fatal: str  # why the cluster cannot start at all

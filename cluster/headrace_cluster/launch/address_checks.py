@@ -1,7 +1,7 @@
 """Checks that a server may and can listen on its addresses; suggests free ports for those in use."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_cluster.local import state
@@ -41,19 +41,12 @@ def check_keys(spec: ClusterSpec) -> None:
 
 
 def check_ports(spec: ClusterSpec, *, with_router: bool) -> None:
-    """Raises one ListenError for all ports in use, with a free port for each of their flags.
-
-    The admin port of a joined Ray is not checked: there the controller of an earlier process may listen, which the next
-    one replaces, and it is a port of the head's machine.
-    """
-    joined = spec.ray.address is not None
-    addresses = _addresses(spec, with_router=with_router, with_admin=not joined)
+    """Raises one ListenError for all ports in use, with a free port for each of their flags."""
+    addresses = _addresses(spec, with_router=with_router)
     taken = {(each, port): None for each in addresses for port in each.ports if is_taken(each.host, port, each.flag)}
     if not taken:
         return
     others = [server for server in state.running() if server.pid != os.getpid()]
-    if joined:
-        _check_keeper(spec, {port for _, port in taken}, others)
     used: dict[tuple[str, str], list[int]] = {}  # by host and what uses them
     for address, port in taken:
         used.setdefault((address.host, _user(port, others)), []).append(port)
@@ -68,27 +61,16 @@ def check_ports(spec: ClusterSpec, *, with_router: bool) -> None:
     )
 
 
-def _check_keeper(spec: ClusterSpec, ports: Collection[int], servers: Iterable[ServeState]) -> None:
-    """Whether a process that keeps this cluster uses these ports. Raises ListenError."""
-    for server in servers:
-        if server.detaches and server.cluster == spec.cluster and server.ports.intersection(ports):
-            raise ListenError(
-                f"the cluster '{spec.cluster}' is kept by another process of this machine, {describe(server)}: end "
-                "that one with Ctrl-C (its replicas go on), and this command attaches to them; or choose another "
-                "--cluster and other ports"
-            )
-
-
-def _addresses(spec: ClusterSpec, *, with_router: bool, with_admin: bool) -> list[Address]:
-    admin = [Address("--admin-port", spec.admin.host, spec.admin.port)] if with_admin else []
+def _addresses(spec: ClusterSpec, *, with_router: bool) -> list[Address]:
+    admin = Address("--admin-port", spec.admin.host, spec.admin.port)
     if not with_router:
-        return admin
+        return [admin]
     routers, metrics = spec.routers, spec.metrics_ports
     own = [Address("--metrics-port", spec.metrics_host, metrics[0], len(metrics))] if metrics else []
     return [
         Address("--port", routers.host, routers.port),
         Address("--grpc-port", routers.host, routers.grpc_port),
-        *admin,
+        admin,
         *own,
     ]
 

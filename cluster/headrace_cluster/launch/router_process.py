@@ -19,6 +19,7 @@ from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
+from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, stderr
 from headrace_router.access.auth import ApiKey
 from headrace_router.config import RouterConfig
@@ -108,6 +109,8 @@ class RouterProcess:
 
     def start(self) -> None:
         """Starts the process under a new id; the controller lists it once it serves."""
+        with contextlib.suppress(HeadraceError):  # the controller shows it; the secrets from before stay valid
+            self._secrets.reread()
         self._config = config = self._configure(new_credentials(self._secrets), **self._ports)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
         # -P: it imports no module of the current folder, which any user may have written.

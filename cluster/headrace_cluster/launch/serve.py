@@ -1,16 +1,17 @@
-"""`headrace serve` and `headrace controller`: start in order, watch, stop in order."""
+"""`headrace serve`: start in order, watch, stop in order."""
 
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
-from headrace_cluster.core.revisions import moved_note, resolved_revisions
-from headrace_cluster.core.view import ControllerArgs
-from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.controller_watch import JOIN_SECONDS, ControllerWatch
+from headrace_cluster.core.view import ControllerConfig
+from headrace_cluster.errors import SpecError
+from headrace_cluster.launch.banner import banner, starting
+from headrace_cluster.launch.controller_process import ControllerProcess
 from headrace_cluster.launch.display import (
     log_unexpected,
     restore_cursor,
@@ -20,17 +21,15 @@ from headrace_cluster.launch.display import (
 )
 from headrace_cluster.launch.router_group import RouterGroup
 from headrace_cluster.launch.running_cluster import RunningCluster
-from headrace_cluster.launch.server_record import ServerRecord, kept_secret
+from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
-from headrace_cluster.local.cleanup import Cleanup
+from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RunFolder, log_path
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.sockets import exposed_note, listeners
 from headrace_cluster.program import program_name
-from headrace_cluster.ray import local_ray
-from headrace_cluster.ray.connection import RayConnection, connect, open_cleanup
-from headrace_cluster.ray.controller_handle import ControllerHandle
+from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import port_of
@@ -39,25 +38,29 @@ from headrace_proto.logs import LogConfig, add_log_file
 
 START_STOP_SECONDS = 3.0  # from a signal during the start to the end of all processes, by force if necessary
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
+UP_SECONDS = 0.2  # between two looks at whether the first controller is up
 ABORT_SECONDS = 1.0  # for routers to end requests in flight with an error after a second signal
 
 
 class Serve:
-    """Runs one cluster and owns its processes. `run` blocks in the main thread."""
+    """Runs one cluster and owns its processes, Ray's included. `run` blocks in the main thread."""
 
     def __init__(self, spec: ClusterSpec, *, with_router: bool = True, replica_class: str = REPLICA_CLASS) -> None:
+        """Raises SpecError for a spec that is of `headrace controller`."""
+        if spec.ray.address is not None:
+            command = program_name()
+            raise SpecError(
+                f"`{command} serve` starts a Ray of its own; in the one at {spec.ray.address} (ray.address), start "
+                f"`{command} controller` and `{command} router`"
+            )
         self._spec = spec
         self._with_router = with_router
         self._replica_class = replica_class
         self._began = time.monotonic()
-        self._secrets = ClusterSecrets(spec.control.secret_file or kept_secret(spec))
+        self._secrets = ClusterSecrets(spec.control.secret_file)
         self._record = ServerRecord(spec, with_router=with_router)
         self._signals = StopSignals(self._force, START_STOP_SECONDS)
         self._forced_ends: list[Callable[[], None]] = []  # of each phase, in the order of the start; for `_force`
-        self._run_folder = contextlib.ExitStack()  # closes the folder of this run, once Ray's logs are in it
-        self._cleanup: Cleanup | None = None
-        self._ray: RayConnection | None = None
-        self._controller: ControllerWatch | None = None
         self._cluster: RunningCluster | None = None
         self._failure: Exception | None = None  # which ends this process
         self._exit_lock = threading.Lock()  # acquired by the thread that ends this process, never released
@@ -71,54 +74,30 @@ class Serve:
         use_log_format(self._spec.logs.format)
         try:
             self._signals.install()
-            with self._run_folder, open_cleanup(self._spec) as cleanup, contextlib.ExitStack() as stack:
-                self._cleanup = cleanup
+            # The folder of this run closes once Ray's logs are in it.
+            with contextlib.ExitStack() as folder, GuardedCleanup(make_temp_dir()) as cleanup:
                 self._forced_ends.append(cleanup.force)
-                self._run_phases(cleanup, stack)
+                with contextlib.ExitStack() as stack:
+                    self._run_phases(cleanup, folder, stack)
         except KeyboardInterrupt:
             self._exit_lock.acquire()
-            show_message(self._ended)
-            os._exit(self._signals.status)  # skips Ray's exit handlers, which would wait for ended processes
-        except HeadraceError as error:
+            show_message("stopped")
+            return self._signals.status
+        except HeadraceError:
             self._show_log_folder()
-            if not local_ray.is_connected():
-                raise
-            self._show_failure(error)
-            os._exit(1)
+            raise
         except Exception as error:
-            self._show_failure(error)
+            log_unexpected(error)
             self._show_log_folder()
-            if local_ray.is_connected():
-                os._exit(1)
             return 1
         self._exit_lock.acquire()
-        show_message(self._ended)
-        if local_ray.is_connected():
-            os._exit(0)
+        show_message("stopped")
         return 0
 
-    @property
-    def _destroys(self) -> bool:
-        return self._ray is None or self._ray.destroys
-
-    @property
-    def _ended(self) -> str:
-        """The last message."""
-        if self._destroys:
-            return "stopped"
-        return f"ended; the cluster goes on: the same command attaches to it, `{program_name()} stop` ends it"
-
-    def _choose_end(self) -> None:
-        """A stop begins: whether the cluster ends with this process, or goes on without it."""
-        if self._ray is not None and self._signals.stops_all:
-            self._ray.stop_requested = True
-        if not self._destroys and self._cleanup is not None and not self._record.state.starting:
-            self._cleanup.keep_files()  # for `headrace stop` and for the process that attaches next
-
-    def _run_phases(self, cleanup: Cleanup, stack: contextlib.ExitStack) -> None:
-        """stack: gets the end of each phase."""
+    def _run_phases(self, cleanup: GuardedCleanup, folder: contextlib.ExitStack, stack: contextlib.ExitStack) -> None:
+        """stack: gets the end of each phase. folder: gets that of the folder of this run."""
         try:
-            cluster = self._start(cleanup, stack)
+            cluster = self._start(cleanup, folder, stack)
             self._show_ready(cluster)
             cluster.watch(self._signals.requested)
         except KeyboardInterrupt:
@@ -129,82 +108,75 @@ class Serve:
             raise
         finally:
             self._signals.enter_stop()
-            if self._controller is not None:
-                self._controller.end()
-            self._choose_end()
             self._show_stop()
 
     def _show_stop(self) -> None:
         if self._signals.serving and self._cluster is not None:
-            how = "stopping" if self._destroys else "detaching"
             note = self._cluster.drain_note(self._spec.routers.shutdown_seconds)
-            show_message(f"{how}{note}; once more to stop at once")
+            show_message(f"stopping{note}; once more to stop at once")
         elif self._signals.number:
             show_message("stopping")
 
     # -- up ---------------------------------------------------------------------------------------------------
 
-    def _start(self, cleanup: Cleanup, stack: contextlib.ExitStack) -> RunningCluster:
+    def _start(
+        self, cleanup: GuardedCleanup, folder: contextlib.ExitStack, stack: contextlib.ExitStack
+    ) -> RunningCluster:
         show_message(starting(self._spec.models))
         self._record.save(cleanup)
         with start_display(self._spec.logs.format) as display:
-            written = self._spec
             self._spec = check_start(
-                written,
+                self._spec,
                 lambda stage: display.update("model", stage, 0.0),
                 lambda warning: show_message(warning, "warning"),
                 with_router=self._with_router,
             )
             display.update("model", "checked", 1.0)
-            address = self._spec.ray.address
-            display.update("Ray", "starting" if address is None else f"joining {address}", 0.2)
-            logs = self._run_folder.enter_context(contextlib.closing(self._open_logs()))
-            ray = self._ray = stack.enter_context(connect(self._spec, cleanup, logs.path))
-            display.update("Ray", "up; starting the controller", 0.8)
-            controller = stack.enter_context(self._open_handle(written, ray, logs))
-            self._forced_ends.append(ray.force_end)
-            opened = controller.open()
+            controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
+            logs = folder.enter_context(contextlib.closing(self._open_logs(controller.admin_port))).path
+            display.update("Ray", "starting", 0.2)
+            ray = LocalRay(self._spec, cleanup, logs)
+            stack.callback(ray.stop)
+            stack.callback(controller.stop)  # before Ray: it would replace what ends
             display.update("Ray", "up", 1.0)
-            if note := attached_note(opened):
-                show_message(note)
-            self._record.add_controller(opened, ray, self._secrets, cleanup)
-            watch = self._controller = ControllerWatch(controller)
-            stack.push(lambda _kind, error, _trace: _end_watch(watch, ray, error))
+            self._start_controller(controller, ray, logs, cleanup)
+            while controller.poll() is None:  # a router would warn that it reaches none
+                ray.check()
+                time.sleep(UP_SECONDS)
             stack.callback(self._limit_close)  # once the routers have ended
-            routers = self._start_routers(ray, logs, stack) if self._with_router else None
-            cluster = self._cluster = RunningCluster(ray, watch, routers, self._secrets)
+            routers = self._start_routers(controller, ray, logs, stack) if self._with_router else None
+            cluster = self._cluster = RunningCluster(ray, controller, routers)
             cluster.await_ready(display, self._record, self._signals.enter_serving)
             return cluster
 
-    def _open_logs(self) -> RunFolder:
+    def _open_logs(self, admin_port: int) -> RunFolder:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""
-        logs = RunFolder(self._spec.cluster, self._spec.admin.port)
+        logs = RunFolder(self._spec.cluster, admin_port)
         add_log_file(LogConfig("serve", path=str(log_path(logs.path, "serve")), format=self._spec.logs.format))
         show_message(f"logs: {logs.path}")
         self._record.add_logs(logs.path)
         return logs
 
-    def _open_handle(self, written: ClusterSpec, ray: RayConnection, logs: RunFolder) -> ControllerHandle:
-        args, key = self._controller_args(ray, logs), self._record.state.admin_key
-        found = resolved_revisions(written, self._spec)
-        handle = ControllerHandle(self._spec, args, self._secrets, key, ray, found)
-        for name, now in found.items():
-            if note := moved_note(now, handle.revisions[name]):
-                show_message(note, "warning")
-        return handle
-
-    def _controller_args(self, ray: RayConnection, logs: RunFolder) -> ControllerArgs:
-        return ControllerArgs(
-            spec=self._spec.model_dump_json(exclude={"auth"}),
-            program=program_name(),
-            loopback=ray.link.owned,
-            replica_class=self._replica_class,
-            log_folder=str(logs.path),
+    def _start_controller(self, controller: ControllerProcess, ray: LocalRay, logs: Path, cleanup: Cleanup) -> None:
+        self._record.add_controller(
+            controller.control_address, controller.admin_port, self._secrets, cleanup, ray.dashboard, ray.token_file
+        )
+        joined = self._spec.ray.model_copy(update={"address": ray.address})
+        controller.start(
+            ControllerConfig(
+                spec=controller.spec.model_copy(update={"ray": joined}).model_dump_json(exclude={"auth"}),
+                admin_key=self._record.state.admin_key,
+                secret_file=self._record.state.secret_file,
+                log_folder=str(logs),
+                replica_class=self._replica_class,
+            )
         )
 
-    def _start_routers(self, ray: RayConnection, logs: RunFolder, stack: contextlib.ExitStack) -> RouterGroup:
-        routers = RouterGroup(self._spec, self._record.state.control_address, self._secrets, logs.path)
-        stack.callback(routers.stop, abort=lambda: ray.lost_replicas)
+    def _start_routers(
+        self, controller: ControllerProcess, ray: LocalRay, logs: Path, stack: contextlib.ExitStack
+    ) -> RouterGroup:
+        routers = RouterGroup(self._spec, controller.control_address, self._secrets, logs)
+        stack.callback(routers.stop, abort=lambda: ray.lost)
         self._forced_ends.append(lambda: routers.abort_requests(ABORT_SECONDS))
         routers.start()
         return routers
@@ -216,8 +188,7 @@ class Serve:
         shown = banner(server, view.started, view.roles, seconds, keys=KeyRules.of(self._spec), verbose=logs.verbose)
         shown.show(logs.format)
         own_ports = {port_of(server.control_address), server.admin_port}
-        routers, joined = {place.pid for place in cluster.places}, self._spec.ray.address is not None
-        if note := exposed_note(listeners(os.getpid()), routers, own_ports, joined=joined):
+        if note := exposed_note(listeners(os.getpid()), {place.pid for place in cluster.places}, own_ports):
             show_message(note, "warning")
 
     # -- down -------------------------------------------------------------------------------------------------
@@ -237,22 +208,14 @@ class Serve:
         restore_cursor()
         if self._failure is not None and not self._signals.repeated:
             self._show_log_folder()
-            self._show_failure(self._failure)
+            if isinstance(self._failure, HeadraceError):
+                show_message(str(self._failure), "error")
+            else:
+                log_unexpected(self._failure)
             os._exit(1)
-        show_message(self._ended)
+        show_message("stopped")
         os._exit(0 if self._signals.serving and not self._signals.repeated else self._signals.status)
-
-    def _show_failure(self, error: Exception) -> None:
-        if isinstance(error, HeadraceError):
-            show_message(str(error), "error")
-        else:
-            log_unexpected(error)
 
     def _show_log_folder(self) -> None:
         if folder := self._record.state.log_folder:
             show_message(f"logs: {folder}")
-
-
-def _end_watch(watch: ControllerWatch, ray: RayConnection, error: BaseException | None) -> None:
-    """Before the controller is ended. The thread may wait for Ray's GCS: it is waited for only when that helps."""
-    ray.blocked = not watch.stop(JOIN_SECONDS if ray.ends_in_order(error) else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace_cluster.core.view import Opened, RouterPlace
+from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.launch.router_group import reachable_address
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup
@@ -16,7 +16,6 @@ from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import save_server
 from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
-from headrace_cluster.ray.connection import RayConnection
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port, port_of
 
@@ -27,8 +26,8 @@ class ServerRecord:
     Before `save` it is in memory only. The methods that write raise StateError.
     """
 
-    def __init__(self, spec: ClusterSpec, *, with_router: bool) -> None:
-        """Of a process that starts: addresses are those of the spec."""
+    def __init__(self, spec: ClusterSpec, *, with_router: bool, detaches: bool = False) -> None:
+        """Of a process that starts: addresses are those of the spec. detaches: the cluster goes on after its end."""
         process = ProcessId.of(os.getpid())
         assert process is not None
         routers = spec.routers
@@ -47,6 +46,7 @@ class ServerRecord:
             since=int(time.time()),
             starting=True,
             tls_cert=str(spec.tls.cert or ""),
+            detaches=detaches,
         )
 
     def save(self, cleanup: Cleanup) -> None:
@@ -58,23 +58,29 @@ class ServerRecord:
         """`headrace logs` finds the folder while the server starts."""
         self._update(log_folder=str(folder))
 
-    def add_controller(self, opened: Opened, ray: RayConnection, secrets: ClusterSecrets, cleanup: Cleanup) -> None:
-        """The controller listens: from now on the file is named after the admin port."""
+    def add_controller(
+        self,
+        control_address: str,
+        admin_port: int,
+        secrets: ClusterSecrets,
+        cleanup: Cleanup,
+        dashboard: str,
+        ray_token_file: str = "",
+    ) -> None:
+        """The ports of the controller are known: from now on the file is named after the admin port."""
         starting = state.path_of(self.state)
         path = self._update(
-            admin_url=f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, opened.admin_port)}",
-            admin_port=opened.admin_port,
-            control_address=host_port(opened.control_host, opened.control_port),
-            secret_file=str(self._secret_file(opened.admin_port, secrets, cleanup)),
-            ray_dashboard=ray.link.dashboard,
-            ray_token_file=ray.token_file,
+            admin_url=f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, admin_port)}",
+            admin_port=admin_port,
+            control_address=control_address,
+            secret_file=str(self._secret_file(admin_port, secrets, cleanup)),
+            ray_dashboard=dashboard,
+            ray_token_file=ray_token_file,
             starting=False,
             shutdown_seconds=self._spec.routers.shutdown_seconds,
-            detaches=not ray.link.owned,
         )
         cleanup.remove_at_end(path)
         starting.unlink(missing_ok=True)
-        state.remove_replaced(self.state)
 
     def add_routers(self, places: Sequence[RouterPlace]) -> None:
         """The first router's address, since routers share their ports, and the metrics address of each."""
@@ -96,22 +102,22 @@ class ServerRecord:
             state.save(changed)
         return path
 
+    def remove_secret(self) -> None:
+        """The cluster has ended, and with it the secret that was generated for it."""
+        if self._spec.control.secret_file is None:
+            kept_path(self._spec).unlink(missing_ok=True)
+
     def _secret_file(self, admin_port: int, secrets: ClusterSecrets, cleanup: Cleanup) -> Path:
         """Where the secret can be read: routers that are started alone need it."""
         if self._spec.control.secret_file is not None:
             return self._spec.control.secret_file
-        path = _joined_secret(self._spec) or state.home() / f"secret-{admin_port}"
+        path = kept_path(self._spec) if self.state.detaches else state.home() / f"secret-{admin_port}"
         secrets.save(path)
-        cleanup.remove_at_end(path)
+        if not self.state.detaches:
+            cleanup.remove_at_end(path)
         return path
 
 
-def kept_secret(spec: ClusterSpec) -> Path | None:
-    """The file with the secret of a cluster that an earlier process started in a joined Ray; None if there is none."""
-    path = _joined_secret(spec)
-    return path if path is not None and path.exists() else None
-
-
-def _joined_secret(spec: ClusterSpec) -> Path | None:
-    """Where the generated secret of a cluster in a joined Ray is kept until the cluster is stopped."""
-    return state.home() / f"cluster-{spec.cluster}.secret" if spec.ray.address is not None else None
+def kept_path(spec: ClusterSpec) -> Path:
+    """Where the generated secret of a cluster in a Ray of others is kept until the cluster is stopped."""
+    return state.home() / f"cluster-{spec.cluster}.secret"

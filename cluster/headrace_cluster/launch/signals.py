@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-STOP_ALL = signal.SIGUSR1  # from `headrace stop`: ends the cluster, too, where the others only end this process
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_ALL)
+STOP_ALL = signal.SIGUSR1  # from `headrace stop`: ends the cluster, too, where the others end the controller alone
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5  # a terminal and a parent process may both forward one Ctrl-C
 
 
@@ -28,7 +28,6 @@ class StopSignals:
         self.requested = threading.Event()
         self.number = 0  # of the last signal; 0: none was received
         self.repeated = False
-        self.stops_all = False
         self.serving = False  # a stop takes as long as requests in flight do
         self._interrupting = True
         self._start_limit = start_limit
@@ -67,7 +66,6 @@ class StopSignals:
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread. Uses no lock: it may run between any two instructions."""
         self.number = number
-        self.stops_all = self.stops_all or number == STOP_ALL
         if self._interrupting:
             self._interrupting = False
             raise KeyboardInterrupt
@@ -83,7 +81,6 @@ class StopSignals:
                 if number not in _SIGNALS:
                     continue
                 self.number = number
-                self.stops_all = self.stops_all or number == STOP_ALL
                 if not self.requested.is_set():
                     first = time.monotonic()
                     self.requested.set()

@@ -40,10 +40,6 @@ class Cleanup:
         """A file that must not outlive this serve, however it ends."""
         self._files.append(path)
 
-    def keep_files(self) -> None:
-        """What this serve started goes on after it: its files stay, too."""
-        self._files.clear()
-
     def close(self) -> None:
         """At the end in order. Idempotent."""
         for path in self._files:

@@ -41,24 +41,18 @@ def listeners(root: int) -> list[Listener]:
     return sorted(found)
 
 
-def exposed_note(found: list[Listener], routers: set[int], own: set[int], *, joined: bool) -> str:
+def exposed_note(found: list[Listener], routers: set[int], own: set[int]) -> str:
     """A sentence about Ray's sockets beyond loopback; empty when there is none.
 
-    routers: their pids; own: our own ports, whose interface the spec sets. joined: others started Ray.
+    routers: their pids; own: our own ports, whose interface the spec sets.
     """
     open_ = [listener for listener in found if listener.beyond_loopback and listener.pid not in routers]
     ports = sorted({listener.port for listener in open_} - own)
     if not ports:
         return ""
-    where = ", ".join(map(str, ports))
-    if joined:  # whatever address its node has: a driver's sockets have other ones at every start
-        return (
-            f"this process's connection to Ray listens beyond this machine on ports {where}, which differ at every "
-            "start: close them to others by a firewall"
-        )
     return (
-        f"Ray listens beyond this machine on ports {where}; its token guards them, but not those of its metrics: close "
-        "them to others by a firewall"
+        f"Ray listens beyond this machine on ports {', '.join(map(str, ports))}; its token guards them, but not those "
+        "of its metrics: close them to others by a firewall"
     )
 
 

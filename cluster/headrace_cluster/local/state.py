@@ -115,32 +115,12 @@ def running() -> list[ServeState]:
     return sorted(alive.values(), key=lambda state: (state.since, state.admin_port))
 
 
-def ended() -> list[ServeState]:
-    """Serves whose process was killed: in a joined Ray their cluster may still run."""
-    return [state for _, state in _states("serve") if not state.process.alive]
-
-
-def remove_replaced(by: ServeState) -> None:
-    """Removes the files of ended processes that kept the same cluster of the same Ray: `by` keeps it now."""
-    for path, state in _states("serve"):
-        same = (state.cluster, state.ray_dashboard) == (by.cluster, by.ray_dashboard)
-        if same and state.detaches and by.detaches and not state.process.alive and path != path_of(by):
-            path.unlink(missing_ok=True)
-
-
-def remove(state: ServeState) -> None:
-    """Removes the file of a serve that has ended, and that of a secret that was generated for it."""
-    path_of(state).unlink(missing_ok=True)
-    secret = Path(state.secret_file)
-    if state.secret_file and secret.parent == home():
-        secret.unlink(missing_ok=True)
-
-
 def remove_stale() -> None:
-    """Removes the files of serves that were killed while they started."""
-    for path, state in _states("starting"):
-        if not state.process.alive:
-            path.unlink(missing_ok=True)
+    """Removes the files of processes that were killed."""
+    for kind in ("starting", "serve"):
+        for path, state in _states(kind):
+            if not state.process.alive:
+                path.unlink(missing_ok=True)
 
 
 def _states(kind: str) -> Iterator[tuple[Path, ServeState]]:

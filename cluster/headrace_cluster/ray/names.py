@@ -50,15 +50,9 @@ def groups(cluster: str) -> set[ReplicaName]:
     return {build for name in names if (build := naming.parse_group(name, cluster)) is not None}
 
 
-def end_ranks(cluster: str) -> None:
+def end_cluster(cluster: str) -> None:
     """Ends every rank and placement group of a cluster."""
     for name, rank in rank_actors(cluster):
         kill_actor(name.rank(rank), cluster)
     for name in groups(cluster):
         remove_group(name.group(cluster))
-
-
-def end_cluster(cluster: str) -> None:
-    """Ends the controller, every rank and every placement group of a cluster."""
-    kill_actor(naming.CONTROLLER, cluster)
-    end_ranks(cluster)

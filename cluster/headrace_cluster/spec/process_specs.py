@@ -81,7 +81,7 @@ class ControlSpec(Section):
     host: str | None = Field(
         default=None,
         min_length=1,
-        description="default: loopback, or the Ray head in a joined Ray",
+        description="default: loopback, or the address of its node in a Ray that runs",
         json_schema_extra=flag("--control-host", help="interface of the controller, for routers"),
     )
     port: Port = Field(
@@ -110,11 +110,11 @@ class HealthSpec(Section):
 
 
 class RaySpec(Section):
-    """The Ray cluster. Without an address one is started on this machine and ends with `serve`."""
+    """The Ray cluster: `serve` starts one on this machine, `headrace controller` joins the one at `address`."""
 
     address: str | None = Field(
         default=None,
-        description="host:port of a running Ray to join, or 'auto'",
+        description="host:port of a running Ray to join, or 'auto'; of `headrace controller` alone",
         json_schema_extra=flag("--ray-address", help="Ray to join (host:port, or auto), instead of starting one"),
     )
     no_auth: bool = Field(

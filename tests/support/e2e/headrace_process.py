@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import psutil
 
+from headrace_cluster.local.ports import free_port_after
+
 START_SECONDS = 120
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are allocated when they are first used
 TWO_SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--replicas", "2", "--cpu-threads", "1")
@@ -167,6 +169,69 @@ class Serve:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
+
+
+class Joined:
+    """`headrace controller` and `headrace router` in a Ray that others started; used as a Serve."""
+
+    def __init__(self, home: Path, model: str, *flags: str, address: str, no_auth: bool = True) -> None:
+        home.mkdir(parents=True)
+        self.home = home
+        self.log = home.with_suffix(".log")
+        secret = home / "secret"
+        secret.write_text("s" * 32)
+        secret.chmod(0o600)
+        ports = (free_port_after("127.0.0.1", first, 1, set()) for first in (20_500, 20_600, 20_700, 20_800))
+        http, grpc, self.admin_port, control = ports
+        self.url = f"http://127.0.0.1:{http}"
+        self._joins = ("--ray-address", address, "--secret-file", str(secret), *(("--ray-no-auth",) * no_auth))
+        self._control = ("--admin-port", str(self.admin_port), "--control-port", str(control))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.controller = self.start_controller(model, *flags)
+        # The port is reached once the controller has joined; a router tries until then.
+        place = ("--controller", f"127.0.0.1:{control}", "--port", str(http), "--grpc-port", str(grpc))
+        self._start("router", *place, "--secret-file", str(secret))
+
+    def start_controller(self, model: str, *flags: str) -> "subprocess.Popen[bytes]":
+        """Another one, on the same ports."""
+        self.controller = self._start("controller", model, *flags, *self._joins, *self._control)
+        return self.controller
+
+    @property
+    def stderr_text(self) -> str:
+        return self.log.read_text()
+
+    def await_ready(self) -> None:
+        """Of the router; ends with what the processes wrote if the controller does."""
+
+        def ready() -> bool:
+            assert self.controller.poll() is None, self.stderr_text
+            try:
+                return httpx.get(f"{self.url}/health/ready", trust_env=False).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(ready, START_SECONDS, "that the router is ready")
+
+    def status(self) -> Any:
+        """As `headrace status --json`; None while there is no controller."""
+        done = headrace(self.home, "status", "--json", "--admin-port", str(self.admin_port))
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def close(self) -> None:
+        """Ends the cluster and both processes."""
+        headrace(self.home, "stop", "--admin-port", str(self.admin_port))
+        for process in self._processes:
+            process.terminate()
+            process.wait(30)
+
+    def _start(self, *command: str) -> "subprocess.Popen[bytes]":
+        with self.log.open("a") as log:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "headrace_cluster", *command], env=environment(self.home), stderr=log, stdout=log
+            )
+        self._processes.append(started)
+        return started
 
 
 def _alive(process: psutil.Process) -> bool:

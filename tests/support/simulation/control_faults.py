@@ -119,7 +119,7 @@ class ControlFaults:
             self._cut(router.name, self.seconds(LONG, f"the controller is cut from {router.name}"))
 
     def replace_keeper(self) -> None:
-        """It is killed, with its routers; a later one attaches, perhaps with another spec."""
+        """It is killed, with its children; a later one attaches, perhaps with another spec."""
         cluster = self._cluster
         assert cluster.keeper is not None
         if cluster.keeper.alive:

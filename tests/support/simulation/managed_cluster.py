@@ -40,7 +40,6 @@ class ManagedCluster(Cluster):
         self.checks = ControlChecks(self, harmless=harmless, reaches_replicas=reaches_replicas)
         self.controllers: list[SimController] = []
         self.keeper: SimKeeper | None = None
-        self.polled_at = -1e9  # time of the keeper's last poll
         self.stopping = False
         self.faults_until = 0.0  # time of the last one
         self._router_numbers = 0
@@ -64,7 +63,7 @@ class ManagedCluster(Cluster):
         return controller
 
     def start_keeper(self, spec: ClusterSpec, routers: int) -> None:
-        self.keeper = SimKeeper(self, self.next_number(), spec, routers)
+        self.keeper = SimKeeper(self, spec, routers)
 
     def start_routers(self, count: int) -> None:
         for _ in range(count):

@@ -13,7 +13,6 @@ from headrace_cluster.controller.operations import Operation, replica_operations
 from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.snapshot import ControllerSnapshot
-from headrace_cluster.core.view import View
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
@@ -110,19 +109,6 @@ class SimController:
     async def _save(self, driver: SimDriver, snapshot: ControllerSnapshot) -> None:
         encoded = msgspec.msgpack.encode(snapshot)
         await driver.call_gcs(lambda: self.cluster.ray.values.update({SNAPSHOT: encoded}))
-
-    def view(self) -> View:
-        reconciler = self.supervisor.reconciler
-        return View(
-            ready=reconciler.ready,
-            fatal=reconciler.fatal,
-            stop_requested=False,
-            progress=[],
-            started={},
-            roles={},
-            routers=[],
-            failures={},
-        )
 
     def kill(self) -> None:
         """At once; the streams of routers end."""

@@ -1,0 +1,155 @@
+"""`headrace controller`: the controller's process, alone in a Ray that others started or as a child of `serve`."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace_cluster.core.rank_config import REPLICA_CLASS
+from headrace_cluster.core.revisions import moved_note, resolved_revisions
+from headrace_cluster.core.view import ControllerConfig
+from headrace_cluster.errors import ControllerTakenError
+from headrace_cluster.launch.banner import attached_note, banner, starting
+from headrace_cluster.launch.cluster_display import ClusterDisplay
+from headrace_cluster.launch.display import show_message, start_display, use_log_format
+from headrace_cluster.launch.server_record import ServerRecord, kept_path
+from headrace_cluster.launch.signals import STOP_ALL
+from headrace_cluster.launch.start_checks import check_start
+from headrace_cluster.local.cleanup import Cleanup
+from headrace_cluster.local.processes import set_parent_death_signal
+from headrace_cluster.local.run_logs import RunFolder, log_path
+from headrace_cluster.local.secret_file import ClusterSecrets
+from headrace_cluster.program import program_name
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.key_rules import KeyRules
+from headrace_proto.address import host_port
+from headrace_proto.logs import LogConfig, add_log_file, configure_logs
+
+SHOW_SECONDS = 0.5  # between two looks at what is to be shown
+
+
+def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> None:
+    """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
+
+    However it ends, replicas and streams go on, and the next controller takes them up. Raises HeadraceError.
+    """
+    use_log_format(spec.logs.format)
+    began = time.monotonic()
+    kept = kept_path(spec)
+    secrets = ClusterSecrets(spec.control.secret_file or (kept if kept.exists() else None))
+    record = ServerRecord(spec, with_router=False, detaches=True)
+    with Cleanup() as cleanup, contextlib.ExitStack() as stack:
+        show_message(starting(spec.models))
+        record.save(cleanup)
+        with start_display(spec.logs.format) as display:
+            checked = check_start(
+                spec,
+                lambda stage: display.update("model", stage, 0.0),
+                lambda warning: show_message(warning, "warning"),
+                with_router=False,
+            )
+            logs = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
+            add_log_file(LogConfig("controller", path=str(log_path(logs, "controller")), format=spec.logs.format))
+            show_message(f"logs: {logs}")
+            record.add_logs(logs)
+            display.update("Ray", f"joining {spec.ray.address}", 0.2)
+            from headrace_cluster.ray import connection
+            from headrace_cluster.ray.controller import Controller, prepare_lease
+
+            dashboard = connection.join(checked)
+        found = resolved_revisions(spec, checked)
+        leased, lease = prepare_lease(checked, found)
+        for name, now in found.items():
+            if note := moved_note(now, lease.revisions[name]):
+                show_message(note, "warning")
+
+        async def run() -> bool:
+            controller = Controller(
+                leased, lease, secrets, record.state.admin_key, log_folder=str(logs), replica_class=replica_class
+            )
+            opened = await controller.open()
+            if note := attached_note(opened):
+                show_message(note)
+            control = host_port(opened.control_host, opened.control_port)
+            record.add_controller(control, opened.admin_port, secrets, cleanup, dashboard)
+            _handle_signals(controller)
+            await _show(controller, record, leased, began)
+            if controller.taken:
+                raise ControllerTakenError(
+                    f"another controller has taken over the cluster '{spec.cluster}', which goes on; this one ends"
+                )
+            if controller.stop_requested:
+                show_message("stopping")
+                await controller.close()
+                record.remove_secret()
+            return controller.stop_requested
+
+        stopped = asyncio.run(run())
+    goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
+    show_message("stopped" if stopped else goes_on)
+    os._exit(0)  # without Ray's exit handlers, which may wait for a GCS
+
+
+def run_from_stdin(parent: int) -> None:
+    """The controller of a `serve`: its ControllerConfig comes through a pipe once Ray is up. Ends the process."""
+    set_parent_death_signal(parent)
+    from headrace_cluster.ray import connection
+    from headrace_cluster.ray.controller import Controller, prepare_lease
+
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerConfig)
+    spec = ClusterSpec.model_validate_json(config.spec)
+    path = str(log_path(Path(config.log_folder), "controller"))
+    configure_logs(LogConfig("controller", path=path, format=spec.logs.format, stderr_level="error"))
+    connection.join(spec)
+
+    async def run() -> None:
+        controller = Controller(
+            *prepare_lease(spec, {}),
+            ClusterSecrets(Path(config.secret_file)),
+            config.admin_key,
+            log_folder=config.log_folder,
+            replica_class=config.replica_class,
+            supervised=True,
+        )
+        await controller.open()
+        _handle_signals(controller)
+        await controller.ended.wait()
+
+    asyncio.run(run())
+    os._exit(0)
+
+
+def _handle_signals(controller: Any) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, controller.ended.set)
+    loop.add_signal_handler(STOP_ALL, controller.stop)
+
+
+async def _show(controller: Any, record: ServerRecord, spec: ClusterSpec, began: float) -> None:
+    """Shows what happens until this process is to end."""
+    shown, logs = ClusterDisplay(), spec.logs
+    with start_display(logs.format) as display:
+        while not (view := controller.view()).ready and not await _ended(controller):
+            shown.show_start(view, display)
+    if view.ready:
+        seconds = time.monotonic() - began
+        banner(record.state, view.started, view.roles, seconds, keys=KeyRules.of(spec), verbose=logs.verbose).show(
+            logs.format
+        )
+    while not await _ended(controller):
+        shown.show_changes(controller.view())
+
+
+async def _ended(controller: Any) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SHOW_SECONDS):
+            await controller.ended.wait()
+    return bool(controller.ended.is_set())
