@@ -185,7 +185,14 @@ class Joined:
         http, grpc, self.admin_port, control = ports
         self.url = f"http://127.0.0.1:{http}"
         self._joins = ("--ray-address", address, "--secret-file", str(secret), *(("--ray-no-auth",) * no_auth))
-        self._control = ("--admin-port", str(self.admin_port), "--control-port", str(control))
+        self._control = (
+            "--admin-port",
+            str(self.admin_port),
+            "--control-host",
+            "127.0.0.1",
+            "--control-port",
+            str(control),
+        )
         self._processes: list[subprocess.Popen[bytes]] = []
         self.controller = self.start_controller(model, *flags)
         # The port is reached once the controller has joined; a router tries until then.
