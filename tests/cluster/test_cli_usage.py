@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from headrace_cluster.cli import main
 from headrace_cluster.cli.app import app
@@ -12,6 +13,7 @@ from headrace_cluster.cli.foreign_flags import FLAGS, check_flags
 from headrace_cluster.cli.test import Step, run_tests
 from headrace_cluster.cli.usage import FOREIGN_COMMANDS, UsageError, usage_sentence
 from headrace_cluster.errors import SpecError
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 
 
 @pytest.mark.parametrize(
@@ -155,3 +157,13 @@ def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:
     check_flags(("serve", "Qwen/Qwen3-0.6B", "--tp", "2", "--served-model-name", "m"))
     check_flags(("chat", "--model", "m"))
     check_flags(("test", "-m", "slow"))
+
+
+@pytest.mark.parametrize(("flags", "port"), [((), 8004), (("--control-port", "0"), 0)])
+def test_routers_find_the_next_controller_at_the_same_port(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], port: int
+) -> None:
+    specs: list[ClusterSpec] = []
+    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", specs.append)
+    result = CliRunner().invoke(app, ["controller", "tiny", *flags])
+    assert (result.exit_code, [spec.control.port for spec in specs]) == (0, [port])

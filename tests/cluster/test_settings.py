@@ -231,4 +231,6 @@ def test_help_shows_each_default_that_is_a_value_zero_included() -> None:
         "more lines",
         "of profiles",
     ]
-    assert next(setting for setting in SETTINGS if setting.flag == "--control-port").help.endswith("[default: 0]")
+    assert next(setting for setting in SETTINGS if setting.flag == "--control-port").help.endswith(
+        "[default: 8004; with `serve` any]"
+    )

@@ -8,6 +8,8 @@ import typer
 
 from headrace_cluster.cli import options as o
 
+CONTROL_PORT = 8004
+
 app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(help="The cluster spec.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
@@ -57,9 +59,12 @@ def controller(
     if config_stdin:
         return run_from_stdin(parent)
     spec = _spec(given, config)
-    if spec.ray.address is None:
-        spec = spec.model_copy(update={"ray": spec.ray.model_copy(update={"address": "auto"})})
-    return run_controller(spec)
+    ray, control = spec.ray, spec.control
+    if ray.address is None:
+        ray = ray.model_copy(update={"address": "auto"})
+    if control.port is None:  # routers find the next one at the same port
+        control = control.model_copy(update={"port": CONTROL_PORT})
+    return run_controller(spec.model_copy(update={"ray": ray, "control": control}))
 
 
 @app.command()

@@ -48,7 +48,7 @@ class ControllerProcess:
         self._restarts = Restarts(BACKOFF, WINDOW_SECONDS, random)
         control_host = spec.control.host or host
         self._admin = PortReservation(spec.admin.host, spec.admin.port, "the admin API", "--admin-port")
-        self._control = PortReservation(control_host, spec.control.port, "the controller", "--control-port")
+        self._control = PortReservation(control_host, spec.control.port or 0, "the controller", "--control-port")
         self._tls_cert = spec.tls.cert
         self._config: ControllerConfig | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -96,7 +96,7 @@ class Controller:
             self._identity,
             self._certificates.authority,
             host,
-            self._spec.control.port,
+            self._spec.control.port or 0,
             reserved=self._supervised,
         )
         self._servers.push_async_callback(grpc.stop, grace=0.2)

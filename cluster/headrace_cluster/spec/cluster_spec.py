@@ -58,7 +58,7 @@ class ClusterSpec(Section):
     def _first_metrics_port(self) -> int:
         """The first port above the admin port such that the range contains no other port of this cluster."""
         first = self.admin.port and self.admin.port + 1
-        others = (self.routers.port, self.routers.grpc_port, self.control.port)
+        others = (self.routers.port, self.routers.grpc_port, self.control.port or 0)
         while first and (taken := [port for port in others if first <= port < first + self.routers.count]):
             first = max(taken) + 1
         return first
@@ -70,7 +70,7 @@ class ClusterSpec(Section):
         if twice:
             raise ValueError(f"each model needs a name of its own, but '{twice[0]}' is given twice")
         ports = {"routers.port": self.routers.port, "routers.grpc_port": self.routers.grpc_port}
-        ports |= {"admin.port": self.admin.port, "control.port": self.control.port}
+        ports |= {"admin.port": self.admin.port, "control.port": self.control.port or 0}
         own = self.metrics_ports
         if max(own, default=0) > 65535:
             raise ValueError(f"routers.metrics_port is {own[0]}, and {len(own)} routers need that many above it")

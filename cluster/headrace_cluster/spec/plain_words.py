@@ -38,7 +38,7 @@ EXAMPLES = {
     "tls": "{cert: cert.pem, key: key.pem}",
     "limits": "{messages: 64}",
     "admin": "{port: 8002}",
-    "control": "{port: 8003}",
+    "control": "{port: 8004}",
     "health": "{interval_seconds: 1}",
     "ray": "{dashboard: false}",
     "logs": "{format: json}",

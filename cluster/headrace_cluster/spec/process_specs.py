@@ -84,10 +84,12 @@ class ControlSpec(Section):
         description="default: loopback, or the address of its node in a Ray that runs",
         json_schema_extra=flag("--control-host", help="interface of the controller, for routers"),
     )
-    port: Port = Field(
-        default=0,
-        description="0 = any free port",
-        json_schema_extra=flag("--control-port", help="port of the controller; 0 = any free port"),
+    port: Port | None = Field(
+        default=None,
+        description="default: 8004, with `serve` any free port; 0 = any free port",
+        json_schema_extra=flag(
+            "--control-port", help="port of the controller; 0 = any free port [default: 8004; with `serve` any]"
+        ),
     )
     secret_file: Path | None = Field(
         default=None,
