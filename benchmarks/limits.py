@@ -46,8 +46,8 @@ from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
 from headrace_router.text.text_encoder import CONTROL_SPANS
-from support import identities
 from support.certificates import Authority
+from support.members import secret_file
 from support.router import key_updates
 from support.router.fake_replica import FakeReplica
 from support.router.tokenizer import make_tokenizer
@@ -99,9 +99,7 @@ async def run_router(replica: str, tls: list[Path] | None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     members = (StaticMember(address=replica, replica_id="r0"),)
     files = TlsConfig() if tls is None else TlsConfig(cert=tls[0], key=tls[1])
-    router = RouterServer(
-        RouterConfig(port=0, grpc_port=0, credentials=identities.router_credentials(), members=members, tls=files)
-    )
+    router = RouterServer(RouterConfig(port=0, grpc_port=0, secret_file=secret_file(), members=members, tls=files))
     await router.start()
     while not router.services.ready:  # noqa: ASYNC110
         await asyncio.sleep(0.05)

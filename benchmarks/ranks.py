@@ -16,10 +16,10 @@ from typing import Any
 import machine
 import torch
 
-from headrace_proto.identity import Identity
+from headrace_proto.cluster_member import ClusterSecret
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.device.choice import open_device
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.ranks.join import join_team
@@ -33,7 +33,7 @@ PROMPT, OUTPUT = 32, 32
 
 def run_follower(config: ReplicaConfig, rank: int, rendezvous: Rendezvous) -> None:
     """The process of every rank but the first."""
-    replica = Replica(config, Identity(), LOCAL_CACHE_KEY, rank)
+    replica = Replica(config, ClusterSecret((bytes(16),)), rank)
     replica.start(rendezvous)
     replica.wait()
     replica.stop()

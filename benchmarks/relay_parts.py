@@ -13,7 +13,6 @@ from typing import Any
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_proto.replica_pb2 import (
     FINISH_LENGTH,
@@ -29,7 +28,7 @@ from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
-from support import identities
+from support.members import MEMBER, METADATA, secret_file
 from support.router.fake_replica import MODEL, FakeReplica
 from support.router.tokenizer import make_tokenizer
 
@@ -152,8 +151,8 @@ async def floor(_: float, address: str) -> int:
             yield await outgoing.get()
 
     async def forward() -> None:
-        async with identities.router().channel(address, Component.REPLICA, NO_PROXY) as channel:
-            async for frame in ReplicaStub(channel).Serve(frames()):
+        async with MEMBER.channel(address, NO_PROXY) as channel:
+            async for frame in ReplicaStub(channel).Serve(frames(), metadata=METADATA):
                 for delta in frame.deltas:
                     if (transport := streams.get(delta.attempt_id)) is not None:
                         transport.write(CHUNK)
@@ -177,7 +176,7 @@ async def router(_: float, address: str) -> int:
     """A router, as it is."""
     configure_logs(LogConfig("router", stderr_level="error"))
     members = (StaticMember(address=address, replica_id="r0"),)
-    made = RouterServer(RouterConfig(port=0, grpc_port=0, credentials=identities.router_credentials(), members=members))
+    made = RouterServer(RouterConfig(port=0, grpc_port=0, secret_file=secret_file(), members=members))
     await made.start()
     while not made.services.ready:  # noqa: ASYNC110
         await asyncio.sleep(0.05)

@@ -16,18 +16,17 @@ import torch
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.core.transfer.orders import OpenPair
 from headrace_worker.kv_transfer.pair_group import PairGroup
 from headrace_worker.replica import Replica
-from support import identities
+from support.members import MEMBER, METADATA
 
 
 def run_replica(config: ReplicaConfig, pipe: Any) -> None:
     """Runs one replica until a message arrives on the pipe."""
-    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY)
+    replica = Replica(config, MEMBER.secret)
     pipe.send(replica.start().address)
     pipe.recv()
     replica.stop()
@@ -76,12 +75,12 @@ class ReplicaStream:
     def __init__(self, address: str) -> None:
         self.address = address
         self.load = pb.Load()
-        self._channel = identities.router().channel(address, Component.REPLICA, NO_PROXY)
+        self._channel = MEMBER.channel(address, NO_PROXY)
         self._answers: dict[bytes, tuple[Answer, float]] = {}
 
     async def open(self) -> None:
         stub: Any = ReplicaStub(self._channel)
-        self._call = stub.Serve()
+        self._call = stub.Serve(metadata=METADATA)
         hello = pb.RouterHello(router_id="benchmark", contract_version=CONTRACT_VERSION)
         await self._call.write(pb.RouterFrame(hello=hello))
         self._task = asyncio.create_task(self._read())

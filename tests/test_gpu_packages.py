@@ -19,7 +19,7 @@ UNUSED = {"requests", "tomli", "colorama", "exceptiongroup"}  # gguf downloads w
 IMPORT_ALL = """
 import importlib, json, pathlib, pkgutil, sys
 sys.modules["ray"] = None  # an import of it raises ImportError
-import gpu, replicas, gpu_bench, headrace_kernels, headrace_proto, headrace_worker, support.identities
+import gpu, replicas, gpu_bench, headrace_kernels, headrace_proto, headrace_worker, support.members
 for package in (gpu_bench, headrace_kernels, headrace_proto, headrace_worker):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.startswith("headrace_kernels.gpu."):  # needs Triton, which macOS has not

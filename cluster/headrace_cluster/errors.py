@@ -43,10 +43,6 @@ class CertificateError(HeadraceError):
     """A client command does not accept the certificate of a server, or the server that of the client."""
 
 
-class RenewalError(HeadraceError):
-    """A replica that is up did not take its next certificate; the call is repeated."""
-
-
 class RouterFailedError(HeadraceError):
     """The router process ended."""
 

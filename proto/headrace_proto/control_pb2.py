@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace_proto import replica_pb2 as headrace__proto_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"\xaa\x01\n\x0cRouterReport\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12+\n\x08replicas\x18\x02 \x03(\x0b\x32\x19.headrace.v1.HeardReplica\x12-\n\x08\x61\x63\x63ounts\x18\x04 \x03(\x0b\x32\x1b.headrace.v1.RequestAccount\x12+\n\x06models\x18\x05 \x03(\x0b\x32\x1b.headrace.v1.ModelPlacement\"\x89\x02\n\x0eModelPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x12\n\nplacements\x18\x05 \x01(\x04\x12\x18\n\x10\x63\x61\x63he_placements\x18\x06 \x01(\x04\x12\x46\n\x0eunknown_caches\x18\x07 \x03(\x0b\x32..headrace.v1.ModelPlacement.UnknownCachesEntry\x1a\x34\n\x12UnknownCachesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0eRequestAccount\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64ocument\x18\x02 \x01(\t\"E\n\x0cHeardReplica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05heard\x18\x03 \x01(\x08\"9\n\x11RouterReportReply\x12\x13\n\x0b\x61uthorities\x18\x01 \x03(\x0c\x12\x0f\n\x07\x65xplain\x18\x02 \x03(\t\"+\n\x0cRenewRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\"j\n\nRenewReply\x12\r\n\x05\x63hain\x18\x01 \x01(\t\x12\r\n\x05trust\x18\x02 \x01(\t\x12\x13\n\x0b\x61uthorities\x18\x03 \x03(\x0c\x12\x15\n\rrenew_seconds\x18\x04 \x01(\x01\x12\x12\n\ntenant_key\x18\x05 \x01(\x0c\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"_\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x32\xca\x01\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x12\x43\n\x06Report\x12\x19.headrace.v1.RouterReport\x1a\x1e.headrace.v1.RouterReportReply\x12;\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x17.headrace.v1.RenewReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace_proto/control.proto\x12\x0bheadrace.v1\x1a\x1cheadrace_proto/replica.proto\"\xaa\x01\n\x0cRouterReport\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12+\n\x08replicas\x18\x02 \x03(\x0b\x32\x19.headrace.v1.HeardReplica\x12-\n\x08\x61\x63\x63ounts\x18\x04 \x03(\x0b\x32\x1b.headrace.v1.RequestAccount\x12+\n\x06models\x18\x05 \x03(\x0b\x32\x1b.headrace.v1.ModelPlacement\"\x89\x02\n\x0eModelPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x12\n\nplacements\x18\x05 \x01(\x04\x12\x18\n\x10\x63\x61\x63he_placements\x18\x06 \x01(\x04\x12\x46\n\x0eunknown_caches\x18\x07 \x03(\x0b\x32..headrace.v1.ModelPlacement.UnknownCachesEntry\x1a\x34\n\x12UnknownCachesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0eRequestAccount\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64ocument\x18\x02 \x01(\t\"E\n\x0cHeardReplica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05heard\x18\x03 \x01(\x08\"$\n\x11RouterReportReply\x12\x0f\n\x07\x65xplain\x18\x02 \x03(\t\"7\n\x0cWatchRequest\x12\'\n\x06router\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RouterInfo\"`\n\nRouterInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0c\n\x04http\x18\x04 \x01(\t\x12\x0c\n\x04grpc\x18\x05 \x01(\t\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"{\n\nMemberList\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Member\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.headrace.v1.ModelEntry\"s\n\x06Member\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.ReplicaIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\"_\n\nModelEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x32\x8d\x01\n\x07\x43ontrol\x12=\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x17.headrace.v1.MemberList0\x01\x12\x43\n\x06Report\x12\x19.headrace.v1.RouterReport\x1a\x1e.headrace.v1.RouterReportReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,21 +45,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARDREPLICA']._serialized_start=572
   _globals['_HEARDREPLICA']._serialized_end=641
   _globals['_ROUTERREPORTREPLY']._serialized_start=643
-  _globals['_ROUTERREPORTREPLY']._serialized_end=700
-  _globals['_RENEWREQUEST']._serialized_start=702
-  _globals['_RENEWREQUEST']._serialized_end=745
-  _globals['_RENEWREPLY']._serialized_start=747
-  _globals['_RENEWREPLY']._serialized_end=853
-  _globals['_WATCHREQUEST']._serialized_start=855
-  _globals['_WATCHREQUEST']._serialized_end=910
-  _globals['_ROUTERINFO']._serialized_start=912
-  _globals['_ROUTERINFO']._serialized_end=1008
-  _globals['_MEMBERLIST']._serialized_start=1010
-  _globals['_MEMBERLIST']._serialized_end=1133
-  _globals['_MEMBER']._serialized_start=1135
-  _globals['_MEMBER']._serialized_end=1250
-  _globals['_MODELENTRY']._serialized_start=1252
-  _globals['_MODELENTRY']._serialized_end=1347
-  _globals['_CONTROL']._serialized_start=1350
-  _globals['_CONTROL']._serialized_end=1552
+  _globals['_ROUTERREPORTREPLY']._serialized_end=679
+  _globals['_WATCHREQUEST']._serialized_start=681
+  _globals['_WATCHREQUEST']._serialized_end=736
+  _globals['_ROUTERINFO']._serialized_start=738
+  _globals['_ROUTERINFO']._serialized_end=834
+  _globals['_MEMBERLIST']._serialized_start=836
+  _globals['_MEMBERLIST']._serialized_end=959
+  _globals['_MEMBER']._serialized_start=961
+  _globals['_MEMBER']._serialized_end=1076
+  _globals['_MODELENTRY']._serialized_start=1078
+  _globals['_MODELENTRY']._serialized_end=1173
+  _globals['_CONTROL']._serialized_start=1176
+  _globals['_CONTROL']._serialized_end=1317
 # @@protoc_insertion_point(module_scope)

@@ -63,32 +63,10 @@ class HeardReplica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., generation: _Optional[int] = ..., heard: _Optional[bool] = ...) -> None: ...
 
 class RouterReportReply(_message.Message):
-    __slots__ = ("authorities", "explain")
-    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("explain",)
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
-    authorities: _containers.RepeatedScalarFieldContainer[bytes]
     explain: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, authorities: _Optional[_Iterable[bytes]] = ..., explain: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class RenewRequest(_message.Message):
-    __slots__ = ("certificate_request",)
-    CERTIFICATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
-    certificate_request: bytes
-    def __init__(self, certificate_request: _Optional[bytes] = ...) -> None: ...
-
-class RenewReply(_message.Message):
-    __slots__ = ("chain", "trust", "authorities", "renew_seconds", "tenant_key")
-    CHAIN_FIELD_NUMBER: _ClassVar[int]
-    TRUST_FIELD_NUMBER: _ClassVar[int]
-    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
-    RENEW_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TENANT_KEY_FIELD_NUMBER: _ClassVar[int]
-    chain: str
-    trust: str
-    authorities: _containers.RepeatedScalarFieldContainer[bytes]
-    renew_seconds: float
-    tenant_key: bytes
-    def __init__(self, chain: _Optional[str] = ..., trust: _Optional[str] = ..., authorities: _Optional[_Iterable[bytes]] = ..., renew_seconds: _Optional[float] = ..., tenant_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, explain: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router",)

@@ -44,11 +44,6 @@ class ControlStub:
                 request_serializer=headrace__proto_dot_control__pb2.RouterReport.SerializeToString,
                 response_deserializer=headrace__proto_dot_control__pb2.RouterReportReply.FromString,
                 _registered_method=True)
-        self.Renew = channel.unary_unary(
-                '/headrace.v1.Control/Renew',
-                request_serializer=headrace__proto_dot_control__pb2.RenewRequest.SerializeToString,
-                response_deserializer=headrace__proto_dot_control__pb2.RenewReply.FromString,
-                _registered_method=True)
 
 
 class ControlServicer:
@@ -70,13 +65,6 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Renew(self, request, context):
-        """Another certificate of the caller's own component and name, for the key of the request.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,11 +77,6 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=headrace__proto_dot_control__pb2.RouterReport.FromString,
                     response_serializer=headrace__proto_dot_control__pb2.RouterReportReply.SerializeToString,
-            ),
-            'Renew': grpc.unary_unary_rpc_method_handler(
-                    servicer.Renew,
-                    request_deserializer=headrace__proto_dot_control__pb2.RenewRequest.FromString,
-                    response_serializer=headrace__proto_dot_control__pb2.RenewReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,33 +133,6 @@ class Control:
             '/headrace.v1.Control/Report',
             headrace__proto_dot_control__pb2.RouterReport.SerializeToString,
             headrace__proto_dot_control__pb2.RouterReportReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Renew(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.Control/Renew',
-            headrace__proto_dot_control__pb2.RenewRequest.SerializeToString,
-            headrace__proto_dot_control__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,

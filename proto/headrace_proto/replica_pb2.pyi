@@ -489,20 +489,18 @@ class HealthRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ReplicaHealth(_message.Message):
-    __slots__ = ("identity", "state", "step", "load", "routers", "refused_callers")
+    __slots__ = ("identity", "state", "step", "load", "routers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_CALLERS_FIELD_NUMBER: _ClassVar[int]
     identity: ReplicaIdentity
     state: ReplicaState
     step: int
     load: Load
     routers: int
-    refused_callers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ..., refused_callers: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class KvShards(_message.Message):
     __slots__ = ("block_size", "head_dim", "dtype", "windows", "ranks")

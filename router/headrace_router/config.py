@@ -1,13 +1,14 @@
 """The configuration of one router process. The cluster package builds it from the spec."""
 
 import socket
-from functools import cached_property
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretBytes, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from headrace_proto.flag import flag
+from headrace_proto.internal_tls import InternalTls
 from headrace_proto.logs import LogConfig
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
@@ -114,8 +115,9 @@ class RouterConfig(RouterSettings):
     metrics_no_auth: bool = Field(default=False, description="`metrics_port` answers without a key")
     controller: str | None = Field(default=None, description="host:port of headrace.v1.Control; none = only `members`")
     members: tuple[StaticMember, ...] = ()
-    credentials: SecretBytes = Field(description="encoded RouterCredentials: what makes it a member of its cluster")
-    credentials_file: Path | None = Field(default=None, description="where renewed ones are kept; none = in memory")
+    secret_file: Path = Field(description="of the cluster")
+    internal_tls: InternalTls | None = None
+    router_id: str = Field(default_factory=lambda: f"router-{token_hex(8)}", description="of one start of the process")
     node: str = Field(default_factory=socket.gethostname)
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
@@ -131,13 +133,6 @@ class RouterConfig(RouterSettings):
         default=30.0, gt=0, description="without heartbeat until a stalled replica counts as lost"
     )
     logs: LogConfig = LogConfig(part="router")
-
-    @cached_property
-    def router_id(self) -> str:
-        """The name in the certificate of `credentials`."""
-        from headrace_router.credentials import RouterCredentials  # with gRPC, which client commands do not load
-
-        return RouterCredentials.decode(self.credentials.get_secret_value()).name
 
     @model_validator(mode="after")
     def _shared(self) -> Self:

@@ -7,7 +7,6 @@ import signal
 
 import structlog
 
-from headrace_proto.component import CertificateIssuer
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
 from headrace_router.config import RouterConfig
@@ -19,9 +18,8 @@ OTHER_FILES = 512  # of replicas, logs and libraries
 log = structlog.get_logger("headrace.router")
 
 
-def run(config: RouterConfig, issue: CertificateIssuer | None = None) -> int:
-    """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start or
-    could not go on. issue: as that of RouterCertificate.
+def run(config: RouterConfig) -> int:
+    """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start.
 
     Requests in flight get `shutdown_seconds`; one more SIGINT ends them at once. A repeated SIGTERM changes nothing:
     a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
@@ -32,7 +30,7 @@ def run(config: RouterConfig, issue: CertificateIssuer | None = None) -> int:
     _allow_open_files(2 * config.limits.connections + OTHER_FILES)  # HTTP and gRPC
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_serve(config, issue))
+            runner.run(_serve(config))
     except HeadraceError as error:
         log.error(str(error))
         return 1
@@ -55,10 +53,10 @@ def _allow_open_files(wanted: int) -> None:
         )
 
 
-async def _serve(config: RouterConfig, issue: CertificateIssuer | None) -> None:
+async def _serve(config: RouterConfig) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    server = RouterServer(config, issue)
+    server = RouterServer(config)
 
     def stop() -> None:
         stopping.set()

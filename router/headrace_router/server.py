@@ -9,9 +9,8 @@ import time
 import structlog
 
 from headrace_proto.address import host_port
-from headrace_proto.component import CertificateIssuer
+from headrace_proto.cluster_member import ClusterMember, SecretFile
 from headrace_proto.control_pb2 import RouterInfo
-from headrace_proto.identity import Identity
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
@@ -28,7 +27,6 @@ from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
 from headrace_router.core.prefix_index import PrefixIndex
-from headrace_router.credentials import RouterCredentials
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.measured_placement import MeasuredPlacement
 from headrace_router.dispatch.placement_report import placement_report
@@ -39,7 +37,6 @@ from headrace_router.event_loop import exempt_from_collection
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.membership import static_list, watch_controller
 from headrace_router.replicas.replica_link import ReplicaLinks
-from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
@@ -57,11 +54,8 @@ log = structlog.get_logger("headrace.router")
 class RouterServer:
     """`start`, then `stop`; in between `http_port` and `grpc_port` are the ports that it listens on."""
 
-    def __init__(self, config: RouterConfig, issue: CertificateIssuer | None = None) -> None:
-        """Raises a HeadraceError, of keys, exposure or TLS files, before anything is opened.
-
-        issue: as that of RouterCertificate.
-        """
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises a HeadraceError, of keys, exposure, the secret or TLS files, before anything is opened."""
         check_exposure(config.host, config.auth)
         self._metrics_host = config.metrics_host or config.host
         if config.metrics_port is not None:
@@ -70,9 +64,8 @@ class RouterServer:
         self.http_port = 0
         self.grpc_port = 0
         self.metrics_port = 0  # of an address of its own; 0 = it has none
-        self._credentials = credentials = RouterCredentials.decode(config.credentials.get_secret_value())
-        self._identity = Identity.restore(credentials.identity)
-        self._certificate = RouterCertificate(self._identity, issue, self._keep_credentials)
+        self._secret_file = SecretFile(config.secret_file)
+        self._member = ClusterMember(self._secret_file.secret, config.internal_tls)
         metrics = RouterMetrics()
         self._keys = KeyFiles(config.auth)
 
@@ -80,7 +73,7 @@ class RouterServer:
         index = PrefixIndex(config.prefix_index_blocks) if policy.uses_cache else None
         self._links = ReplicaLinks(
             router_id=config.router_id,
-            identity=self._identity,
+            member=self._member,
             cards=CardCache(),
             stall_seconds=config.stall_seconds,
             index=index,
@@ -93,7 +86,7 @@ class RouterServer:
         pool = TokenizerPool(config.limits)
         self.services = Services(
             config=config,
-            auth=Authenticator(self._keys.current, credentials.tenant_key),
+            auth=Authenticator(self._keys.current, self._secret_file.secret.derive("tenant salts")),
             fleet=fleet,
             metrics=metrics,
             admission=Admission(config.limits, metrics),
@@ -143,6 +136,7 @@ class RouterServer:
         if not config.share_port:
             self._connect_to_replicas()
         self._tasks.append(asyncio.create_task(self._keys.watch(self.services.auth.use)))
+        self._tasks.append(asyncio.create_task(self._watch_secret()))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(self._tls.watch()))
         log.info("router is listening", http=self.info().http, grpc=self.info().grpc)
@@ -159,17 +153,9 @@ class RouterServer:
         )
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
-        """Serves until the event is set, then stops. Raises CertificateRefusedError, when it has stopped."""
-        stop = asyncio.create_task(stopping.wait())
-        kept = asyncio.create_task(self._certificate.run_until_refused(self._has_replica))
-        try:
-            await asyncio.wait({stop, kept}, return_when=asyncio.FIRST_COMPLETED)
-            await self.stop()
-            if kept.done():
-                kept.result()
-        finally:
-            stop.cancel()
-            kept.cancel()
+        """Serves until the event is set, then stops."""
+        await stopping.wait()
+        await self.stop()
 
     def begin_stop(self) -> None:
         """Not ready from now on. New requests are refused with an error until `stop` closes the ports.
@@ -224,7 +210,7 @@ class RouterServer:
             watch = watch_controller(
                 config.controller,
                 self.info(),
-                self._certificate,
+                self._member,
                 services.fleet,
                 services.accounts,
                 lambda: placement_report(services.fleet, services.metrics, config.policy),
@@ -232,19 +218,8 @@ class RouterServer:
             self._tasks.append(asyncio.create_task(watch))
         self._tasks.append(asyncio.create_task(self._maintain()))
 
-    def _has_replica(self) -> bool:
-        return any(replica.connected for replica in self.services.fleet.replicas)
-
-    def _keep_credentials(self, tenant_key: bytes) -> None:
-        """For the next start: credentials expire, and salts stay the same until then. An empty key: as before."""
-        path = self.config.credentials_file
-        if path is None:
-            return
-        self._credentials = RouterCredentials(self._identity.save(), tenant_key or self._credentials.tenant_key)
-        try:
-            self._credentials.write(path)
-        except OSError as error:
-            log.warning("the renewed credentials are not kept", file=str(path), reason=error.strerror)
+    async def _watch_secret(self) -> None:
+        await self._secret_file.watch(lambda: log.info("the secret file has changed"), log.warning)
 
     async def _until_ready(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace_proto.identity import Identity
-from support import identities
 from support.cluster.fake_driver import FakeDriver
 
 
@@ -28,12 +26,6 @@ def driver() -> Iterator[FakeDriver]:
     yield fake
     for replica in fake.replicas.values():
         replica.stop()
-
-
-@pytest.fixture
-def identity() -> Identity:
-    """The controller's."""
-    return identities.controller()
 
 
 @pytest.fixture

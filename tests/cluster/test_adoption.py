@@ -29,10 +29,10 @@ from headrace_cluster.ray import resources
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
-from headrace_proto.identity import Identity
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -54,7 +54,7 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
         node="here",
         gpus=[],
         fingerprint=FINGERPRINT,
-        authorities=OURS[1:],
+        secrets=OURS[1:],
         model="m",
         tp=1,
         pp=1,
@@ -166,7 +166,7 @@ def test_a_minority_that_does_not_reply_is_adopted_as_it_was_recorded() -> None:
     """A node may be stopped for a minute. Whether they are lost is the health judge's decision."""
     names = [ReplicaName(f"m-{number}", 1) for number in range(11)]
     reports: Reports = {(name, 0): _report() if number > 4 else None for number, name in enumerate(names)}
-    recorded = _recorded(*names[:5], authorities=(b"of a secret that was replaced",), pid=70, role="decode")
+    recorded = _recorded(*names[:5], secrets=(b"of a secret that was replaced",), pid=70, role="decode")
     plan = _plan(reports, recorded)
     assert sorted(build.name for build in plan.state.builds) == sorted(names)
     assert not (plan.ended_ranks or plan.ended_groups or plan.state.silent)
@@ -214,7 +214,7 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     assert plan.ended_groups == [older, without_ranks]
 
 
-@pytest.mark.parametrize("changed", [{"authorities": (b"another",)}, {"role": "encode"}])
+@pytest.mark.parametrize("changed", [{"secrets": (b"another",)}, {"role": "encode"}])
 def test_a_foreign_build_beside_others_is_neither_adopted_nor_ended(changed: dict[str, Any]) -> None:
     """Before, it left all others without a controller."""
     foreign, *ours = (ReplicaName(f"m-{number}", 1) for number in range(3))
@@ -228,10 +228,10 @@ def test_a_foreign_build_beside_others_is_neither_adopted_nor_ended(changed: dic
         _plan({(foreign, 0): _report(**changed), (ours[0], 0): _report(started=None)}, None)
 
 
-def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver, identity: Identity) -> None:
+def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver) -> None:
     async def scenario() -> None:
         driver.adopted_state = AdoptedState(problems=["m-0 runs in this Ray with another secret"])
-        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, MEMBER))
         await supervisor.adopt(None)
         assert supervisor.status()["problems"] == ["m-0 runs in this Ray with another secret"]
 
@@ -240,7 +240,7 @@ def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver, identity
 
 def test_replicas_with_another_secret_are_left_alone() -> None:
     with pytest.raises(AdoptionError, match=r"m-0 runs in this Ray with another secret.*--secret-file"):
-        _chosen(_pair(ReplicaName("m-0", 1), 5, authorities=(b"another",)))
+        _chosen(_pair(ReplicaName("m-0", 1), 5, secrets=(b"another",)))
 
 
 def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_over() -> None:
@@ -679,11 +679,11 @@ def test_a_replica_that_the_spec_no_longer_names_drains() -> None:
 
 @asynccontextmanager
 async def _adopting_supervisor(
-    driver: FakeDriver, identity: Identity, snapshot: ControllerSnapshot | None = None
+    driver: FakeDriver, snapshot: ControllerSnapshot | None = None
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": 2}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, MEMBER))
     await supervisor.adopt(snapshot)
     supervisor.start()
     try:
@@ -702,15 +702,13 @@ def _lists(membership: Membership) -> tuple[list[control_pb2.MemberList], "async
     return received, asyncio.create_task(receive())
 
 
-def test_a_new_controller_publishes_every_adopted_replica_at_once(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_new_controller_publishes_every_adopted_replica_at_once(driver: FakeDriver, eventually: Eventually) -> None:
     """An incomplete list would remove replicas from the routers, and the controller may hear none of them."""
 
     async def scenario() -> None:
         for name in (FIRST, SECOND):
             driver.add_earlier_build(name).health_paused.set()
-        async with _adopting_supervisor(driver, identity, ControllerSnapshot(created=77)) as (supervisor, membership):
+        async with _adopting_supervisor(driver, ControllerSnapshot(created=77)) as (supervisor, membership):
             received, receiver = _lists(membership)
             assert driver.adopt_request == ["smollm2-0", "smollm2-1"]
             await eventually(lambda: received)
@@ -737,7 +735,7 @@ def test_a_new_controller_publishes_every_adopted_replica_at_once(
 
 @pytest.mark.parametrize("up", [True, False])
 def test_a_build_whose_ranks_reply_late_continues_if_it_is_up(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, up: bool
+    driver: FakeDriver, eventually: Eventually, up: bool
 ) -> None:
     async def scenario() -> None:
         for name in (FIRST, SECOND):
@@ -746,7 +744,7 @@ def test_a_build_whose_ranks_reply_late_continues_if_it_is_up(
         driver.adopted_state.silent.append(FIRST)
         driver.reports = {FIRST: dataclasses.replace(late, reports=[_report()])} if up else {}
         driver.errors["report"] += [AdoptionError("a rank does not reply")] * 6  # SECOND is asked, too
-        async with _adopting_supervisor(driver, identity) as (supervisor, _):
+        async with _adopting_supervisor(driver) as (supervisor, _):
             record = supervisor.reconciler.records["smollm2-0"]
             assert record.state is State.STARTING
             await eventually(lambda: any("report of smollm2-0" in each for each in supervisor.status()["problems"]))
@@ -761,12 +759,10 @@ def test_a_build_whose_ranks_reply_late_continues_if_it_is_up(
     asyncio.run(scenario())
 
 
-def test_an_adopted_replica_that_dies_is_rebuilt(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_an_adopted_replica_that_dies_is_rebuilt(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
         driver.add_earlier_build(FIRST)
-        async with _adopting_supervisor(driver, identity) as (supervisor, _):
+        async with _adopting_supervisor(driver) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             assert ("launch", ReplicaName("smollm2-1", 1)) in driver.calls, "the missing one is built"
             driver.kill(FIRST)
@@ -778,9 +774,7 @@ def test_an_adopted_replica_that_dies_is_rebuilt(
     asyncio.run(scenario())
 
 
-def test_a_drain_continues_with_its_remaining_time(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_drain_continues_with_its_remaining_time(driver: FakeDriver, eventually: Eventually) -> None:
     snapshot = ControllerSnapshot(
         created=1, replicas={"smollm2-0": _snapshot(generation=3, held=True, drain_seconds=0.4, ever_ready=True)}
     )
@@ -788,7 +782,7 @@ def test_a_drain_continues_with_its_remaining_time(
     async def scenario() -> None:
         driver.add_earlier_build(FIRST, draining=True).running = 1
         driver.add_earlier_build(SECOND)
-        async with _adopting_supervisor(driver, identity, snapshot) as (supervisor, _):
+        async with _adopting_supervisor(driver, snapshot) as (supervisor, _):
             record = supervisor.reconciler.records["smollm2-0"]
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -800,7 +794,7 @@ def test_a_drain_continues_with_its_remaining_time(
 
 
 def test_streams_of_a_build_that_drains_beside_its_next_one_may_finish(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
+    driver: FakeDriver, eventually: Eventually
 ) -> None:
     newer = ReplicaName("smollm2-0", 4)
     snapshot = ControllerSnapshot(
@@ -813,7 +807,7 @@ def test_streams_of_a_build_that_drains_beside_its_next_one_may_finish(
         old = driver.add_earlier_build(FIRST, draining=True)
         old.running = 1
         driver.adopted_state.builds[-1] = dataclasses.replace(driver.adopted_state.builds[-1], leaving=True)
-        async with _adopting_supervisor(driver, identity, snapshot) as (supervisor, _):
+        async with _adopting_supervisor(driver, snapshot) as (supervisor, _):
             await eventually(lambda: supervisor.overview.in_flight == 1)
             await asyncio.sleep(0.3)
             assert ("drain", FIRST) in driver.calls and ("stop", FIRST) not in driver.calls
@@ -826,9 +820,9 @@ def test_streams_of_a_build_that_drains_beside_its_next_one_may_finish(
     asyncio.run(scenario())
 
 
-def test_a_first_controller_publishes_at_once(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_first_controller_publishes_at_once(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _adopting_supervisor(driver, identity) as (supervisor, membership):
+        async with _adopting_supervisor(driver) as (supervisor, membership):
             received, receiver = _lists(membership)
             await eventually(lambda: received)
             await eventually(lambda: supervisor.reconciler.ready)

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -26,12 +24,10 @@ from headrace_cluster.errors import ProfileError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_proto.errors import ListenError
-from headrace_proto.identity import Identity
 from headrace_worker.profiling.report import Operator, ProfileReport
-from support import identities
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER, METADATA
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -48,12 +44,10 @@ SECOND = ReplicaName("smollm2-0", 2)
 
 
 @asynccontextmanager
-async def _supervised(
-    driver: FakeDriver, identity: Identity, replicas: int = 1
-) -> AsyncIterator[tuple[Supervisor, Membership]]:
+async def _supervised(driver: FakeDriver, replicas: int = 1) -> AsyncIterator[tuple[Supervisor, Membership]]:
     spec = parse_spec({"models": [{"replicas": replicas, "aliases": ["small"]}], "health": HEALTH})
     membership = Membership()
-    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, MEMBER))
     supervisor.start()
     try:
         yield supervisor, membership
@@ -61,9 +55,9 @@ async def _supervised(
         await supervisor.stop()
 
 
-def test_start_status_and_stop(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_start_status_and_stop(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity, replicas=2) as (supervisor, _):
+        async with _supervised(driver, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             driver.replicas[FIRST].running = 3
             await eventually(lambda: supervisor.status()["replicas"][0]["load"]["running"] == 3)
@@ -86,11 +80,9 @@ def test_start_status_and_stop(driver: FakeDriver, identity: Identity, eventuall
     asyncio.run(scenario())
 
 
-def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, membership):
+        async with _supervised(driver) as (supervisor, membership):
             lists = membership.watch()
             await eventually(lambda: supervisor.reconciler.ready)
             first = await _until(lists, lambda members: _ready(members) == [1])
@@ -107,9 +99,9 @@ def test_a_killed_replica_is_removed_from_the_list_and_rebuilt(
     asyncio.run(scenario())
 
 
-def test_a_replica_without_health_is_replaced(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_replica_without_health_is_replaced(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity, 2) as (supervisor, _):
+        async with _supervised(driver, 2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             record, other = supervisor.reconciler.records.values()
             await eventually(lambda: record.last_health > other.up_since)  # else the other one is no witness
@@ -127,22 +119,20 @@ def test_a_replica_without_health_is_replaced(driver: FakeDriver, identity: Iden
     asyncio.run(scenario())
 
 
-def test_a_replica_that_only_routers_hear_is_kept(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_replica_that_only_routers_hear_is_kept(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, membership):
-            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
+        async with _supervised(driver) as (supervisor, membership):
+            server, port = await start_control_server(membership, MEMBER, "127.0.0.1", 0)
             await eventually(lambda: supervisor.reconciler.ready)
             driver.replicas[FIRST].health_paused.set()
             replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
             report = control_pb2.RouterReport(router_id="r-1", replicas=[replica])
-            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
+            async with MEMBER.channel(f"127.0.0.1:{port}", NO_PROXY) as channel:
                 stub: Any = control_pb2_grpc.ControlStub(channel)
 
                 async def keep_reporting() -> None:
                     while True:
-                        await stub.Report(report)
+                        await stub.Report(report, metadata=METADATA)
                         await asyncio.sleep(0.1)
 
                 reporting = asyncio.create_task(keep_reporting())
@@ -157,44 +147,20 @@ def test_a_replica_that_only_routers_hear_is_kept(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["r-2", ""])
-def test_a_router_neither_reports_nor_registers_as_another_one(
-    driver: FakeDriver, identity: Identity, name: str
-) -> None:
-    async def scenario() -> None:
-        async with _supervised(driver, identity) as (_, membership):
-            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
-            replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
-            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
-                stub: Any = control_pb2_grpc.ControlStub(channel)
-                calls = (
-                    stub.Report(control_pb2.RouterReport(router_id=name, replicas=[replica])),
-                    stub.Watch(control_pb2.WatchRequest(router=control_pb2.RouterInfo(id=name))).read(),
-                )
-                for call in calls:
-                    with pytest.raises(grpc.aio.AioRpcError, match="the name in its certificate") as raised:
-                        await call
-                    assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert membership.router_reports.receives(FIRST, time.monotonic()) is None and not membership.routers
-            await server.stop(0)
-
-    asyncio.run(scenario())
-
-
-def test_a_failed_first_start_is_fatal(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_failed_first_start_is_fatal(driver: FakeDriver, eventually: Eventually) -> None:
     driver.failures = [StartFailedError("too little memory", final=True)]
 
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, _):
+        async with _supervised(driver) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.fatal == "too little memory")
             assert supervisor.status()["replicas"][0]["note"] == "too little memory"
 
     asyncio.run(scenario())
 
 
-def test_stop_waits_for_requests_in_flight(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_stop_waits_for_requests_in_flight(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, _):
+        async with _supervised(driver) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             replica = driver.replicas[FIRST]
             replica.running = 1
@@ -211,17 +177,17 @@ def test_stop_waits_for_requests_in_flight(driver: FakeDriver, identity: Identit
     asyncio.run(scenario())
 
 
-def test_watch_registers_the_router(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_watch_registers_the_router(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, membership):
-            server, port = await start_control_server(membership, identity, identities.authority, "127.0.0.1", 0)
+        async with _supervised(driver) as (supervisor, membership):
+            server, port = await start_control_server(membership, MEMBER, "127.0.0.1", 0)
             with pytest.raises(ListenError, match="--control-port"):
-                await start_control_server(membership, identity, identities.authority, "127.0.0.1", port)
-            async with identities.router().channel(f"127.0.0.1:{port}", Component.CONTROLLER, NO_PROXY) as channel:
+                await start_control_server(membership, MEMBER, "127.0.0.1", port)
+            async with MEMBER.channel(f"127.0.0.1:{port}", NO_PROXY) as channel:
                 stub: Any = control_pb2_grpc.ControlStub(channel)
                 router = control_pb2.RouterInfo(id="r-1", pid=7, http="127.0.0.1:1", grpc="127.0.0.1:2")
                 request = control_pb2.WatchRequest(router=router)
-                call = stub.Watch(request)
+                call = stub.Watch(request, metadata=METADATA)
                 members = await call.read()
                 while not _ready(members):
                     members = await call.read()
@@ -283,12 +249,12 @@ def test_admin_needs_key_and_host() -> None:
     asyncio.run(scenario())
 
 
-def test_a_profile_of_the_selected_replica(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_profile_of_the_selected_replica(driver: FakeDriver, eventually: Eventually) -> None:
     operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
     report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
 
     async def scenario() -> None:
-        async with _supervised(driver, identity) as (supervisor, _):
+        async with _supervised(driver) as (supervisor, _):
             with pytest.raises(ProfileError, match=r"smollm2-0 is .*: ask again when it is ready"):
                 await supervisor.profiles.record(None, 4, 1.0)
             await eventually(lambda: supervisor.reconciler.ready)
@@ -315,11 +281,9 @@ def test_a_profile_of_the_selected_replica(driver: FakeDriver, identity: Identit
     asyncio.run(scenario())
 
 
-def test_with_several_replicas_one_must_be_named(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_with_several_replicas_one_must_be_named(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _supervised(driver, identity, replicas=2) as (supervisor, _):
+        async with _supervised(driver, replicas=2) as (supervisor, _):
             await eventually(lambda: supervisor.reconciler.ready)
             with pytest.raises(ProfileError, match="smollm2-0, smollm2-1"):
                 await supervisor.profiles.record(None, 4, 1.0)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.controller.certificates import ControllerCertificates
 from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.core.snapshot import Lease
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray import controller as controller_module
 from headrace_cluster.ray import names
 from headrace_cluster.ray.controller import Controller
 from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_proto.cluster_member import SecretFile
 from support.cluster.fake_driver import FakeDriver
+from support.members import secret_file
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -34,7 +34,7 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 def test_a_background_task_that_fails_is_repeated(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    """Before, the record or the certificates ended without a word."""
+    """Otherwise the record or the secret would end without a word."""
     saved: list[object] = []
     leases = [Lease(id="ours")]
     record = SimpleNamespace(
@@ -48,16 +48,16 @@ def test_a_background_task_that_fails_is_repeated(
     monkeypatch.setattr(names, "end_cluster", saved.append)
     monkeypatch.setattr(controller_module, "ClusterRecord", lambda cluster: record)
     monkeypatch.setattr(controller_module, "RayDriver", lambda *_, **__: driver)
-    for owner, name in ((RecordKeeper, "run"), (ControllerCertificates, "keep")):
+    for owner, name in ((RecordKeeper, "run"), (SecretFile, "watch")):
         _fail_once(monkeypatch, owner, name)
     spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
 
     async def scenario() -> None:
-        controller = Controller(spec, leases[0], ClusterSecrets(None), "k")
+        controller = Controller(spec, leases[0], SecretFile(secret_file()), "k")
         opened = await controller.open()
         try:
             await asyncio.sleep(0)
-            await eventually(lambda: "the renewal of certificates failed" in " ".join(controller.view().problems))
+            await eventually(lambda: "the watch over the secret file failed" in " ".join(controller.view().problems))
             await eventually(lambda: saved)
 
             async def answers() -> bytes:

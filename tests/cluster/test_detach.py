@@ -16,8 +16,8 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.record import Action
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -31,11 +31,9 @@ class GcsError(Exception):
 
 
 @asynccontextmanager
-async def _running(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, replicas: int = 1
-) -> AsyncIterator[Supervisor]:
+async def _running(driver: FakeDriver, eventually: Eventually, replicas: int = 1) -> AsyncIterator[Supervisor]:
     spec = parse_spec({"models": [{"replicas": replicas}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
+    supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, MEMBER))
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)
@@ -50,10 +48,10 @@ def _stopped(driver: FakeDriver) -> list[ReplicaName]:
 
 
 def test_a_failed_pass_ends_nothing_and_is_repeated(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        async with _running(driver, identity, eventually, replicas=2) as supervisor:
+        async with _running(driver, eventually, replicas=2) as supervisor:
             decide = supervisor.reconciler.actions
 
             def fail(now: float) -> list[Action]:
@@ -72,12 +70,12 @@ def test_a_failed_pass_ends_nothing_and_is_repeated(
 
 
 def test_actions_that_a_failed_pass_did_not_execute_are_made_up_for(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reconciler returns each action once."""
 
     async def scenario() -> None:
-        async with _running(driver, identity, eventually, replicas=2) as supervisor:
+        async with _running(driver, eventually, replicas=2) as supervisor:
             decide = supervisor.reconciler.actions
 
             def lose(now: float) -> list[Action]:
@@ -96,13 +94,13 @@ def test_actions_that_a_failed_pass_did_not_execute_are_made_up_for(
 
 
 def test_a_stop_ends_all_even_if_every_pass_fails(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(now: float) -> list[Action]:
         raise KeyError("a bug")
 
     async def scenario() -> None:
-        async with _running(driver, identity, eventually) as supervisor:
+        async with _running(driver, eventually) as supervisor:
             monkeypatch.setattr(supervisor.reconciler, "actions", fail)
             await eventually(lambda: supervisor.status()["problems"])
             async with asyncio.timeout(5):
@@ -112,11 +110,11 @@ def test_a_stop_ends_all_even_if_every_pass_fails(
     asyncio.run(scenario())
 
 
-def test_a_watch_that_fails_is_no_death(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_watch_that_fails_is_no_death(driver: FakeDriver, eventually: Eventually) -> None:
     driver.errors["wait_for_death"] = [GcsError("no GCS"), GcsError("no GCS")]
 
     async def scenario() -> None:
-        async with _running(driver, identity, eventually) as supervisor:
+        async with _running(driver, eventually) as supervisor:
             await eventually(lambda: not driver.errors["wait_for_death"])
             await asyncio.sleep(0.3)
             assert _stopped(driver) == [] and supervisor.reconciler.ready
@@ -126,11 +124,9 @@ def test_a_watch_that_fails_is_no_death(driver: FakeDriver, identity: Identity, 
     asyncio.run(scenario())
 
 
-def test_a_failed_clean_up_is_repeated_before_the_next_build(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_failed_clean_up_is_repeated_before_the_next_build(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _running(driver, identity, eventually, replicas=2) as supervisor:
+        async with _running(driver, eventually, replicas=2) as supervisor:
             driver.errors["stop"] = [GcsError("no GCS"), GcsError("no GCS")]
             driver.kill(FIRST)
             (problem,) = await eventually(lambda: supervisor.status()["problems"])
@@ -143,9 +139,7 @@ def test_a_failed_clean_up_is_repeated_before_the_next_build(
     asyncio.run(scenario())
 
 
-def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(driver: FakeDriver, eventually: Eventually) -> None:
     """Also of adopted ones: before, one of them ended the whole cluster."""
     driver.without_place.add("smollm2-1")
     driver.add_earlier_build(ReplicaName("smollm2-0", 3))
@@ -155,7 +149,7 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
             parse_spec({"models": [{"replicas": 2}], "health": HEALTH}),
             driver,
             Membership(),
-            partial(watch_health, identity),
+            partial(watch_health, MEMBER),
         )
         await supervisor.adopt(None)
         supervisor.start()
@@ -177,11 +171,9 @@ def test_a_replica_that_cannot_be_placed_waits_and_the_others_serve(
     asyncio.run(scenario())
 
 
-def test_an_unexpected_error_of_a_start_is_tried_again(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_an_unexpected_error_of_a_start_is_tried_again(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _running(driver, identity, eventually, replicas=2) as supervisor:
+        async with _running(driver, eventually, replicas=2) as supervisor:
             driver.errors["launch"] = [GcsError("no GCS"), GcsError("no GCS")]
             driver.kill(FIRST)
             await eventually(lambda: "no GCS" in supervisor.status()["replicas"][0]["note"])
@@ -192,12 +184,12 @@ def test_an_unexpected_error_of_a_start_is_tried_again(
 
 
 def test_an_error_with_a_health_message_does_not_end_the_watch(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the watch the replica would be silent, and replaced."""
 
     async def scenario() -> None:
-        async with _running(driver, identity, eventually) as supervisor:
+        async with _running(driver, eventually) as supervisor:
             failed: list[int] = []
 
             class Failing(dict[int, Any]):

@@ -22,8 +22,8 @@ from headrace_cluster.errors import DrainError
 from headrace_cluster.launch import cluster_display
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, replica_pb2
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -34,11 +34,11 @@ SECOND = ReplicaName("smollm2-1", 1)
 
 @asynccontextmanager
 async def _ready(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, **model: Any
+    driver: FakeDriver, eventually: Eventually, **model: Any
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     membership = Membership()
     spec = parse_spec({"models": [model or {"replicas": 2}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, MEMBER))
     supervisor.start()
     try:
         await eventually(lambda: supervisor.reconciler.ready)
@@ -68,11 +68,9 @@ async def _members(membership: Membership) -> dict[str, int]:
     return {member.identity.replica_id: member.identity.generation for member in ready}
 
 
-def test_a_drain_waits_for_requests_then_ends_and_stays_down(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_drain_waits_for_requests_then_ends_and_stays_down(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             replica = driver.replicas[SECOND]
             replica.running = 2
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 2)
@@ -103,10 +101,10 @@ def test_a_drain_waits_for_requests_then_ends_and_stays_down(
 
 
 def test_the_deadline_of_a_replica_that_ends_without_draining_is_discarded(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
+    driver: FakeDriver, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             driver.process_gate.clear()
             driver.kill(SECOND)
             await eventually(lambda: supervisor.reconciler.records["smollm2-1"].state is State.STARTING)
@@ -118,9 +116,9 @@ def test_the_deadline_of_a_replica_that_ends_without_draining_is_discarded(
     asyncio.run(scenario())
 
 
-def test_a_drain_ends_at_its_deadline(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_drain_ends_at_its_deadline(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             driver.replicas[SECOND].running = 1
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
             supervisor.drains.begin("smollm2-1", 0.3)
@@ -129,11 +127,9 @@ def test_a_drain_ends_at_its_deadline(driver: FakeDriver, identity: Identity, ev
     asyncio.run(scenario())
 
 
-def test_a_rank_that_is_not_reached_is_ended_at_the_deadline(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_rank_that_is_not_reached_is_ended_at_the_deadline(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             driver.errors["drain"] += [ConnectionError("Ray does not answer")] * 100
             supervisor.drains.begin("smollm2-1", 0.5)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained")
@@ -142,13 +138,11 @@ def test_a_rank_that_is_not_reached_is_ended_at_the_deadline(
     asyncio.run(scenario())
 
 
-def test_health_from_before_the_drain_does_not_end_it(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_health_from_before_the_drain_does_not_end_it(driver: FakeDriver, eventually: Eventually) -> None:
     """A request may have been sent to an idle replica just when the drain began."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             replica = driver.replicas[SECOND]
             replica.health_paused.set()
             await asyncio.sleep(0.1)
@@ -166,9 +160,9 @@ def test_health_from_before_the_drain_does_not_end_it(
     asyncio.run(scenario())
 
 
-def test_a_replica_that_dies_while_draining(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_replica_that_dies_while_draining(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             driver.kill(SECOND)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained", 2)
@@ -178,11 +172,9 @@ def test_a_replica_that_dies_while_draining(driver: FakeDriver, identity: Identi
     asyncio.run(scenario())
 
 
-def test_undrain_during_a_drain_rebuilds_it_afterwards(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_undrain_during_a_drain_rebuilds_it_afterwards(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 60)
             supervisor.drains.end("smollm2-1")
             assert not supervisor.reconciler.ready
@@ -193,11 +185,9 @@ def test_undrain_during_a_drain_rebuilds_it_afterwards(
     asyncio.run(scenario())
 
 
-def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             await _begin_drain_of_a_busy_replica(driver, supervisor, eventually, 3600)
             async with asyncio.timeout(4):  # drain_seconds is 2
                 await supervisor.stop()
@@ -206,11 +196,9 @@ def test_a_stop_of_the_cluster_does_not_wait_for_a_long_drain(
     asyncio.run(scenario())
 
 
-def test_a_drained_replica_does_not_delay_a_stop(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_drained_replica_does_not_delay_a_stop(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             supervisor.drains.begin("smollm2-1", 0)
             await eventually(lambda: _entry(supervisor, 1)["state"] == "drained")
             async with asyncio.timeout(2):
@@ -226,13 +214,11 @@ def test_a_drained_replica_does_not_delay_a_stop(
         ("smollm2-0", ("without smollm2-0", "--force")),
     ],
 )
-def test_rejected_drains(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, replica_id: str, words: tuple[str, ...]
-) -> None:
+def test_rejected_drains(driver: FakeDriver, eventually: Eventually, replica_id: str, words: tuple[str, ...]) -> None:
     """smollm2-1 is drained at the same time: it does not count any more."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             supervisor.drains.begin("smollm2-1", 0)
             with pytest.raises(DrainError) as raised:
                 supervisor.drains.begin(replica_id, 0)
@@ -245,13 +231,11 @@ def test_rejected_drains(
     asyncio.run(scenario())
 
 
-def test_a_rollout_waits_for_routers_unless_a_gap_is_allowed(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_rollout_waits_for_routers_unless_a_gap_is_allowed(driver: FakeDriver, eventually: Eventually) -> None:
     """One router may not reach the other replica, until the network is repaired."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             membership.routers["one"] = control_pb2.RouterInfo(id="one")
             await eventually(lambda: not any(entry["connected"] for entry in supervisor.status()["replicas"]))
             with pytest.raises(DrainError, match="not every router is connected to smollm2-1 yet"):
@@ -262,13 +246,11 @@ def test_a_rollout_waits_for_routers_unless_a_gap_is_allowed(
 
 
 @pytest.mark.parametrize("by_operator", [True, False])
-def test_a_rollout_waits_for_the_one_before(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, by_operator: bool
-) -> None:
+def test_a_rollout_waits_for_the_one_before(driver: FakeDriver, eventually: Eventually, by_operator: bool) -> None:
     """Of another operator, or of the controller: N - 1 replicas serve."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually, replicas=3) as (supervisor, _):
+        async with _ready(driver, eventually, replicas=3) as (supervisor, _):
             driver.replicas[SECOND].running = 1
             await eventually(lambda: _entry(supervisor, 1)["load"]["running"] == 1)
             supervisor.drains.begin("smollm2-2", 0)  # what an operator drained does not count
@@ -289,13 +271,11 @@ def test_a_rollout_waits_for_the_one_before(
     asyncio.run(scenario())
 
 
-def test_the_last_decoding_replica_is_drained_with_force(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_the_last_decoding_replica_is_drained_with_force(driver: FakeDriver, eventually: Eventually) -> None:
     pools: dict[str, Any] = {"prefill": {}, "decode": {}}
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually, **pools) as (supervisor, membership):
+        async with _ready(driver, eventually, **pools) as (supervisor, membership):
             with pytest.raises(DrainError, match="--force"):
                 supervisor.drains.begin("smollm2-0", 0)
             supervisor.drains.begin("smollm2-1", 0)  # the prefill replica: not needed to serve
@@ -306,9 +286,9 @@ def test_the_last_decoding_replica_is_drained_with_force(
     asyncio.run(scenario())
 
 
-def test_undrain_of_a_ready_replica_is_rejected(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_undrain_of_a_ready_replica_is_rejected(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             with pytest.raises(DrainError, match="smollm2-0 is ready, not drained"):
                 supervisor.drains.end("smollm2-0")
             with pytest.raises(DrainError, match="no replica 'x'"):

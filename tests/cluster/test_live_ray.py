@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headrace_cluster.local import state
 from headrace_cluster.local.child_guard import ProcessMark
 from support.child_environment import child_environment
 
@@ -23,7 +24,14 @@ class LiveServe:
     """One serve in a process group of its own."""
 
     def __init__(self, home: Path, **spec: Any) -> None:
-        defaults = {"admin": {"port": 0}, "models": [{"source": "smollm2", "replicas": 2}]}
+        secret = home.with_suffix(".secret")  # a joined Ray needs it
+        if not secret.exists():
+            state.write_private(secret, f"{state.new_key()}\n")
+        defaults = {
+            "admin": {"port": 0},
+            "control": {"secret_file": str(secret)},
+            "models": [{"source": "smollm2", "replicas": 2}],
+        }
         self.home = home
         self.log = home.with_suffix(f".{time.monotonic_ns()}.log")
         # The address of another Ray: it must not be used.
@@ -344,7 +352,7 @@ def test_what_serves_in_a_joined_ray_outlives_its_controller(tmp_path: Path, joi
         fourth = control(models=[{"source": "smollm2", "replicas": 3, "kv_cache_memory": 256 << 20}])
         _eventually(lambda: sorted(r[1] for r in replicas(fourth)) == [1, 2, 2], 120)
         assert fourth.headrace("stop").returncode == 0
-        assert list(home.glob("*.json")) == list(home.glob("*.secret")) == []
+        assert list(home.glob("*.json")) == []
         assert joined_ray.only_theirs_is_left()
     finally:
         for live in controllers:

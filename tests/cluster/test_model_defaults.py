@@ -15,13 +15,13 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.settings import build_spec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
-from support import identities
+from support.members import MEMBER
 
 
 def _config(spec: ClusterSpec, place: int = 0) -> ReplicaConfig:
     """The config of a rank, after encoding and decoding."""
     model = spec.models[place]
-    driver = RayDriver(spec, identities.authority, "127.0.0.1")
+    driver = RayDriver(spec, MEMBER.secret, "127.0.0.1")
     sent = driver._config(ReplicaName(f"{model.name}-0", 1), model, Role.BOTH, threads=1)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=ReplicaConfig)
     assert fingerprint(received) == fingerprint(sent)

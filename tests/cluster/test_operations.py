@@ -17,8 +17,8 @@ from headrace_cluster.controller.supervisor import Supervisor
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -33,9 +33,7 @@ def _stop() -> None:
     raise AssertionError("no stop was requested")
 
 
-def test_operations_are_executed(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_executed(driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         record_answers = asyncio.Event()
         record_answers.set()
@@ -45,7 +43,7 @@ def test_operations_are_executed(
 
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
-        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
+        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, MEMBER))
         app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, saved))
         transport = httpx.ASGITransport(app)
         supervisor.start()
@@ -88,15 +86,13 @@ def test_operations_are_executed(
     asyncio.run(scenario())
 
 
-def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(driver: FakeDriver, eventually: Eventually) -> None:
     """The call may still arrive, and the next controller must know that it is not the last decision."""
     numbers: list[int] = []
 
     async def scenario() -> None:
         spec = parse_spec({"models": [{"replicas": 2}], "health": {"interval_seconds": 0.05, "drain_seconds": 2}})
-        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, identity))
+        supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, MEMBER))
 
         async def saved() -> None:
             numbers.append(supervisor.snapshot().replicas["smollm2-1"].role_number)
@@ -128,9 +124,9 @@ def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(
         ("/undrain", "[]", "body"),
     ],
 )
-def test_bad_bodies_change_nothing(driver: FakeDriver, identity: Identity, path: str, body: str, word: str) -> None:
+def test_bad_bodies_change_nothing(driver: FakeDriver, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
-        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, identity))
+        supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, MEMBER))
         app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, _saved))
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:

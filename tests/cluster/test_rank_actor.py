@@ -14,19 +14,16 @@ from hypothesis import given, settings
 
 from headrace_cluster.core.rank_config import (
     NODE_HOST,
-    RankCredentials,
     RankReport,
     StartArgs,
     StartOutcome,
     fingerprint,
 )
 from headrace_cluster.ray.rank_actor import RankActor
-from headrace_proto.component import Certificate, Component
-from headrace_proto.identity import seal
 from headrace_worker.core.config import ReplicaConfig
-from support import identities
 from support.cluster.fake_replica import FakeReplica
 from support.hostile_messages import damaged
+from support.members import MEMBER, SECRET
 
 CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", host=NODE_HOST)
 
@@ -50,16 +47,8 @@ def _report(actor: RankActor) -> RankReport:
     return msgspec.msgpack.decode(actor.report(), type=RankReport)
 
 
-def _certify(actor: RankActor) -> StartOutcome:
-    request, authority = actor.certificate_request(), identities.authority()
-    credentials = RankCredentials(
-        authority.certify(request, Component.REPLICA, "m-0"), seal(request, authority.cache_key)
-    )
-    return msgspec.msgpack.decode(actor.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
-
-
 def _start(actor: RankActor) -> None:
-    assert not _certify(actor).error
+    actor.set_secret((SECRET,))
     actor.start(msgspec.msgpack.encode(StartArgs()))
 
 
@@ -78,8 +67,9 @@ def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
     up = _report(actor)
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
     assert (up.role, up.draining, up.ended) == ("both", False, False)
-    assert (before.authorities, up.authorities) == ((), identities.authority().fingerprints)
-    assert _replica(actor).cache_key == identities.authority().cache_key
+    assert (before.secrets, up.secrets) == ((), MEMBER.secret.fingerprints)
+    actor.set_secret((b"the next secret", SECRET))
+    assert _replica(actor).secret.values == (b"the next secret", SECRET), "it serves on with it"
     actor.set_role("decode", 1)
     assert up.held is None
     actor.drain(False)
@@ -97,24 +87,14 @@ def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[...,
         assert (_report(actor).role, _replica(actor).role, _report(actor).role_number) == (expected, expected, 2)
 
 
-def test_the_credentials_of_another_rank_are_refused(make: Callable[..., RankActor]) -> None:
-    one, other = make(), make()
-    certificate = identities.authority().certify(one.certificate_request(), Component.REPLICA, "m-0")
-    credentials = RankCredentials(certificate, seal(other.certificate_request(), bytes(32)))
-    outcome = msgspec.msgpack.decode(one.install_credentials(msgspec.msgpack.encode(credentials)), type=StartOutcome)
-    assert "made for another process" in outcome.error and _report(one).authorities == ()
-
-
 def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankActor]) -> None:
     actor = make()
     before = _report(actor)
-    credentials = msgspec.msgpack.encode(RankCredentials(Certificate("no PEM", "", (b"x",), 0.0), b"not sealed"))
     arguments = msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))
 
     @settings(max_examples=100, deadline=None)
-    @given(damaged(credentials), damaged(arguments))
-    def check(installed: bytes, started: bytes) -> None:
-        assert msgspec.msgpack.decode(actor.install_credentials(installed), type=StartOutcome).error
+    @given(damaged(arguments))
+    def check(started: bytes) -> None:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # Ray passes it to the caller
             actor.start(started[:-1])
         assert _report(actor) == before

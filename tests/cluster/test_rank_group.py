@@ -10,11 +10,10 @@ import ray.exceptions
 from headrace_cluster.core.driver import StartFailedError
 from headrace_cluster.core.gpu_binding import GpuBinding, bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome, RankCredentials, StartArgs, StartOutcome
-from headrace_cluster.errors import RenewalError, RoleError
+from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.errors import RoleError
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
-from headrace_proto.component import Certificate
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaStarted
 from headrace_worker.profiling.report import ProfileRefusedError, ProfileReport
@@ -193,38 +192,6 @@ def test_a_role_is_sent_to_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         handle: Any = rank
         with pytest.raises(RoleError, match=rf"rank 0 of m-0 \(process 100\).*{words}"):
             asyncio.run(_group(handle).set_role(Role.DECODE, 5))
-
-
-class _Certified:
-    """A rank 0 whose calls for a certificate have this outcome."""
-
-    def __init__(self, outcome: Exception | StartOutcome) -> None:
-        self.certificate_request, self.install_credentials = _Method(self._request), _Method(self._install)
-        self._outcome = outcome
-
-    async def _request(self) -> bytes:
-        return b"request"
-
-    async def _install(self, encoded: bytes) -> bytes:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return msgspec.msgpack.encode(self._outcome)
-
-
-def test_a_failed_renewal_of_a_certificate_is_no_failed_start() -> None:
-    """Its sentence is a problem in `headrace status`: memory is not the reason."""
-    issued = RankCredentials(Certificate("", "", (), 1.0), b"")
-    outcomes: list[tuple[Exception | StartOutcome, str]] = [
-        (ray.exceptions.ActorDiedError(), "does not answer, or has ended: its certificate stays"),
-        (StartOutcome(error="the key is of another process"), "refused its next certificate: the key is of another"),
-    ]
-    for outcome, words in outcomes:
-        group = RankGroup(ReplicaName("m-0", 1), "c", [_Certified(outcome)], [RankPlace(100, "node", [])])
-        with pytest.raises(RenewalError, match=rf"^rank 0 of m-0 \(process 100\) {words}") as raised:
-            asyncio.run(group.renew_credentials(lambda request: issued))
-        assert "memory" not in str(raised.value)
-        with pytest.raises(StartFailedError):
-            asyncio.run(group.install_credentials(lambda request: issued))
 
 
 class _Draining:

@@ -18,8 +18,8 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import replica_pb2
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -30,11 +30,11 @@ NAMES = {replica_pb2.ROLE_BOTH: "both", replica_pb2.ROLE_PREFILL: "prefill", rep
 
 @asynccontextmanager
 async def _ready(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, **model: Any
+    driver: FakeDriver, eventually: Eventually, **model: Any
 ) -> AsyncIterator[tuple[Supervisor, Membership]]:
     membership = Membership()
     supervisor = Supervisor(
-        parse_spec({"models": [model or POOLS], "health": HEALTH}), driver, membership, partial(watch_health, identity)
+        parse_spec({"models": [model or POOLS], "health": HEALTH}), driver, membership, partial(watch_health, MEMBER)
     )
     supervisor.start()
     try:
@@ -50,11 +50,9 @@ async def _listed(membership: Membership) -> dict[str, str]:
     return {member.identity.replica_id: NAMES[member.identity.role] for member in members.members}
 
 
-def test_each_replica_has_the_role_and_the_shape_of_its_pool(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_each_replica_has_the_role_and_the_shape_of_its_pool(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             document = json.loads(json.dumps(supervisor.status()))
             assert [(r["id"], r["role"], r["tp"], r["pp"]) for r in document["replicas"]] == [
                 ("smollm2-0", "decode", 1, 1),
@@ -71,11 +69,9 @@ def test_each_replica_has_the_role_and_the_shape_of_its_pool(
     asyncio.run(scenario())
 
 
-def test_a_role_change_is_published_at_once_and_outlives_the_build(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_role_change_is_published_at_once_and_outlives_the_build(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             for replica_id, role in (("smollm2-2", "both"), ("smollm2-0", "prefill")):
                 document = await supervisor.roles.change(replica_id, role)
                 assert (document["id"], document["role"], document["generation"]) == (replica_id, role, 1)
@@ -92,9 +88,9 @@ def test_a_role_change_is_published_at_once_and_outlives_the_build(
     asyncio.run(scenario())
 
 
-def test_stale_health_does_not_change_the_role(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_stale_health_does_not_change_the_role(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             await supervisor.roles.change("smollm2-0", "both")
             driver.replicas[ReplicaName("smollm2-0", 1)].role = "prefill"
             await asyncio.sleep(0.3)
@@ -114,12 +110,12 @@ def test_stale_health_does_not_change_the_role(driver: FakeDriver, identity: Ide
     ],
 )
 def test_rejected_role_changes(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, replica_id: str, role: str, words: tuple[str, ...]
+    driver: FakeDriver, eventually: Eventually, replica_id: str, role: str, words: tuple[str, ...]
 ) -> None:
     """One of the two decode replicas is down for some seconds."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             record = supervisor.reconciler.records["smollm2-1"]
             record.failures = [supervisor._clock()] * 5  # the next build is some seconds away
             driver.kill(ReplicaName("smollm2-1", 1))
@@ -133,13 +129,11 @@ def test_rejected_role_changes(
     asyncio.run(scenario())
 
 
-def test_concurrent_changes_keep_one_that_decodes(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_concurrent_changes_keep_one_that_decodes(driver: FakeDriver, eventually: Eventually) -> None:
     """Each is allowed alone; during the first, the second must take it into account."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             driver.role_gate.clear()
             changes = [asyncio.create_task(supervisor.roles.change(f"smollm2-{i}", "prefill")) for i in (0, 1)]
             await eventually(lambda: "role" in [name for name, _ in driver.calls])
@@ -151,9 +145,9 @@ def test_concurrent_changes_keep_one_that_decodes(
     asyncio.run(scenario())
 
 
-def test_without_a_reply_the_role_is_kept(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_without_a_reply_the_role_is_kept(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             driver.unresponsive.add(ReplicaName("smollm2-2", 1))
             with pytest.raises(RoleError, match="does not answer"):
                 await supervisor.roles.change("smollm2-2", "decode")
@@ -164,14 +158,14 @@ def test_without_a_reply_the_role_is_kept(driver: FakeDriver, identity: Identity
 
 
 def test_a_role_that_arrives_late_is_corrected(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank was stopped: Ray delivers the call when it goes on, after the response that the role stays."""
     name = ReplicaName("smollm2-0", 1)
     monkeypatch.setattr(roles_module, "RESEND", Backoff(0.1, 0.2))
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, membership):
+        async with _ready(driver, eventually) as (supervisor, membership):
             driver.unresponsive.add(name)
             with pytest.raises(RoleError, match="does not answer"):
                 await supervisor.roles.change("smollm2-0", "prefill")
@@ -193,9 +187,9 @@ def test_a_role_that_arrives_late_is_corrected(
     asyncio.run(scenario())
 
 
-def test_without_pools_every_replica_does_both(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_without_pools_every_replica_does_both(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually, replicas=2) as (supervisor, membership):
+        async with _ready(driver, eventually, replicas=2) as (supervisor, membership):
             assert set((await _listed(membership)).values()) == {"both"}
             await supervisor.roles.change("smollm2-1", "prefill")
             with pytest.raises(RoleError, match="leave no replica to serve"):

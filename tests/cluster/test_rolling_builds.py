@@ -17,8 +17,8 @@ from headrace_cluster.core.record import State
 from headrace_cluster.errors import DrainError, PlacementError, RoleError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2, replica_pb2
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -28,12 +28,12 @@ OLD, NEW, THIRD = (ReplicaName("smollm2-0", generation) for generation in (1, 2,
 
 @asynccontextmanager
 async def _ready(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, **model: Any
+    driver: FakeDriver, eventually: Eventually, **model: Any
 ) -> AsyncIterator[tuple[Supervisor, list[dict[str, int]]]]:
     """Also yields the ready builds of every published member list: generation by address."""
     membership = Membership()
     spec = parse_spec({"models": [model or {"replicas": 1}], "health": HEALTH})
-    supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
+    supervisor = Supervisor(spec, driver, membership, partial(watch_health, MEMBER))
     lists: list[dict[str, int]] = []
 
     async def receive() -> None:
@@ -62,11 +62,9 @@ def _entry(supervisor: Supervisor) -> dict[str, Any]:
     return found
 
 
-def test_the_only_replica_is_rolled_without_a_gap(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_the_only_replica_is_rolled_without_a_gap(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, lists):
+        async with _ready(driver, eventually) as (supervisor, lists):
             old = driver.replicas[OLD]
             old.running = 1
             await eventually(lambda: _entry(supervisor)["load"]["running"] == 1)
@@ -96,13 +94,11 @@ def test_the_only_replica_is_rolled_without_a_gap(
     asyncio.run(scenario())
 
 
-def test_a_router_that_is_cut_off_from_the_controller_counts(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_router_that_is_cut_off_from_the_controller_counts(driver: FakeDriver, eventually: Eventually) -> None:
     """Only the old build knows it; without that build it would have no replica."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, lists):
+        async with _ready(driver, eventually) as (supervisor, lists):
             old = driver.replicas[OLD]
             await eventually(lambda: supervisor._builds[OLD].health.routers == 1)  # type: ignore[union-attr]
             supervisor._membership.routers.clear()
@@ -116,9 +112,9 @@ def test_a_router_that_is_cut_off_from_the_controller_counts(
     asyncio.run(scenario())
 
 
-def test_an_old_build_has_the_requested_seconds(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_an_old_build_has_the_requested_seconds(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             driver.replicas[OLD].running = 1
             supervisor.drains.roll("smollm2-0", 0.0)
             await eventually(lambda: NEW in driver.replicas)
@@ -130,11 +126,9 @@ def test_an_old_build_has_the_requested_seconds(driver: FakeDriver, identity: Id
     asyncio.run(scenario())
 
 
-def test_a_next_build_that_fails_changes_nothing(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_a_next_build_that_fails_changes_nothing(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, lists):
+        async with _ready(driver, eventually) as (supervisor, lists):
             driver.failures = [StartFailedError("a bad file", final=True)]
             supervisor.drains.roll("smollm2-0", allow_gap=True)
             await eventually(lambda: "a bad file" in _entry(supervisor)["roll_failed"])
@@ -148,12 +142,12 @@ def test_a_next_build_that_fails_changes_nothing(
 
 @pytest.mark.parametrize("in_ray", [True, False])
 def test_without_resources_it_ends_first_only_if_allowed(
-    driver: FakeDriver, identity: Identity, eventually: Eventually, in_ray: bool
+    driver: FakeDriver, eventually: Eventually, in_ray: bool
 ) -> None:
     """Ray cannot place it, or its ranks have too little memory."""
 
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             error = PlacementError("Ray has free: nothing") if in_ray else None
             memory = StartFailedError("too little memory", final=True, lacks_resources=True)
             for allow_gap in (False, True):
@@ -172,10 +166,10 @@ def test_without_resources_it_ends_first_only_if_allowed(
 
 
 def test_a_crash_of_the_next_build_does_not_wait_for_the_drain_of_the_old_one(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
+    driver: FakeDriver, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             old = driver.replicas[OLD]
             old.running = 1
             await eventually(lambda: _entry(supervisor)["load"]["running"] == 1)
@@ -195,10 +189,10 @@ def test_a_crash_of_the_next_build_does_not_wait_for_the_drain_of_the_old_one(
 
 
 def test_a_build_that_dies_while_it_drains_is_ended_before_the_next_is_placed(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
+    driver: FakeDriver, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually, replicas=2) as (supervisor, _):
+        async with _ready(driver, eventually, replicas=2) as (supervisor, _):
             driver.replicas[OLD].running = 1
             await eventually(lambda: _entry(supervisor)["load"]["running"] == 1)
             supervisor.drains.roll("smollm2-0", 600.0)
@@ -212,11 +206,9 @@ def test_a_build_that_dies_while_it_drains_is_ended_before_the_next_is_placed(
     asyncio.run(scenario())
 
 
-def test_one_of_several_ends_before_its_next_build(
-    driver: FakeDriver, identity: Identity, eventually: Eventually
-) -> None:
+def test_one_of_several_ends_before_its_next_build(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually, replicas=2) as (supervisor, lists):
+        async with _ready(driver, eventually, replicas=2) as (supervisor, lists):
             assert supervisor.drains.roll("smollm2-0", 0.0)["beside"] is False
             await eventually(lambda: NEW in driver.replicas and supervisor.reconciler.ready)
             calls = [
@@ -227,9 +219,9 @@ def test_one_of_several_ends_before_its_next_build(
     asyncio.run(scenario())
 
 
-def test_rejected_rollouts(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_rejected_rollouts(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             with pytest.raises(DrainError, match="no replica 'x'"):
                 supervisor.drains.roll("x")
             supervisor.drains.roll("smollm2-0")
@@ -246,9 +238,9 @@ def test_rejected_rollouts(driver: FakeDriver, identity: Identity, eventually: E
     asyncio.run(scenario())
 
 
-def test_a_stop_ends_both_builds(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_a_stop_ends_both_builds(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
-        async with _ready(driver, identity, eventually) as (supervisor, _):
+        async with _ready(driver, eventually) as (supervisor, _):
             supervisor.drains.roll("smollm2-0")
             await eventually(lambda: NEW in driver.replicas)
             async with asyncio.timeout(5):

@@ -13,10 +13,10 @@ from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.launch import router_process
 from headrace_cluster.launch.router_group import RouterGroup
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.errors import ListenError
 from headrace_router.config import RouterConfig
+from support.members import secret_file
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def make() -> Iterator[Callable[..., RouterGroup]]:
     groups: list[RouterGroup] = []
 
     def made(**routers: Any) -> RouterGroup:
-        groups.append(RouterGroup(parse_spec({"routers": routers}), "127.0.0.1:1", ClusterSecrets(None)))
+        groups.append(RouterGroup(parse_spec({"routers": routers}), "127.0.0.1:1", secret_file()))
         return groups[-1]
 
     yield made

@@ -20,10 +20,9 @@ from headrace_cluster.launch.router_process import (
     router_config,
 )
 from headrace_cluster.local.ports import is_taken
-from headrace_cluster.local.router_credentials import new_credentials
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_router.config import RouterConfig
+from support.members import secret_file
 
 
 @pytest.fixture
@@ -33,17 +32,17 @@ def configure(tmp_path: Path) -> Callable[..., RouterConfig]:
         port = probe.getsockname()[1]
     auth = {"keys": [{"name": "me", "key": "key-12345"}], "metrics_key": "mk-123456"}
     spec = parse_spec({"routers": {"port": port, "grpc_port": 0}, "auth": auth})
-    return partial(router_config, spec, "127.0.0.1:1", log_folder=tmp_path / "run")
+    return partial(router_config, spec, "127.0.0.1:1", secret_file(), log_folder=tmp_path / "run")
 
 
 @pytest.fixture
 def config(configure: Callable[..., RouterConfig]) -> RouterConfig:
-    return configure(new_credentials(ClusterSecrets(None)))
+    return configure()
 
 
 @pytest.fixture
 def router(configure: Callable[..., RouterConfig]) -> Iterator[RouterProcess]:
-    process = RouterProcess(configure, ClusterSecrets(None))
+    process = RouterProcess(configure)
     yield process
     process.kill()
 
@@ -63,7 +62,6 @@ def _until_listening(port: int) -> None:
 def test_a_config_is_equal_after_the_pipe(config: RouterConfig) -> None:
     back = decode_config(encode_config(config))
     assert back == config
-    assert "PRIVATE KEY" in str(back.credentials.get_secret_value()) and "PRIVATE KEY" not in repr(back)
     assert "key-12345" not in repr(back) and "mk-123456" not in repr(back)
     assert back.auth.metrics_key is not None and back.auth.metrics_key.key.get_secret_value() == "mk-123456"
 
@@ -144,4 +142,4 @@ def test_a_router_that_cannot_listen_is_a_failure(config: RouterConfig, router: 
 
 def test_the_setting_of_unknown_fields_reaches_the_router() -> None:
     spec = parse_spec({"routers": {"unknown_fields": "ignore"}})
-    assert router_config(spec, "127.0.0.1:1", new_credentials(ClusterSecrets(None))).unknown_fields == "ignore"
+    assert router_config(spec, "127.0.0.1:1", secret_file()).unknown_fields == "ignore"

@@ -16,8 +16,8 @@ from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.errors import DrainError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2 as pb
-from headrace_proto.identity import Identity
 from support.cluster.fake_driver import FakeDriver
+from support.members import MEMBER
 
 Eventually = Callable[..., Awaitable[Any]]
 NAMES = [ReplicaName("smollm2-0", 1), ReplicaName("smollm2-1", 1)]
@@ -51,14 +51,14 @@ def test_a_router_that_does_not_report_is_not_reached() -> None:
     assert reach.unreached(59.0) == {"silent": 59.0}
 
 
-def test_changes_do_not_wait_without_end(driver: FakeDriver, identity: Identity, eventually: Eventually) -> None:
+def test_changes_do_not_wait_without_end(driver: FakeDriver, eventually: Eventually) -> None:
     later = 0.0  # seconds that have passed for the member list
 
     async def scenario() -> None:
         nonlocal later
         membership = Membership(lambda: asyncio.get_running_loop().time() + later)
         spec = parse_spec({"models": [{"replicas": 2}], "health": {"interval_seconds": 0.05, "drain_seconds": 2}})
-        supervisor = Supervisor(spec, driver, membership, partial(watch_health, identity))
+        supervisor = Supervisor(spec, driver, membership, partial(watch_health, MEMBER))
         supervisor.start()
         await eventually(lambda: supervisor.reconciler.ready)
         for router_id in ("one", "cut-off"):

@@ -16,7 +16,6 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import StateError
 from headrace_cluster.local import ports, state
 from headrace_cluster.local.processes import ProcessId
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
 from headrace_proto.errors import ListenError
 from headrace_proto.private_file import PrivateFileError
@@ -55,16 +54,6 @@ def test_state_that_others_could_change_is_refused(private_home: Path) -> None:
     private_home.chmod(0o777)
     with pytest.raises(StateError, match=f"chmod 700 {private_home}"):
         state.home()
-
-
-def test_the_secret_is_read_from_a_private_file_only(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_text("s" * 32)
-    path.chmod(0o640)
-    with pytest.raises(PrivateFileError, match="chmod 600"):
-        ClusterSecrets(path)
-    path.chmod(0o400)
-    assert ClusterSecrets(path).current == (b"s" * 32,)
 
 
 def test_a_reused_pid_does_not_match() -> None:

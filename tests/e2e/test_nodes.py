@@ -68,8 +68,8 @@ def join(tmp_path: Path, nodes: Nodes) -> Iterator[Callable[..., Joined]]:
     """join(MODEL, *flags): a controller and a router."""
     made: list[Joined] = []
 
-    def start(*command: str) -> Joined:
-        made.append(Joined(tmp_path / "home", *command, address=nodes.address))
+    def start(*command: str, router: tuple[str, ...] = ()) -> Joined:
+        made.append(Joined(tmp_path / "home", *command, address=nodes.address, router=router))
         return made[-1]
 
     yield start
@@ -127,8 +127,8 @@ def test_pools_on_groups_of_nodes(join: Any, nodes: Nodes, expected: list[int]) 
     nodes.add(LEFT, pool="decode")
     nodes.add(RIGHT, pool="prefill")
     labels = ("--decode-node-labels", '{"pool": "decode"}', "--prefill-node-labels", '{"pool": "prefill"}')
-    pools = ("--decode", "1", "--prefill", "1", "--disaggregation", "always")
-    serve = join("~/model", *FLAGS, *labels, *pools)
+    pools = ("--decode", "1", "--prefill", "1")
+    serve = join("~/model", *FLAGS, *labels, *pools, router=("--disaggregation", "always"))
     serve.await_ready()
     roles = {entry["role"]: [rank["node"] for rank in entry["ranks"]] for entry in serve.status()["replicas"]}
     assert roles == {"decode": [LEFT], "prefill": [RIGHT]}

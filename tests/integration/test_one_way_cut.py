@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from support import identities
 from support.integration.one_way_cut import Direction, OneWayCut
 from support.integration.process_cluster import ProcessCluster
 from support.integration.stream_reader import StreamReader
+from support.members import secret_file
 
 LENGTH = 250
 
@@ -32,7 +32,7 @@ def test_streams_move_and_the_other_router_is_untouched(
     cluster.open(await_ready=False)
     for name in "ab":
         cluster.launch(name)
-    other.open(await_ready=False, credentials=identities.router_credentials("other"))
+    other.open(await_ready=False, secret_file=secret_file())
     other.share_replicas(cluster)
     other.publish_and_wait()
     cut = OneWayCut(cluster.groups["a"].address)

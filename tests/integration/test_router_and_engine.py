@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace_proto.component import Component
-from support import identities
+from support.members import other_member
 
 
 def _prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:
@@ -111,7 +110,7 @@ def test_a_drained_replica_receives_no_requests(cluster: Any) -> None:
 
 
 def test_a_replica_of_another_cluster_is_not_used(cluster: Any) -> None:
-    cluster.add_replica(identity=identities.member(Component.REPLICA, identities.authority((b"another secret",))))
+    cluster.add_replica(member=other_member())
     cluster.open(await_ready=False)
     answer = cluster.complete([5, 6, 7], max_tokens=2)
     assert answer.status_code in (404, 503)

@@ -43,7 +43,7 @@ class FakeStub:
         self._spec = spec
         self._sent = sent
 
-    def Describe(self, request: DescribeRequest) -> FakeCall:
+    def Describe(self, request: DescribeRequest, metadata: object) -> FakeCall:
         chunks = [DescribeChunk(facts=self.facts)]
         known = request.known_digest == self.facts.tokenizer_digest
         if not known and not request.facts_only:
@@ -61,7 +61,7 @@ def spec(tokenizer: Any) -> bytes:
 
 async def _fetch_all(stubs: list[FakeStub]) -> list[Any]:
     cards = CardCache()
-    fetches = [asyncio.create_task(fetch_model(stub, cards)) for stub in stubs]
+    fetches = [asyncio.create_task(fetch_model(stub, cards, None)) for stub in stubs]
     return await asyncio.wait_for(asyncio.gather(*fetches, return_exceptions=True), 20)
 
 

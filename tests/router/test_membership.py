@@ -5,25 +5,18 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from headrace_cluster.local.authority import ClusterAuthority
-from headrace_proto.callers import CallerInterceptor
-from headrace_proto.component import Component
 from headrace_proto.control_pb2 import (
     Member,
     MemberList,
     ModelPlacement,
-    RenewReply,
-    RenewRequest,
     RouterInfo,
     RouterReport,
     RouterReportReply,
 )
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2 import (
     REPLICA_STATE_DEAD,
     REPLICA_STATE_DRAINING,
@@ -39,8 +32,7 @@ from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.membership import REQUESTED_SECONDS, watch_controller
-from headrace_router.replicas.router_certificate import RouterCertificate
-from support import identities
+from support.members import MEMBER
 
 IDENTITY = ReplicaIdentity(replica_id="m-0", generation=3)
 
@@ -116,25 +108,24 @@ class _Controller(ControlServicer):
         self.reports.append(request)
         if len(self.reports) == 3:
             self.enough.set()
-        return RouterReportReply(authorities=identities.authority().fingerprints)
+        return RouterReportReply()
 
 
 async def _watched(
     controller: _Controller,
     bench: _Bench,
     seconds: float,
-    identity: Identity | None = None,
     accounts: AccountTable | None = None,
 ) -> None:
-    server = grpc.aio.server(interceptors=[CallerInterceptor()])
+    server = MEMBER.server(())
     add_ControlServicer_to_server(controller, server)
-    port = server.add_secure_port("127.0.0.1:0", identities.controller().server_credentials())
+    port = MEMBER.listen(server, "127.0.0.1:0")
     await server.start()
     watch = asyncio.create_task(
         watch_controller(
             f"127.0.0.1:{port}",
             RouterInfo(id="r-1"),
-            RouterCertificate(identity or identities.router()),
+            MEMBER,
             bench.fleet,
             AccountTable() if accounts is None else accounts,
             lambda: [ModelPlacement(model="m", prompt_tokens=9)],
@@ -167,7 +158,7 @@ class _AskingController(_Controller):
 
     async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
         self.reports.append(request)
-        return RouterReportReply(authorities=identities.authority().fingerprints, explain=["label"])
+        return RouterReportReply(explain=["label"])
 
 
 class _DefectiveAccounts(AccountTable):
@@ -185,40 +176,11 @@ def test_an_account_with_a_defect_is_reported_as_unknown_and_delays_nothing() ->
 
 def test_a_router_that_never_had_a_list_is_told_what_to_check() -> None:
     async def watched() -> None:
-        certificate, bench = RouterCertificate(identities.router()), _Bench()
+        bench = _Bench()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await watch_controller(
-                    "127.0.0.1:1", RouterInfo(id="r-1"), certificate, bench.fleet, AccountTable(), list
-                )
+                await watch_controller("127.0.0.1:1", RouterInfo(id="r-1"), MEMBER, bench.fleet, AccountTable(), list)
 
     with capture_logs() as logs:
         asyncio.run(watched())
     assert ["check --controller" in entry["event"] for entry in logs] == [True]
-
-
-class _RotatingController(_Controller):
-    """Has another authority than the router's certificate."""
-
-    def __init__(self, authority: ClusterAuthority) -> None:
-        super().__init__()
-        self._authority = authority
-        self.renewals = 0
-
-    async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
-        await super().Report(request, context)
-        return RouterReportReply(authorities=self._authority.fingerprints)
-
-    async def Renew(self, request: RenewRequest, context: Any) -> RenewReply:
-        self.renewals += 1
-        made = self._authority.certify(request.certificate_request, Component.ROUTER, "a router")
-        return RenewReply(
-            chain=made.chain, trust=made.trust, authorities=made.authorities, renew_seconds=made.renew_seconds
-        )
-
-
-def test_a_router_renews_its_certificate_once_when_the_authority_changes() -> None:
-    both = identities.authority((b"another secret of the cluster", identities.SECRET))
-    controller, identity = _RotatingController(both), identities.member(Component.ROUTER)
-    asyncio.run(_watched(controller, _Bench(), 20, identity))
-    assert controller.renewals == 1 and identity.certificate.authorities == both.fingerprints

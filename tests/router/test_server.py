@@ -10,11 +10,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from headrace_proto.callers import CallerInterceptor
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.errors import ListenError
@@ -22,7 +20,7 @@ from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_REA
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
 from headrace_router.server import RouterServer
-from support import identities
+from support.members import MEMBER, secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 
@@ -42,9 +40,9 @@ class FakeController(ControlServicer):
 
     async def start(self) -> None:
         options = [("grpc.so_reuseport", 0)]
-        self.server = grpc.aio.server(interceptors=[CallerInterceptor()], options=options)
+        self.server = MEMBER.server(options)
         add_ControlServicer_to_server(self, self.server)
-        self.port = self.server.add_secure_port(f"127.0.0.1:{self.port}", identities.controller().server_credentials())
+        self.port = MEMBER.listen(self.server, f"127.0.0.1:{self.port}")
         await self.server.start()
 
     async def publish(self, members: MemberList) -> None:
@@ -72,7 +70,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
 
     controller = harness.call(make())
     replica = make_replica()
-    harness.start([], controller=f"127.0.0.1:{controller.port}", credentials=identities.router_credentials("router-x"))
+    harness.start([], controller=f"127.0.0.1:{controller.port}", router_id="router-x")
     eventually(lambda: bool(controller.routers))
     info = controller.routers[0]
     assert info.id == "router-x" and info.pid == os.getpid() and info.http.endswith(str(harness.router.http_port))
@@ -271,14 +269,10 @@ def test_a_port_in_use_is_one_sentence(harness: Any) -> None:
         for fields in ({"port": port, "grpc_port": 0}, {"port": 0, "grpc_port": port}):
 
             async def start(fields: dict[str, Any] = fields) -> None:
-                await RouterServer(RouterConfig(credentials=identities.router_credentials(), **fields)).start()
+                await RouterServer(RouterConfig(secret_file=secret_file(), **fields)).start()
 
             with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{port}"):
                 harness.call(start())
-
-
-def _credentials() -> str:
-    return identities.router_credentials().get_secret_value().hex()
 
 
 CHILD = """
@@ -288,8 +282,7 @@ from headrace_router.core.fleet import Fleet
 from headrace_proto.logs import LogConfig
 from headrace_router.main import run
 logs = LogConfig("router", format="json")
-credentials = bytes.fromhex(sys.argv[3])
-sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, credentials=credentials, logs=logs)))
+sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret_file=sys.argv[3], logs=logs)))
 """
 
 
@@ -300,7 +293,7 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
     code = CHILD + "\n"
     barred = "import sys\nfor name in ('torch', 'ray', 'transformers', 'headrace_worker'): sys.modules[name] = None\n"
     child = subprocess.Popen(
-        [sys.executable, "-c", barred + code, "127.0.0.1", str(port), _credentials()],
+        [sys.executable, "-c", barred + code, "127.0.0.1", str(port), str(secret_file())],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -321,7 +314,7 @@ def test_the_process_starts_without_torch_and_stops_on_sigterm() -> None:
 
 def test_the_process_refuses_to_listen_on_all_interfaces_without_keys() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, "0.0.0.0", "0", _credentials()], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", CHILD, "0.0.0.0", "0", str(secret_file())], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 1
     assert "without API keys" in done.stderr and "Traceback" not in done.stderr

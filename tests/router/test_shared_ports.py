@@ -22,7 +22,7 @@ from headrace_router.api.listen import bind_http
 from headrace_router.api.port_reservation import PortReservation
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
-from support import identities
+from support.members import secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 KEY = {"Authorization": "Bearer key-12345"}
@@ -56,7 +56,7 @@ def start(
             "grpc_port": reserved[1].port,
             "share_port": True,
             "metrics_port": 0,
-            "credentials": identities.router_credentials(),
+            "secret_file": secret_file(),
             "members": (StaticMember(address=replica.address, replica_id="r0"),),
             "auth": AuthConfig(keys=(ApiKey(name="me", key=SecretStr("key-12345")),)),
             "shutdown_seconds": 1.0,
@@ -277,7 +277,7 @@ def test_the_own_address_can_be_open(start: Callable[..., RouterServer]) -> None
 
 def test_metrics_without_a_key_need_their_own_address() -> None:
     with pytest.raises(ValueError, match="set metrics_port"):
-        RouterConfig(credentials=identities.router_credentials(), metrics_no_auth=True)
+        RouterConfig(secret_file=secret_file(), metrics_no_auth=True)
 
 
 def test_an_own_address_in_use_names_its_flag(start: Callable[..., RouterServer]) -> None:
@@ -326,7 +326,7 @@ def test_the_own_address_is_served_before_the_shared_ports(
     shared: dict[str, Any] = {"port": reserved[0].port, "grpc_port": reserved[1].port, "share_port": True}
 
     async def started() -> tuple[RouterServer, asyncio.Task[None]]:
-        router = RouterServer(RouterConfig(**shared, metrics_port=0, credentials=identities.router_credentials()))
+        router = RouterServer(RouterConfig(**shared, metrics_port=0, secret_file=secret_file()))
         task = asyncio.create_task(router.start())
         await asyncio.sleep(0.2)
         return router, task
@@ -342,4 +342,4 @@ def test_the_own_address_is_served_before_the_shared_ports(
 
 def test_shared_ports_need_numbers() -> None:
     with pytest.raises(ValueError, match="need port numbers"):
-        RouterConfig(credentials=identities.router_credentials(), share_port=True, port=0)
+        RouterConfig(secret_file=secret_file(), share_port=True, port=0)

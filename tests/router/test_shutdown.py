@@ -19,7 +19,7 @@ import pytest
 
 from headrace_proto.inference_pb2 import GenerateRequest
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from support import identities
+from support.members import secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 200}
 SENTENCE = "The server is shutting down; send the request again."
@@ -205,7 +205,7 @@ from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.main import run
 member = StaticMember(address=sys.argv[1], replica_id="r0")
 config = dict(port=int(sys.argv[2]), grpc_port=None, members=(member,), shutdown_seconds=30)
-sys.exit(run(RouterConfig(**config, credentials=bytes.fromhex(sys.argv[3]))))
+sys.exit(run(RouterConfig(**config, secret_file=sys.argv[3])))
 """
 
 
@@ -218,9 +218,8 @@ def child(harness: Any, make_replica: Any, eventually: Any) -> Iterator[tuple[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    credentials = identities.router_credentials().get_secret_value().hex()
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, replica.address, str(port), credentials], stderr=subprocess.PIPE
+        [sys.executable, "-c", CHILD, replica.address, str(port), str(secret_file())], stderr=subprocess.PIPE
     )
     url = f"http://127.0.0.1:{port}"
 

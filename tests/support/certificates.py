@@ -9,11 +9,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from headrace_proto.internal_tls import TLS_NAME
+
 DAY = datetime.timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates for localhost and 127.0.0.1; `file` has its own."""
+    """Signs certificates for localhost, 127.0.0.1 and members of a cluster; `file` has its own."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -30,7 +32,7 @@ class Authority:
         """The files of a new certificate and its key. name: its common name."""
         cert, key = cert or self._folder / f"{name}.pem", key or self._folder / f"{name}.key"
         private = ec.generate_private_key(ec.SECP256R1())
-        hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        hosts = [x509.DNSName("localhost"), x509.DNSName(TLS_NAME), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         builder = _builder(_name(name), self._name, private.public_key(), self.days)
         builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         clear, pkcs8 = serialization.NoEncryption(), serialization.PrivateFormat.PKCS8

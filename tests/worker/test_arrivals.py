@@ -9,10 +9,9 @@ from typing import Any
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.server.convert import tokens_to_compute
-from support import identities
+from support.members import MEMBER, METADATA
 
 
 def test_arrivals_count_until_a_step_includes_them() -> None:
@@ -82,9 +81,9 @@ def test_a_router_learns_within_a_step_what_another_one_has_sent(make_served: Ca
             yield pb.RouterFrame(hello=hello)
             await asyncio.sleep(60)
 
-        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
             stub = served.stub(channel)
-            call = stub.Serve(sender())
+            call = stub.Serve(sender(), metadata=METADATA)
             first: pb.ReplicaFrame | None = None
 
             async def send() -> None:
@@ -97,7 +96,7 @@ def test_a_router_learns_within_a_step_what_another_one_has_sent(make_served: Ca
 
             sending = asyncio.create_task(send())
             async with asyncio.timeout(20):
-                async for frame in stub.Serve(watcher()):
+                async for frame in stub.Serve(watcher(), metadata=METADATA):
                     if frame.step:
                         joined.set()
                     loads.append(frame.load)

@@ -12,11 +12,9 @@ import pytest
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.caller_streams import STREAMS_PER_CALLER
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from support import identities
+from support.members import MEMBER, METADATA, other_member
 from support.worker.served_engine import ServedEngine
 
 Make = Callable[..., Any]
@@ -42,8 +40,8 @@ async def run_stream(
         await stop.wait()
 
     merged: dict[bytes, pb.Delta] = {}
-    async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-        async for frame in served.stub(channel).Serve(frames()):
+    async with MEMBER.channel(served.address, NO_PROXY) as channel:
+        async for frame in served.stub(channel).Serve(frames(), metadata=METADATA):
             for delta in frame.deltas:
                 known = merged.setdefault(delta.attempt_id, pb.Delta())
                 assert delta.first_index == len(known.token_ids) or not delta.token_ids
@@ -104,26 +102,6 @@ def test_a_bad_submit_is_answered_and_the_next_one_works(
     assert merged[b"y" * 16].finish == pb.FINISH_LENGTH
 
 
-def test_health_names_a_router_with_too_many_streams(make_served: Make) -> None:
-    served = make_served()
-
-    async def check() -> list[str]:
-        async with (
-            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
-            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as watcher,
-        ):
-            calls = [served.stub(channel).WatchCache(pb.CacheWatchRequest()) for _ in range(3 * STREAMS_PER_CALLER)]
-            async with asyncio.timeout(20):
-                async for health in served.stub(watcher).WatchHealth(pb.HealthRequest(interval_ms=50)):
-                    if health.refused_callers:
-                        break
-            for call in calls:
-                call.cancel()
-            return list(health.refused_callers)
-
-    assert asyncio.run(check()) == ["r-1"]
-
-
 def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     served = make_served(num_blocks=512)
     submits = [submit(bytes([i]) * 16, [10 + i] * 20, 150) for i in range(12)]
@@ -133,41 +111,28 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     assert served.bench.kv.pool.used == 0
 
 
-def test_no_call_is_answered_without_the_certificate_of_its_plane(make_served: Make) -> None:
+def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:
     served = make_served()
 
     async def silence() -> AsyncIterator[Any]:
         await asyncio.Event().wait()  # a write at the time of the refusal would be another error in the client
         yield pb.RouterFrame(hello=HELLO)
 
-    async def refusals(channel: grpc.aio.Channel, methods: tuple[str, ...]) -> list[grpc.StatusCode]:
-        codes = []
-        async with channel:
-            stub: Any = ReplicaStub(channel)
-            calls = {
-                "Describe": lambda: stub.Describe(pb.DescribeRequest()),
-                "WatchCache": lambda: stub.WatchCache(pb.CacheWatchRequest()),
-                "WatchHealth": lambda: stub.WatchHealth(pb.HealthRequest()),
-                "Serve": lambda: stub.Serve(silence()),
-                "Transfer": lambda: stub.Transfer(silence()),
-            }
-            for method in methods:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async for _ in calls[method]():
-                        break
-                codes.append(caught.value.code())
-        return codes
-
     async def run() -> None:
-        plain = grpc.aio.insecure_channel(served.address)
-        assert await refusals(plain, ("Describe", "WatchHealth")) == [grpc.StatusCode.UNAVAILABLE] * 2
-        for component, others in (
-            (Component.ROUTER, ("WatchHealth", "Transfer")),
-            (Component.CONTROLLER, ("Describe", "WatchCache", "Serve", "Transfer")),
-            (Component.REPLICA, ("Describe", "WatchCache", "Serve", "WatchHealth")),
-        ):
-            channel = identities.member(component).channel(served.address, Component.REPLICA, NO_PROXY)
-            assert await refusals(channel, others) == [grpc.StatusCode.PERMISSION_DENIED] * len(others)
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            stub: Any = ReplicaStub(channel)
+            for metadata in (None, other_member().metadata):
+                for call in (
+                    stub.Describe(pb.DescribeRequest(), metadata=metadata),
+                    stub.WatchCache(pb.CacheWatchRequest(), metadata=metadata),
+                    stub.WatchHealth(pb.HealthRequest(), metadata=metadata),
+                    stub.Serve(silence(), metadata=metadata),
+                    stub.Transfer(silence(), metadata=metadata),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError, match="--secret-file") as caught:
+                        async for _ in call:
+                            pass
+                    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
     asyncio.run(run())
 
@@ -176,8 +141,10 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> N
     served = make_served()
 
     async def describe(digest: bytes, facts_only: bool = False) -> tuple[pb.ModelFacts, bytes]:
-        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            call = served.stub(channel).Describe(pb.DescribeRequest(known_digest=digest, facts_only=facts_only))
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            call = served.stub(channel).Describe(
+                pb.DescribeRequest(known_digest=digest, facts_only=facts_only), metadata=METADATA
+            )
             chunks = [chunk async for chunk in call]
         return chunks[0].facts, b"".join(chunk.tokenizer_json for chunk in chunks[1:])
 
@@ -192,18 +159,18 @@ def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
 
     async def roles() -> list[int]:
         async with (
-            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
-            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as own,
+            MEMBER.channel(served.address, NO_PROXY) as channel,
+            MEMBER.channel(served.address, NO_PROXY) as own,
         ):
             watcher: Any = served.stub(own)
             stub = served.stub(channel)
-            facts = (await stub.Describe(pb.DescribeRequest()).read()).facts
-            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50))
+            facts = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
+            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=METADATA)
             before = (await stream.read()).identity
             served.description.set_role(pb.ROLE_PREFILL)
             after = (await stream.read()).identity
-            again = (await stub.Describe(pb.DescribeRequest()).read()).facts
-            call = stub.Serve()
+            again = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
+            call = stub.Serve(metadata=METADATA)
             await call.write(pb.RouterFrame(hello=HELLO))
             hello = (await call.read()).hello
             assert again.max_model_len == facts.max_model_len and again.identity.boot_id == facts.identity.boot_id
@@ -235,8 +202,10 @@ def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
                 known.difference_update(event.removed)
 
     async def compare() -> None:
-        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            following = asyncio.create_task(follow(served.stub(channel).WatchCache(pb.CacheWatchRequest())))
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            following = asyncio.create_task(
+                follow(served.stub(channel).WatchCache(pb.CacheWatchRequest(), metadata=METADATA))
+            )
             await run_stream(served, [submit(bytes([i]) * 16, [20 + i] * 30) for i in range(9)], all_finished(9))
             while known != served.bench.indexed_digests:  # the last increment comes after the last token
                 assert not following.done(), following
@@ -256,19 +225,23 @@ def test_health_counts_the_routers_that_are_connected(make_served: Make) -> None
     served = make_served()
 
     async def counts() -> list[int]:
-        other = identities.member(Component.ROUTER, name="r-2")
         async with (
-            identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel,
-            other.channel(served.address, Component.REPLICA, (*NO_PROXY, *OWN_CONNECTION)) as second,
-            identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as own,
+            MEMBER.channel(served.address, NO_PROXY) as channel,
+            MEMBER.channel(served.address, (*NO_PROXY, *OWN_CONNECTION)) as second,
+            MEMBER.channel(served.address, NO_PROXY) as own,
         ):
             watcher: Any = served.stub(own)
             stub = served.stub(channel)
-            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50))
+            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=METADATA)
             found = [(await stream.read()).routers]
-            calls = [served.stub(second).Serve(), stub.Serve(), stub.Serve()]  # one router has connected again
-            for call in calls:
-                await call.write(pb.RouterFrame(hello=HELLO))
+            calls = [
+                served.stub(second).Serve(metadata=METADATA),
+                stub.Serve(metadata=METADATA),
+                stub.Serve(metadata=METADATA),
+            ]  # one router has connected again
+            for call, name in zip(calls, ("r-2", "r-1", "r-1"), strict=True):
+                hello = pb.RouterHello(router_id=name, contract_version=CONTRACT_VERSION)
+                await call.write(pb.RouterFrame(hello=hello))
                 await call.read()
             while (routers := (await stream.read()).routers) != 2:
                 pass
@@ -286,8 +259,8 @@ def test_health_distinguishes_a_stalled_from_an_idle_loop(make_served: Make) -> 
     release = threading.Event()
 
     async def states(count: int) -> list[int]:
-        async with identities.controller().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100))
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            call = served.stub(channel).WatchHealth(pb.HealthRequest(interval_ms=100), metadata=METADATA)
             seen = []
             async for health in call:
                 seen.append(health.state)
@@ -345,9 +318,9 @@ def test_replicas_whose_contract_versions_differ_by_one_exchange_blocks(
                 hello=pb.TargetHello(contract_version=version, identity=identity, rendezvous=rendezvous)
             )
 
-        async with identities.replica().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await served.stub(channel).Transfer(frames()).read()
+                await served.stub(channel).Transfer(frames(), metadata=METADATA).read()
         return error.value.details() or ""
 
     assert ("contract version" in asyncio.run(reason())) is refused
@@ -367,8 +340,8 @@ def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -
             yield pb.RouterFrame(submits=submits[4:])
             await asyncio.sleep(60)
 
-        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            async for frame in served.stub(channel).Serve(frames()):
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            async for frame in served.stub(channel).Serve(frames(), metadata=METADATA):
                 seen.append(frame)
                 if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:
                     break
@@ -400,8 +373,8 @@ def test_a_router_gets_frames_without_tokens_at_the_interval_that_it_requests(ma
             yield first
             await asyncio.sleep(60)
 
-        async with identities.router().channel(served.address, Component.REPLICA, NO_PROXY) as channel:
-            call = served.stub(channel).Serve(frames())
+        async with MEMBER.channel(served.address, NO_PROXY) as channel:
+            call = served.stub(channel).Serve(frames(), metadata=METADATA)
             try:
                 async with asyncio.timeout(seconds):
                     async for frame in call:

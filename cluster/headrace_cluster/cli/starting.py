@@ -72,9 +72,6 @@ def controller(
 def router(
     given: dict[str, Any],
     controller: Annotated[str | None, typer.Option("--controller", help="HOST:PORT of the controller.")] = None,
-    credentials: Annotated[
-        Path | None, typer.Option("--credentials", help="File of `headrace credentials`, instead of --secret-file.")
-    ] = None,
     config: o.Config = None,
     config_stdin: Annotated[bool, typer.Option("--config-stdin", hidden=True)] = False,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
@@ -86,20 +83,7 @@ def router(
         raise typer.Exit(run_from_stdin(parent))
     if controller is None:
         raise typer.BadParameter("name the controller: --controller HOST:PORT")
-    raise typer.Exit(run_router(_spec(given, config), controller, credentials))
-
-
-@app.command()
-@o.takes_settings("secret_file")
-def credentials(
-    given: dict[str, Any],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Written, for its owner only.")],
-    config: o.Config = None,
-) -> None:
-    """Make the credentials of one router, for a machine that is not to have the cluster's secret."""
-    from headrace_cluster.cli.router import write_credentials
-
-    write_credentials(file, _spec(given, config).control.secret_file)
+    raise typer.Exit(run_router(_spec(given, config), controller))
 
 
 @config_app.command("show")

@@ -11,8 +11,7 @@ from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
 from headrace_proto.channel_options import WATCHER
-from headrace_proto.component import Component
-from headrace_proto.identity import Identity
+from headrace_proto.cluster_member import ClusterMember
 
 STATES = {
     pb.REPLICA_STATE_STARTING: State.STARTING,
@@ -21,7 +20,7 @@ STATES = {
     pb.REPLICA_STATE_UNHEALTHY: State.UNHEALTHY,
     pb.REPLICA_STATE_DEAD: State.UNHEALTHY,
 }
-# Address of a replica, times, and what receives its messages: `watch_health` for an identity.
+# Address of a replica, times, and what receives its messages: `watch_health` for a member.
 HealthWatch = Callable[[str, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
 
 
@@ -29,7 +28,7 @@ _SMALL_MESSAGES = (("grpc.max_receive_message_length", 256 << 10),)  # a replica
 
 
 async def watch_health(
-    identity: Identity, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
+    member: ClusterMember, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
 ) -> None:
     """Calls `on_health` with every health message, until cancelled.
 
@@ -37,11 +36,10 @@ async def watch_health(
     """
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
     while True:
-        # A channel of its own for each try: the identity's certificate may have been replaced.
-        async with identity.channel(address, Component.REPLICA, (*WATCHER, *_SMALL_MESSAGES)) as channel:
+        async with member.channel(address, (*WATCHER, *_SMALL_MESSAGES)) as channel:
             stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
-                async for message in stub.WatchHealth(request):
+                async for message in stub.WatchHealth(request, metadata=member.metadata):
                     on_health(message)
             except grpc.aio.AioRpcError:
                 pass

@@ -12,7 +12,6 @@ from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, Rout
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
-from headrace_proto.caller_streams import CallerStreams
 
 MAX_REPLICAS = 10_000  # in a router's report
 
@@ -38,7 +37,6 @@ class Membership:
         self.routers: dict[str, pb.RouterInfo] = {}  # by id: one that connects again is still one
         self.router_reports = RouterReports()
         self._placements: dict[str, list[pb.ModelPlacement]] = {}  # by router
-        self.caller_streams = CallerStreams(clock)  # of routers
         self._reach = RouterReach(self.router_reports)
         self.explaining = Explaining(lambda: self.routers)
 

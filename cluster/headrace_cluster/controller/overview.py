@@ -12,10 +12,8 @@ from headrace_cluster.core.driver import Progress
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Record, State
-from headrace_proto.caller_streams import SHOWN_CALLERS, refusal_sentence
 from headrace_worker.core.config import ReplicaStarted
 
-CALLER_CHARS = 100
 OUTDATED = "it runs as an earlier spec described it; it is built again in turn"
 
 
@@ -57,7 +55,7 @@ class Overview:
             router_status(router, unreached.get(router.id, ""), self._membership.placements(router.id))
             for router in known
         ]
-        problems = [*self.found_problems, *self._retries.problems, *unreached.values(), *self._refusals]
+        problems = [*self.found_problems, *self._retries.problems, *unreached.values()]
         return {"replicas": replicas, "routers": routers, "problems": problems}
 
     def started(self) -> dict[str, ReplicaStarted]:
@@ -78,20 +76,6 @@ class Overview:
             if record.state in (State.PENDING, State.STARTING) and record.name in self._builds
         }
 
-    @property
-    def _refusals(self) -> list[str]:
-        """Which callers have too many streams, a sentence each."""
-        found = [refusal_sentence(caller, "the controller") for caller in self._membership.caller_streams.refused]
-        for name, build in sorted(self._builds.items()):
-            callers = build.health.refused_callers if build.health is not None else ()
-            found += [refusal_sentence(_printable(caller), name.replica_id) for caller in callers[:SHOWN_CALLERS]]
-        return list(dict.fromkeys(found))
-
     def _stage(self, record: Record) -> str:
         progress = self._builds.get(record.name, Build()).progress
         return progress.stage if progress is not None and record.state is State.STARTING else ""
-
-
-def _printable(caller: str) -> str:
-    """Of a replica's message: `headrace status` prints it."""
-    return ascii(caller[:CALLER_CHARS])[1:-1]

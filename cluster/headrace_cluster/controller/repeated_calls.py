@@ -18,10 +18,10 @@ class RepeatedCalls:
         self._driver = driver
         self._retries = retries
 
-    async def install_credentials(self, name: ReplicaName) -> None:
+    async def send_secret(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
-        install = partial(self._driver.install_credentials, name)
-        await self._retries.run(f"the certificate of {name.replica_id}", install)
+        send = partial(self._driver.send_secret, name)
+        await self._retries.run(f"the secret for {name.replica_id}", send)
 
     async def report(self, name: ReplicaName) -> AdoptedBuild | None:
         """See ReplicaDriver. Returns once every rank has replied, or one has ended."""

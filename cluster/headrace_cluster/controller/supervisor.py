@@ -139,11 +139,11 @@ class Supervisor:
         """The document that `headrace status --json` prints."""
         return self.overview.status()
 
-    def renew_certificates(self) -> None:
-        """Every build that is up gets another certificate soon; its connections are not affected."""
+    def send_secret(self) -> None:
+        """It has changed: every build that is up gets it soon; connections are not affected."""
         for name, build in self._builds.items():
             if build.started is not None:
-                self._spawn(name, self._repeated.install_credentials(name))
+                self._spawn(name, self._repeated.send_secret(name))
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -252,8 +252,8 @@ class Supervisor:
         assert build.started is not None
         health = partial(self._watch, build.started.address, self._spec.health, self._health.receiver(name, build))
         self._spawn(name, self.retries.run(f"the health of {name.replica_id}", health))
-        # The authority may have changed while the build started, or be another one.
-        self._spawn(name, self._repeated.install_credentials(name))
+        # It may have changed while the build started.
+        self._spawn(name, self._repeated.send_secret(name))
         self._spawn(name, self._repeated.record_reports(name, build))
         death = partial(self._driver.wait_for_death, name)
         cause = await self.retries.run(f"the watch over {name.replica_id}", death)

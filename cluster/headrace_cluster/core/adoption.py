@@ -39,7 +39,7 @@ def plan_adoption(
     reports: Reports,
     groups: Collection[ReplicaName],
     expected: Mapping[str, bytes],
-    authorities: Collection[bytes],
+    secrets: Collection[bytes],
     snapshot: ControllerSnapshot | None,
 ) -> AdoptionPlan:
     """Adopts the builds that are up and ends the rest. groups: builds with a placement group; others: `choose_builds`.
@@ -50,9 +50,9 @@ def plan_adoption(
     # Ray ends ranks without a placement group.
     placed = {rank: report for rank, report in reports.items() if rank[0] in groups}
     recorded = snapshot.reports if snapshot is not None else {}
-    foreign = find_foreign(placed, authorities)
+    foreign = find_foreign(placed, secrets)
     placed = {rank: report for rank, report in placed.items() if rank[0] not in foreign}
-    builds = choose_builds(placed, expected, authorities, recorded)
+    builds = choose_builds(placed, expected, secrets, recorded)
     kept = {build.name for build in builds}
     adopted = {name.replica_id for name in kept}
     silent = [name for name in _silent(placed) if name.replica_id in expected.keys() - adopted]
@@ -65,7 +65,7 @@ def plan_adoption(
     )
 
 
-def find_foreign(reports: Reports, authorities: Collection[bytes]) -> dict[ReplicaName, str]:
+def find_foreign(reports: Reports, secrets: Collection[bytes]) -> dict[ReplicaName, str]:
     """The builds that are up and cannot be adopted, with the reason.
 
     Raises AdoptionError if all that are up are such builds: then this controller is the one with the wrong secret.
@@ -74,16 +74,16 @@ def find_foreign(reports: Reports, authorities: Collection[bytes]) -> dict[Repli
     names = sorted({name for name, _ in reports})
     up = {name: ranks for name in names if (ranks := _complete(reports, name))}
     for name, ranks in up.items():
-        if problem := _obstacle(name, ranks[0], authorities):
+        if problem := _obstacle(name, ranks[0], secrets):
             found[name] = f"{problem}; build {name.generation} is left as it is, and not used"
     if found and found.keys() == up.keys():
-        raise AdoptionError(_obstacle(name := next(iter(up)), up[name][0], authorities))
+        raise AdoptionError(_obstacle(name := next(iter(up)), up[name][0], secrets))
     return found
 
 
-def _obstacle(name: ReplicaName, report: RankReport, authorities: Collection[bytes]) -> str:
+def _obstacle(name: ReplicaName, report: RankReport, secrets: Collection[bytes]) -> str:
     """Why a build with this report of its first rank cannot be adopted; empty if it can."""
-    if not set(report.authorities) & set(authorities):
+    if not set(report.secrets) & set(secrets):
         return f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file"
     if report.role not in set(Role):
         return f"{name.replica_id} has a role of another version of Headrace: {report.role[:40]!r}"
@@ -110,25 +110,25 @@ def _silent(reports: Reports) -> list[ReplicaName]:
 def choose_builds(
     reports: Reports,
     expected: Mapping[str, bytes],
-    authorities: Collection[bytes],
+    secrets: Collection[bytes],
     recorded: Mapping[tuple[ReplicaName, int], RankReport] | None = None,
 ) -> list[AdoptedBuild]:
     """Of each replica, the newest build of which all ranks exist and are up, and the one before if that is up, too.
 
     reports: of every rank that has not ended, by build and rank. recorded: of ranks that were up, by the last
     controller; of those that do not reply now these count. expected: the fingerprint of each replica of the spec.
-    authorities: the fingerprints that this controller has. Raises AdoptionError when what serves would be ended by
+    secrets: the fingerprints that this controller has. Raises AdoptionError when what serves would be ended by
     mistake.
     """
     _check_silence(reports, recorded or {})
-    reports = {rank: _known(report, (recorded or {}).get(rank), authorities) for rank, report in reports.items()}
+    reports = {rank: _known(report, (recorded or {}).get(rank), secrets) for rank, report in reports.items()}
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
         if not (up := _complete(reports, name)):
             continue
         started = up[0].started
         assert started is not None
-        if problem := _obstacle(name, up[0], authorities):
+        if problem := _obstacle(name, up[0], secrets):
             raise AdoptionError(problem)
         facts = [
             RankFacts(rank, report.pid, report.node, report.started.device if report.started is not None else "")
@@ -153,11 +153,11 @@ def choose_builds(
     return [build for builds in found.values() for build in _continuing(builds)]
 
 
-def _known(report: RankReport | None, recorded: RankReport | None, authorities: Collection[bytes]) -> RankReport | None:
-    """What is known of a rank. Its authorities may have been renewed since the record; it is of this cluster."""
+def _known(report: RankReport | None, recorded: RankReport | None, secrets: Collection[bytes]) -> RankReport | None:
+    """What is known of a rank. Its secrets may have been renewed since the record; it is of this cluster."""
     if report is not None or recorded is None:
         return report
-    return msgspec.structs.replace(recorded, authorities=tuple(authorities))
+    return msgspec.structs.replace(recorded, secrets=tuple(secrets))
 
 
 def _continuing(builds: Sequence[AdoptedBuild]) -> Sequence[AdoptedBuild]:

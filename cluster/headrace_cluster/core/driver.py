@@ -121,8 +121,8 @@ class ReplicaDriver(Protocol):
         """Returns once the replica is ready to serve. Raises StartFailedError."""
         ...
 
-    async def install_credentials(self, name: ReplicaName) -> None:
-        """Gives a replica that is up another certificate. Raises when it does not reply: the call is to be repeated."""
+    async def send_secret(self, name: ReplicaName) -> None:
+        """Gives a replica that is up the values that are valid now. Raises when it does not reply: to be repeated."""
         ...
 
     async def progress(self, name: ReplicaName) -> Progress | None:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.component import Certificate
 from headrace_proto.role import Role
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling.report import ProfileReport
@@ -23,13 +22,6 @@ class StartArgs(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous | None = None  # of several ranks
     visible_gpus: tuple[str, ...] = ()
     gpu: int | None = None  # index among these
-
-
-class RankCredentials(msgspec.Struct, frozen=True):
-    """What makes rank 0 a member of the cluster: the reply to its certificate request."""
-
-    certificate: Certificate
-    cache_key: bytes  # sealed for the sender of the request
 
 
 class StartOutcome(msgspec.Struct, frozen=True):
@@ -50,7 +42,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     gpus: list[str]  # assigned by Ray
     fingerprint: bytes
-    authorities: tuple[bytes, ...]  # their fingerprints, if it trusts them; none: it has no certificate
+    secrets: tuple[bytes, ...]  # fingerprints of the values that it accepts; none: it has not received any
     model: str
     tp: int
     pp: int

@@ -14,21 +14,21 @@ import msgspec
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig
-from headrace_cluster.errors import ControllerTakenError
+from headrace_cluster.errors import ControllerTakenError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
 from headrace_cluster.launch.cluster_display import ClusterDisplay
 from headrace_cluster.launch.display import show_message, start_display, use_log_format
-from headrace_cluster.launch.server_record import ServerRecord, kept_path
+from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_start
 from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.run_logs import RunFolder, log_path
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import host_port
+from headrace_proto.cluster_member import SecretFile
 from headrace_proto.logs import LogConfig, add_log_file, configure_logs
 
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
@@ -41,8 +41,13 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
     """
     use_log_format(spec.logs.format)
     began = time.monotonic()
-    kept = kept_path(spec)
-    secrets = ClusterSecrets(spec.control.secret_file or (kept if kept.exists() else None))
+    if spec.control.secret_file is None:
+        raise SpecError(
+            "the controller needs the cluster's secret, which routers get, too: --secret-file FILE, a file with 32 "
+            "random characters (openssl rand -hex 16 > FILE; chmod 600 FILE)"
+        )
+    secret_path = spec.control.secret_file
+    secret_file = SecretFile(secret_path)
     record = ServerRecord(spec, with_router=False, detaches=True)
     with Cleanup() as cleanup, contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
@@ -71,13 +76,13 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
 
         async def run() -> bool:
             controller = Controller(
-                leased, lease, secrets, record.state.admin_key, log_folder=str(logs), replica_class=replica_class
+                leased, lease, secret_file, record.state.admin_key, log_folder=str(logs), replica_class=replica_class
             )
             opened = await controller.open()
             if note := attached_note(opened):
                 show_message(note)
             control = host_port(opened.control_host, opened.control_port)
-            record.add_controller(control, opened.admin_port, secrets, cleanup, dashboard)
+            record.add_controller(control, opened.admin_port, secret_path, cleanup, dashboard)
             _handle_signals(controller)
             await _show(controller, record, leased, began)
             if controller.taken:
@@ -87,7 +92,6 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
             if controller.stop_requested:
                 show_message("stopping")
                 await controller.close()
-                record.remove_secret()
             return controller.stop_requested
 
         stopped = asyncio.run(run())
@@ -111,7 +115,7 @@ def run_from_stdin(parent: int) -> None:
     async def run() -> None:
         controller = Controller(
             *prepare_lease(spec, {}),
-            ClusterSecrets(Path(config.secret_file)),
+            SecretFile(Path(config.secret_file)),
             config.admin_key,
             log_folder=config.log_folder,
             replica_class=config.replica_class,

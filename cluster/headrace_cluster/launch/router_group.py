@@ -11,7 +11,6 @@ from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
 from headrace_cluster.launch.router_process import RouterProcess, router_config
 from headrace_cluster.local.ports import reachable
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.tls_client import open_connection, pinned
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port, split_address
@@ -25,18 +24,16 @@ MARGIN_SECONDS = 3.0  # added to their own limit: for clients to read the last e
 class RouterGroup:
     """Not thread-safe; create it in the main thread: the routers end when it ends."""
 
-    def __init__(
-        self, spec: ClusterSpec, controller: str, secrets: ClusterSecrets, log_folder: Path | None = None
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, controller: str, secret_file: Path, log_folder: Path | None = None) -> None:
         """Reserves the ports if routers share them. Raises ListenError."""
         routers = spec.routers
         self._host = routers.host
         self._tls_cert = spec.tls.cert
         self._shutdown_seconds = routers.shutdown_seconds
         self._reservations: list[PortReservation] = []
-        configure = partial(router_config, spec, controller, log_folder=log_folder)
+        configure = partial(router_config, spec, controller, secret_file, log_folder=log_folder)
         if routers.count == 1:
-            self._processes = [RouterProcess(configure, secrets)]
+            self._processes = [RouterProcess(configure)]
             return
         self._reservations.append(PortReservation(routers.host, routers.port, "HTTP", "--port"))
         self._reservations.append(PortReservation(routers.host, routers.grpc_port, "gRPC", "--grpc-port"))
@@ -44,7 +41,7 @@ class RouterGroup:
         self._processes = []
         for index in range(routers.count):
             each = partial(configure, index=index, **shared)
-            self._processes.append(RouterProcess(each, secrets, f"router {index + 1} of {routers.count}"))
+            self._processes.append(RouterProcess(each, f"router {index + 1} of {routers.count}"))
 
     def start(self) -> None:
         """Starts all of them; the controller lists those that serve."""

@@ -11,19 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretBytes
-
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.local.router_credentials import new_credentials
 from headrace_cluster.local.run_logs import log_path
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
-from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, stderr
 from headrace_router.access.auth import ApiKey
 from headrace_router.config import RouterConfig
-from headrace_router.credentials import RouterCredentials
 
 RESTART_SECONDS = (0.2, 1.0, 2.0, 5.0)  # delay before the next attempt; the last one repeats
 STABLE_SECONDS = 60.0
@@ -33,13 +27,13 @@ EXIT_CONFIG = 2
 def router_config(
     spec: ClusterSpec,
     controller: str,
-    credentials: RouterCredentials,
+    secret_file: Path,
     *,
     index: int = 0,
     log_folder: Path | None = None,
     **own: Any,
 ) -> RouterConfig:
-    """The config of the router with these credentials and this index. Without a folder it logs to stderr only.
+    """The config of one start of the router with this index. Without a folder it logs to stderr only.
 
     own: other values than those of the spec.
     """
@@ -51,7 +45,8 @@ def router_config(
         "metrics_port": metrics_ports[index] if metrics_ports else None,
         "metrics_host": spec.metrics_host,
         "controller": controller,
-        "credentials": SecretBytes(credentials.encode()),
+        "secret_file": secret_file,
+        "internal_tls": spec.internal.tls_files,
         "auth": spec.auth,
         "tls": spec.tls,
         "limits": spec.limits,
@@ -63,7 +58,6 @@ def router_config(
 def encode_config(config: RouterConfig) -> str:
     """JSON with the secrets in clear text: for a pipe, never for a log, a file or a command line."""
     data = config.model_dump(mode="json")
-    data["credentials"] = config.credentials.get_secret_value().decode("latin-1")
     data["auth"]["keys"] = [_clear(key) for key in config.auth.keys]
     data["auth"]["metrics_key"] = config.auth.metrics_key and _clear(config.auth.metrics_key)
     return json.dumps(data)
@@ -71,9 +65,7 @@ def encode_config(config: RouterConfig) -> str:
 
 def decode_config(text: str) -> RouterConfig:
     """The inverse of `encode_config`."""
-    data = json.loads(text)
-    data["credentials"] = SecretBytes(data["credentials"].encode("latin-1"))
-    return RouterConfig.model_validate(data)
+    return RouterConfig.model_validate_json(text)
 
 
 def _clear(key: ApiKey) -> dict[str, str]:
@@ -83,12 +75,9 @@ def _clear(key: ApiKey) -> dict[str, str]:
 class RouterProcess:
     """One supervised router. Not thread-safe; create it in the main thread: the router ends when it ends."""
 
-    def __init__(
-        self, configure: Callable[..., RouterConfig], secrets: ClusterSecrets, label: str = "the router"
-    ) -> None:
-        """configure: `router_config` for credentials and ports. secrets: make the credentials of each start."""
+    def __init__(self, configure: Callable[..., RouterConfig], label: str = "the router") -> None:
+        """configure: `router_config` for ports."""
         self._configure = configure
-        self._secrets = secrets
         self._ports: dict[str, int | None] = {}  # that are other than those of the spec
         self._was_up = False  # the controller has listed it, whatever happened then
         self._config: RouterConfig | None = None  # of the last start
@@ -109,9 +98,7 @@ class RouterProcess:
 
     def start(self) -> None:
         """Starts the process under a new id; the controller lists it once it serves."""
-        with contextlib.suppress(HeadraceError):  # the controller shows it; the secrets from before stay valid
-            self._secrets.reread()
-        self._config = config = self._configure(new_credentials(self._secrets), **self._ports)
+        self._config = config = self._configure(**self._ports)
         # The same interpreter and environment; in a session of its own the terminal's Ctrl-C does not reach it.
         # -P: it imports no module of the current folder, which any user may have written.
         program = [sys.executable, "-P", "-m", "headrace_cluster"]

@@ -24,9 +24,9 @@ from headrace_cluster.launch.running_cluster import RunningCluster
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
+from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RunFolder, log_path
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.sockets import exposed_note, listeners
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
@@ -57,7 +57,6 @@ class Serve:
         self._with_router = with_router
         self._replica_class = replica_class
         self._began = time.monotonic()
-        self._secrets = ClusterSecrets(spec.control.secret_file)
         self._record = ServerRecord(spec, with_router=with_router)
         self._signals = StopSignals(self._force, START_STOP_SECONDS)
         self._forced_ends: list[Callable[[], None]] = []  # of each phase, in the order of the start; for `_force`
@@ -158,8 +157,13 @@ class Serve:
         return logs
 
     def _start_controller(self, controller: ControllerProcess, ray: LocalRay, logs: Path, cleanup: Cleanup) -> None:
+        secret_file = self._spec.control.secret_file
+        if secret_file is None:
+            secret_file = state.home() / f"secret-{controller.admin_port}"
+            state.write_private(secret_file, f"{state.new_key()}\n")
+            cleanup.remove_at_end(secret_file)
         self._record.add_controller(
-            controller.control_address, controller.admin_port, self._secrets, cleanup, ray.dashboard, ray.token_file
+            controller.control_address, controller.admin_port, secret_file, cleanup, ray.dashboard, ray.token_file
         )
         joined = self._spec.ray.model_copy(update={"address": ray.address})
         controller.start(
@@ -175,7 +179,8 @@ class Serve:
     def _start_routers(
         self, controller: ControllerProcess, ray: LocalRay, logs: Path, stack: contextlib.ExitStack
     ) -> RouterGroup:
-        routers = RouterGroup(self._spec, controller.control_address, self._secrets, logs)
+        secret_file = Path(self._record.state.secret_file)
+        routers = RouterGroup(self._spec, controller.control_address, secret_file, logs)
         stack.callback(routers.stop, abort=lambda: ray.lost)
         self._forced_ends.append(lambda: routers.abort_requests(ABORT_SECONDS))
         routers.start()

@@ -14,7 +14,6 @@ from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import save_server
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port, port_of
@@ -62,7 +61,7 @@ class ServerRecord:
         self,
         control_address: str,
         admin_port: int,
-        secrets: ClusterSecrets,
+        secret_file: Path,
         cleanup: Cleanup,
         dashboard: str,
         ray_token_file: str = "",
@@ -73,7 +72,7 @@ class ServerRecord:
             admin_url=f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, admin_port)}",
             admin_port=admin_port,
             control_address=control_address,
-            secret_file=str(self._secret_file(admin_port, secrets, cleanup)),
+            secret_file=str(secret_file),
             ray_dashboard=dashboard,
             ray_token_file=ray_token_file,
             starting=False,
@@ -101,23 +100,3 @@ class ServerRecord:
                 save_server(Path(changed.log_folder), changed)
             state.save(changed)
         return path
-
-    def remove_secret(self) -> None:
-        """The cluster has ended, and with it the secret that was generated for it."""
-        if self._spec.control.secret_file is None:
-            kept_path(self._spec).unlink(missing_ok=True)
-
-    def _secret_file(self, admin_port: int, secrets: ClusterSecrets, cleanup: Cleanup) -> Path:
-        """Where the secret can be read: routers that are started alone need it."""
-        if self._spec.control.secret_file is not None:
-            return self._spec.control.secret_file
-        path = kept_path(self._spec) if self.state.detaches else state.home() / f"secret-{admin_port}"
-        secrets.save(path)
-        if not self.state.detaches:
-            cleanup.remove_at_end(path)
-        return path
-
-
-def kept_path(spec: ClusterSpec) -> Path:
-    """Where the generated secret of a cluster in a Ray of others is kept until the cluster is stopped."""
-    return state.home() / f"cluster-{spec.cluster}.secret"

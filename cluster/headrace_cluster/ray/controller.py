@@ -10,7 +10,6 @@ from typing import Any
 import structlog
 
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
-from headrace_cluster.controller.certificates import ControllerCertificates
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
@@ -23,12 +22,11 @@ from headrace_cluster.core.revisions import Revisions, kept_revisions, with_comm
 from headrace_cluster.core.snapshot import ControllerSnapshot, Lease
 from headrace_cluster.core.view import Opened, ReplicaProgress, RouterPlace, View
 from headrace_cluster.local import state
-from headrace_cluster.local.secret_file import ClusterSecrets
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.identity import Identity
+from headrace_proto.cluster_member import ClusterMember, SecretFile
 from headrace_router.access.tls_files import TlsFiles
 
 LEASE_SECONDS = 1.0  # between two looks at the lease
@@ -57,7 +55,7 @@ class Controller:
         self,
         spec: ClusterSpec,
         lease: Lease,
-        secrets: ClusterSecrets,
+        secret_file: SecretFile,
         admin_key: str,
         *,
         log_folder: str = "",
@@ -69,13 +67,11 @@ class Controller:
         self._lease = lease
         self._admin_key = admin_key
         self._supervised = supervised
-        self._identity = Identity()
-        self._certificates = ControllerCertificates(self._identity, spec.cluster, secrets)
+        self._secret_file = secret_file
+        self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
-        driver = RayDriver(
-            spec, self._certificates.authority, host=NODE_HOST, replica_class=replica_class, log_folder=log_folder
-        )
-        self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, self._identity))
+        driver = RayDriver(spec, secret_file.secret, host=NODE_HOST, replica_class=replica_class, log_folder=log_folder)
+        self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, self._member))
         self._servers = contextlib.AsyncExitStack()  # that listen
         self._record = ClusterRecord(spec.cluster)
         self._tasks: list[asyncio.Task[Any]] = []
@@ -92,12 +88,7 @@ class Controller:
         admin = listen(self._spec.admin.host, self._spec.admin.port, reserved=self._supervised)
         admin_port = int(admin.getsockname()[1])
         grpc, port = await start_control_server(
-            self._membership,
-            self._identity,
-            self._certificates.authority,
-            host,
-            self._spec.control.port or 0,
-            reserved=self._supervised,
+            self._membership, self._member, host, self._spec.control.port or 0, reserved=self._supervised
         )
         self._servers.push_async_callback(grpc.stop, grace=0.2)
         adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
@@ -107,10 +98,8 @@ class Controller:
         keeper = RecordKeeper(self._supervisor, self._save)
         self._keeping = self._repeat("the record", keeper.run)
         self._repeat("the watch over the lease", self._watch_lease)
-        # Routers renew theirs by themselves.
-        self._repeat(
-            "the renewal of certificates", partial(self._certificates.keep, self._supervisor.renew_certificates)
-        )
+        watch = partial(self._secret_file.watch, self._supervisor.send_secret, log.warning)
+        self._repeat("the watch over the secret file", watch)
         operations = replica_operations(self._supervisor, keeper.saved)
         operations.append(explain_operation(self._membership.explaining))
         documents = {"/status": self._status, "/view": self.view}

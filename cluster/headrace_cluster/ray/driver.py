@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,12 @@ from headrace_cluster.core.placement import rank_gpus, threads_per_rank, waiting
 from headrace_cluster.core.rank_config import (
     REPLICA_CLASS,
     ProfileOutcome,
-    RankCredentials,
     fingerprint,
     replica_config,
 )
 from headrace_cluster.core.record import DesiredReplica
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError, RoleError
-from headrace_cluster.local.authority import ClusterAuthority
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray import resources as ray_resources
@@ -44,8 +41,7 @@ from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.component import Component
-from headrace_proto.identity import seal
+from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.logs import LogConfig
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
@@ -59,13 +55,13 @@ class RayDriver:
     def __init__(
         self,
         spec: ClusterSpec,
-        authority: Callable[[], ClusterAuthority],
+        secret: ClusterSecret,
         host: str,
         replica_class: str = REPLICA_CLASS,
         log_folder: str = "",
     ) -> None:
         self._spec = spec
-        self._authority = authority
+        self._secret = secret
         self._host = host
         self._replica_class = replica_class
         self._log_folder = log_folder
@@ -140,7 +136,7 @@ class RayDriver:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
             self._expected[replica.replica_id] = fingerprint(config)
         adopted_state, groups = await ray_resources.adopt(
-            self._spec.cluster, self._expected, self._authority().fingerprints, snapshot
+            self._spec.cluster, self._expected, self._secret.fingerprints, snapshot
         )
         self._note_gpus(adopted_state.builds)
         self._groups |= {group.name: group for group in groups}
@@ -148,7 +144,7 @@ class RayDriver:
 
     async def report(self, name: ReplicaName) -> AdoptedBuild | None:
         """See ReplicaDriver."""
-        build = await ray_resources.ask(self._groups[name], self._expected, self._authority().fingerprints)
+        build = await ray_resources.ask(self._groups[name], self._expected, self._secret.fingerprints)
         self._note_gpus([build] if build is not None else [])
         return build
 
@@ -157,12 +153,12 @@ class RayDriver:
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
-        await self._groups[name].install_credentials(partial(self._credentials, name))
+        await self._groups[name].set_secret(self._secret.values)
         return await self._groups[name].start()
 
-    async def install_credentials(self, name: ReplicaName) -> None:
+    async def send_secret(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
-        await self._groups[name].renew_credentials(partial(self._credentials, name))
+        await self._groups[name].set_secret(self._secret.values)
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
@@ -199,11 +195,6 @@ class RayDriver:
             await asyncio.to_thread(group.kill)
         await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)
-
-    def _credentials(self, name: ReplicaName, request: bytes) -> RankCredentials:
-        authority = self._authority()
-        certificate = authority.certify(request, Component.REPLICA, name.replica_id)
-        return RankCredentials(certificate, seal(request, authority.cache_key))
 
     # -- configuration of a rank ------------------------------------------------------------------------------
 
@@ -243,6 +234,7 @@ class RayDriver:
             profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
             cpu_threads=threads,
             host=self._host,
+            internal_tls=self._spec.internal.tls_files,
         )
 
 

@@ -15,17 +15,16 @@ from headrace_cluster.core.rank_config import (
     NODE_HOST,
     REPLICA_CLASS,
     ProfileOutcome,
-    RankCredentials,
     RankReport,
     StartArgs,
     StartOutcome,
     fingerprint,
 )
+from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
-from headrace_proto.identity import Identity
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 log = structlog.get_logger(__name__)
@@ -49,9 +48,7 @@ class RankActor:
         self._node = str(ray.util.get_node_ip_address())
         if self._config.host == NODE_HOST:
             self._config = replace(self._config, host=self._node)
-        self._identity = Identity()
-        self._cache_key = LOCAL_CACHE_KEY  # rank 0 gets that of the cluster, sealed: Ray keeps the arguments of actors
-        self._authorities: tuple[bytes, ...] = ()
+        self._secret = ClusterSecret(())  # Ray keeps the arguments of actors, and not those of calls
         self._rank = rank
         self._replica_class = replica_class
         self._replica: Any = None
@@ -82,7 +79,7 @@ class RankActor:
             node=node,
             gpus=gpus,
             fingerprint=self._fingerprint,
-            authorities=self._authorities,
+            secrets=self._secret.fingerprints,
             model=self._config.model,
             tp=self._config.tp,
             pp=self._config.pp,
@@ -96,16 +93,9 @@ class RankActor:
         )
         return msgspec.msgpack.encode(report)
 
-    def certificate_request(self) -> bytes:
-        """Of the key that was made here, and that never leaves this process."""
-        return self._identity.request
-
-    def install_credentials(self, encoded: bytes) -> bytes:
-        """Before `start` on rank 0, and whenever its certificate is renewed. encoded: RankCredentials.
-
-        Returns an encoded StartOutcome.
-        """
-        return self._guarded(lambda: self._install(msgspec.msgpack.decode(encoded, type=RankCredentials)))
+    def set_secret(self, values: tuple[bytes, ...]) -> None:
+        """Before `start`, and whenever the cluster's secret changes. What has started keeps the keys of its cache."""
+        self._secret.values = values
 
     def open_rendezvous(self, encoded: bytes) -> bytes:
         """For rank 0 of several: the rendezvous for the start of all ranks. encoded: a StartArgs.
@@ -191,14 +181,6 @@ class RankActor:
         self._started = started
         return started
 
-    def _install(self, credentials: RankCredentials) -> StartOutcome:
-        cache_key = self._identity.unseal(credentials.cache_key)
-        self._identity.install(credentials.certificate)
-        self._authorities = credentials.certificate.authorities
-        if self._replica is None:  # what has started keeps its key: its cache is full of hashes under it
-            self._cache_key = cache_key
-        return StartOutcome()
-
     def _await_end(self) -> None:
         try:
             self._replica.wait()
@@ -213,7 +195,7 @@ class RankActor:
     def _make(self) -> Any:
         module, _, name = self._replica_class.partition(":")
         make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        self._replica = make(self._config, self._identity, self._cache_key, self._rank, self._report)
+        self._replica = make(self._config, self._secret, self._rank, self._report)
         return self._replica
 
     def _guarded(self, call: Callable[[], StartOutcome]) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,8 @@ import ray.util
 from headrace_cluster.core.driver import ROLE_SECONDS, STOP_SECONDS, Progress, RankFacts, StartFailedError
 from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome, RankCredentials, StartArgs, StartOutcome
-from headrace_cluster.errors import RenewalError, RoleError
+from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.errors import RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
@@ -93,23 +93,9 @@ class RankGroup:
         self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
         return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
 
-    async def install_credentials(self, issue: Callable[[bytes], RankCredentials]) -> None:
-        """Makes rank 0, which has the server, a member of the cluster.
-
-        issue: called with its certificate request. Raises StartFailedError.
-        """
-        await self._start_outcome(0, self._exchange_certificate(issue))
-
-    async def renew_credentials(self, issue: Callable[[bytes], RankCredentials]) -> None:
-        """Gives rank 0 of a build that is up another certificate. issue: see above. Raises RenewalError."""
-        try:
-            outcome = msgspec.msgpack.decode(await self._exchange_certificate(issue), type=StartOutcome)
-        except ray.exceptions.RayError as error:
-            raise RenewalError(
-                f"{self._label(0)} does not answer, or has ended: its certificate stays as it was"
-            ) from error
-        if outcome.error:
-            raise RenewalError(f"{self._label(0)} refused its next certificate: {outcome.error}")
+    async def set_secret(self, values: tuple[bytes, ...]) -> None:
+        """Makes the ranks members of the cluster, or gives them the values that are valid now. Raises errors of Ray."""
+        await asyncio.gather(*(actor.set_secret.remote(values) for actor in self._actors))
 
     async def start(self) -> ReplicaStarted:
         """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
@@ -197,11 +183,6 @@ class RankGroup:
         for place in self._places:
             if place.process is not None:
                 place.process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
-
-    async def _exchange_certificate(self, issue: Callable[[bytes], RankCredentials]) -> bytes:
-        request = await self._actors[0].certificate_request.remote()
-        encoded: bytes = await self._actors[0].install_credentials.remote(msgspec.msgpack.encode(issue(request)))
-        return encoded
 
     async def _start_rank(self, rank: int, rendezvous: Rendezvous | None) -> ReplicaStarted:
         outcome = await self._start_outcome(rank, self._actors[rank].start.remote(self._start_args(rank, rendezvous)))

@@ -26,12 +26,12 @@ class RankEndedError(Exception):
 async def adopt(
     cluster: str,
     expected: Mapping[str, bytes],
-    authorities: Collection[bytes],
+    secrets: Collection[bytes],
     snapshot: ControllerSnapshot | None,
 ) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, authorities, snapshot: see `plan_adoption`. Raises AdoptionError.
+    expected, secrets, snapshot: see `plan_adoption`. Raises AdoptionError.
     """
     actors = ray_names.rank_actors(cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
@@ -45,7 +45,7 @@ async def adopt(
     for _ in range(REPORT_TRIES):
         await asyncio.gather(*(ask(rank) for rank, report in list(reports.items()) if report is None))
     groups = ray_names.groups(cluster)
-    plan = plan_adoption(reports, groups, expected, authorities, snapshot)
+    plan = plan_adoption(reports, groups, expected, secrets, snapshot)
     for name, rank in plan.ended_ranks:
         ray_names.kill_actor(name.rank(rank), cluster)
     for name in plan.ended_groups:
@@ -58,15 +58,15 @@ async def adopt(
     return plan.state, list(adopted.values())
 
 
-async def ask(group: RankGroup, expected: Mapping[str, bytes], authorities: Collection[bytes]) -> AdoptedBuild | None:
-    """See `ReplicaDriver.report`. expected, authorities: see `plan_adoption`."""
+async def ask(group: RankGroup, expected: Mapping[str, bytes], secrets: Collection[bytes]) -> AdoptedBuild | None:
+    """See `ReplicaDriver.report`. expected, secrets: see `plan_adoption`."""
     try:
         found = await asyncio.gather(*(_report(actor) for actor in group.actors))
     except RankEndedError:
         return None
     if silent := found.count(None):
         raise AdoptionError(f"{silent} of {counted(len(found), 'rank')} of {group.name.replica_id} do not reply")
-    builds = choose_builds({(group.name, rank): report for rank, report in enumerate(found)}, expected, authorities)
+    builds = choose_builds({(group.name, rank): report for rank, report in enumerate(found)}, expected, secrets)
     if not builds:
         return None
     _place(group, builds[0], [True] * len(found))

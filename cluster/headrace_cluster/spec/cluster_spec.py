@@ -10,7 +10,15 @@ from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.plain_words import EXAMPLES, plain
-from headrace_cluster.spec.process_specs import AdminSpec, ControlSpec, HealthSpec, LogsSpec, RaySpec, RoutersSpec
+from headrace_cluster.spec.process_specs import (
+    AdminSpec,
+    ControlSpec,
+    HealthSpec,
+    InternalSpec,
+    LogsSpec,
+    RaySpec,
+    RoutersSpec,
+)
 from headrace_cluster.spec.section import Section
 from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
@@ -35,6 +43,7 @@ class ClusterSpec(Section):
     limits: Limits = Limits()
     admin: AdminSpec = AdminSpec()
     control: ControlSpec = ControlSpec()
+    internal: InternalSpec = InternalSpec()
     health: HealthSpec = HealthSpec()
     ray: RaySpec = RaySpec()
     logs: LogsSpec = LogsSpec()

@@ -39,6 +39,7 @@ EXAMPLES = {
     "limits": "{messages: 64}",
     "admin": "{port: 8002}",
     "control": "{port: 8004}",
+    "internal": "{tls: {cert: tls.crt, key: tls.key, ca: ca.crt}}",
     "health": "{interval_seconds: 1}",
     "ray": "{dashboard: false}",
     "logs": "{format: json}",

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from headrace_cluster.spec.section import Bytes, Port, Section
 from headrace_proto.flag import flag
+from headrace_proto.internal_tls import InternalTls
 from headrace_proto.log_line import LogFormat
 from headrace_router.config import RouterSettings
 
@@ -76,7 +77,7 @@ class AdminSpec(Section):
 
 
 class ControlSpec(Section):
-    """The controller's gRPC, for routers: mutual TLS with certificates that the cluster's secret signs."""
+    """The controller's gRPC, for routers, and the secret of the cluster, which goes with every internal call."""
 
     host: str | None = Field(
         default=None,
@@ -93,9 +94,28 @@ class ControlSpec(Section):
     )
     secret_file: Path | None = Field(
         default=None,
-        description="holds the cluster's secret: a line of 32 characters or more; a second line stays valid, too",
+        description="holds the cluster's secret: a line of 16 characters or more; a second line stays valid, too",
         json_schema_extra=flag("--secret-file", help="file with the cluster's secret"),
     )
+
+
+class InternalTlsSpec(Section):
+    """Files in PEM, at the same paths on every machine; the certificate has the name headrace.internal."""
+
+    cert: Path
+    key: Path
+    ca: Path = Field(description="authorities that have signed the certificates of all processes")
+
+
+class InternalSpec(Section):
+    """The gRPC between controller, routers and replicas. Without TLS their network is to be private."""
+
+    tls: InternalTlsSpec | None = None
+
+    @property
+    def tls_files(self) -> InternalTls | None:
+        """For the processes that use them."""
+        return None if self.tls is None else InternalTls(str(self.tls.cert), str(self.tls.key), str(self.tls.ca))
 
 
 class HealthSpec(Section):

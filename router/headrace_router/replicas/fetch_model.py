@@ -13,25 +13,25 @@ CHUNK_SECONDS = 10.0  # a replica that sends nothing for so long delays the othe
 FETCH_SECONDS = 60.0
 
 
-async def fetch_model(stub: Any, cards: CardCache) -> tuple[ModelFacts, ModelCard]:
-    """The facts of the replica, and the card of its model. `stub`: of headrace.v1.Replica.
+async def fetch_model(stub: Any, cards: CardCache, metadata: Any) -> tuple[ModelFacts, ModelCard]:
+    """The facts of the replica, and the card of its model. stub: of headrace.v1.Replica; metadata: of its calls.
 
     A tokenizer has megabytes: while one link fetches it, those of other replicas with the same digest wait. If that
     fetch fails, the next one of them fetches.
     Raises ModelFactsError, AioRpcError and TimeoutError.
     """
-    facts, _ = await _describe(stub, DescribeRequest(known_digest=cards.newest_digest, facts_only=True))
+    request = DescribeRequest(known_digest=cards.newest_digest, facts_only=True)
+    facts, _ = await _describe(stub.Describe(request, metadata=metadata))
     digest = facts.tokenizer_digest
     if not cards.has_tokenizer(digest):
         async with cards.fetching(digest):
             if not cards.has_tokenizer(digest):
-                facts, tokenizer_json = await _describe(stub, DescribeRequest())
+                facts, tokenizer_json = await _describe(stub.Describe(DescribeRequest(), metadata=metadata))
                 await cards.add_tokenizer(facts.tokenizer_digest, tokenizer_json)
     return facts, await cards.card(facts)
 
 
-async def _describe(stub: Any, request: DescribeRequest) -> tuple[ModelFacts, bytes]:
-    call = stub.Describe(request)
+async def _describe(call: Any) -> tuple[ModelFacts, bytes]:
     facts: ModelFacts | None = None
     tokenizer_json = bytearray()
     try:

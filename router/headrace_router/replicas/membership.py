@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from headrace_proto.channel_options import WATCHER
-from headrace_proto.component import Component
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.control_pb2 import (
     Member,
     MemberList,
@@ -25,7 +25,6 @@ from headrace_proto.replica_pb2 import REPLICA_STATE_READY, ReplicaIdentity
 from headrace_router.config import StaticMember
 from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
-from headrace_router.replicas.router_certificate import RouterCertificate
 from headrace_router.text.model_card import ModelCard
 
 FIRST_BACKOFF = 0.1
@@ -55,7 +54,7 @@ def static_list(members: tuple[StaticMember, ...]) -> MemberList:
 async def watch_controller(
     address: str,
     info: RouterInfo,
-    certificate: RouterCertificate,
+    member: ClusterMember,
     fleet: Fleet[ModelCard],
     accounts: AccountTable,
     placements: Callable[[], list[ModelPlacement]],
@@ -68,18 +67,17 @@ async def watch_controller(
     warned = listed = False
     while True:
         try:
-            async with certificate.identity.channel(address, Component.CONTROLLER, WATCHER) as channel:
+            async with member.channel(address, WATCHER) as channel:
                 stub: Any = ControlStub(channel)
-                report = asyncio.create_task(_report(stub, info.id, certificate, fleet, accounts, placements))
+                report = asyncio.create_task(_report(stub, info.id, member, fleet, accounts, placements))
                 try:
-                    async for members in stub.Watch(WatchRequest(router=info)):
+                    async for members in stub.Watch(WatchRequest(router=info), metadata=member.metadata):
                         fleet.update(members)
                         backoff, warned, listed = FIRST_BACKOFF, False, True
                 finally:
                     report.cancel()
             reason = "the controller ended the stream"
         except grpc.aio.AioRpcError as error:
-            certificate.connection_failed(error.details() or "")
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
         except Exception:
             # A bug of ours must not end the updates of this router's list.
@@ -88,7 +86,7 @@ async def watch_controller(
         if not warned:
             remedy = "the last member list stays in use"
             if not listed:
-                remedy = "if this stays, check --controller, and that --credentials are of the same cluster"
+                remedy = "if this stays, check --controller, and that --secret-file is that of the controller"
             log.warning(f"controller is unreachable; {remedy}", address=address, reason=reason)
             warned = True
         await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
@@ -98,15 +96,12 @@ async def watch_controller(
 async def _report(
     stub: Any,
     router_id: str,
-    certificate: RouterCertificate,
+    member: ClusterMember,
     fleet: Fleet[ModelCard],
     accounts: AccountTable,
     placements: Callable[[], list[ModelPlacement]],
 ) -> None:
-    """Reports to the controller from which replicas this router receives, until cancelled.
-
-    Its replies show when this router needs another certificate.
-    """
+    """Reports to the controller from which replicas this router receives, until cancelled."""
     requested: list[str] = []
     while True:
         try:
@@ -114,13 +109,12 @@ async def _report(
             names, requested = requested, []
             report.accounts.extend(_account(name, accounts) for name in names)
             report.models.extend(placements())
-            reply = await stub.Report(report, timeout=REPORT_SECONDS)
+            reply = await stub.Report(report, timeout=REPORT_SECONDS, metadata=member.metadata)
             requested = list(reply.explain)[:MAX_ACCOUNTS]
-            await certificate.renew_if_due(stub, reply.authorities)
         except grpc.aio.AioRpcError:
             pass  # the controller is unreachable, which the member list's task logs
         except Exception:  # without reports this router would soon not count any more
-            log.exception("a report to the controller, or the renewal of the certificate, failed")
+            log.exception("a report to the controller failed")
         await asyncio.sleep(REQUESTED_SECONDS if requested else REPORT_SECONDS)
 
 

@@ -11,10 +11,9 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto.channel_options import CLIENT, LARGE_MESSAGES
-from headrace_proto.component import Component
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
-from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2 import (
     CacheWatchRequest,
     ReplicaFrame,
@@ -47,14 +46,20 @@ class ReplicaLinks:
     """Opens a link for each replica; `drain` waits for the links that are closing."""
 
     def __init__(
-        self, *, router_id: str, identity: Identity, cards: CardCache, stall_seconds: float, index: PrefixIndex | None
+        self,
+        *,
+        router_id: str,
+        member: ClusterMember,
+        cards: CardCache,
+        stall_seconds: float,
+        index: PrefixIndex | None,
     ) -> None:
         """stall_seconds: without a heartbeat until a connected replica counts as lost.
 
         index: of the blocks of all replicas; None = they are not followed.
         """
         self.router_id = router_id
-        self.identity = identity
+        self.member = member
         self.cards = cards
         self.stall_seconds = stall_seconds
         self.index = index
@@ -135,13 +140,13 @@ class ReplicaLink:
             replica.disconnect()
 
     async def _serve(self) -> None:
-        async with self._links.identity.channel(self.state.address, Component.REPLICA, _OPTIONS) as channel:
+        async with self._links.member.channel(self.state.address, _OPTIONS) as channel:
             # No asyncio.wait_for: in Python 3.11 it loses a cancel that coincides with a result; close() would hang.
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()
             stub: Any = ReplicaStub(channel)
-            self.state.describe(*await fetch_model(stub, self._links.cards))
-            call = stub.Serve()
+            self.state.describe(*await fetch_model(stub, self._links.cards, self._links.member.metadata))
+            call = stub.Serve(metadata=self._links.member.metadata)
             interval_ms = self._links.report_interval_ms
             self.state.report_seconds = interval_ms / 1e3
             hello = RouterHello(
@@ -178,7 +183,7 @@ class ReplicaLink:
             return
         request = CacheWatchRequest(router_id=self._links.router_id, interval_ms=self._links.event_interval_ms)
         while True:
-            call = stub.WatchCache(request)
+            call = stub.WatchCache(request, metadata=self._links.member.metadata)
             try:
                 async for frame in call:
                     while not blocks.may_receive(frame):  # noqa: ASYNC110

@@ -13,9 +13,9 @@ from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
-from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig, ReplicaStarted
-from support import identities
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from support.cluster.fake_replica import FakeReplica
+from support.members import MEMBER
 
 
 class FakeDriver:
@@ -25,7 +25,7 @@ class FakeDriver:
         self.replicas: dict[ReplicaName, FakeReplica] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
         self.held: dict[ReplicaName, bool] = {}  # of drains: whether an operator drained it
-        self.credentials: list[ReplicaName] = []  # certificates of builds that are up
+        self.secrets: list[ReplicaName] = []  # builds that got the secret again
         self.failures: list[StartFailedError] = []  # of the next starts
         self.refusals: list[PlacementError] = []  # of the next launches
         self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
@@ -45,9 +45,7 @@ class FakeDriver:
     def add_earlier_build(self, name: ReplicaName, role: Role = Role.BOTH, *, draining: bool = False) -> FakeReplica:
         """Adds a replica that an earlier controller started."""
         config = ReplicaConfig(replica_id=name.replica_id, generation=name.generation, model="smollm2", source="")
-        replica = self.replicas[name] = FakeReplica(
-            dataclasses.replace(config, role=role), identities.replica(), LOCAL_CACHE_KEY
-        )
+        replica = self.replicas[name] = FakeReplica(dataclasses.replace(config, role=role), MEMBER.secret)
         started = replica.start()
         replica.draining = draining
         ranks = [RankFacts(0, 1000 + name.generation, "here", started.device)]
@@ -91,7 +89,7 @@ class FakeDriver:
             source="",
             role=role,
         )
-        self.replicas[name] = FakeReplica(config, identities.replica(), LOCAL_CACHE_KEY)
+        self.replicas[name] = FakeReplica(config, MEMBER.secret)
         self._deaths[name] = asyncio.get_running_loop().create_future()
         return [RankFacts(0, 1000 + name.generation, "here")]
 
@@ -101,9 +99,9 @@ class FakeDriver:
             raise self.failures.pop(0)
         return self.replicas[name].start()
 
-    async def install_credentials(self, name: ReplicaName) -> None:
-        self._fail("install_credentials")
-        self.credentials.append(name)
+    async def send_secret(self, name: ReplicaName) -> None:
+        self._fail("send_secret")
+        self.secrets.append(name)
 
     async def progress(self, name: ReplicaName) -> Progress | None:
         self._fail("progress")

@@ -13,8 +13,8 @@ import grpc
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
+from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
-from headrace_proto.identity import Identity
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
@@ -26,14 +26,12 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
     def __init__(
         self,
         config: ReplicaConfig,
-        identity: Identity,
-        cache_key: bytes,
+        secret: ClusterSecret,
         rank: int = 0,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         self.config = config
-        self._identity = identity
-        self.cache_key = cache_key
+        self.secret = secret
         self.rank = rank
         self.report = report
         self.role: str = config.role
@@ -83,9 +81,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
     def _listen(self) -> str:
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_secure_port(
-            f"{self.config.host}:{self.config.port}", self._identity.server_credentials()
-        )
+        port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
         self._server.start()
         return f"{self.config.host}:{port}"
 

@@ -174,7 +174,10 @@ class Serve:
 class Joined:
     """`headrace controller` and `headrace router` in a Ray that others started; used as a Serve."""
 
-    def __init__(self, home: Path, model: str, *flags: str, address: str, no_auth: bool = True) -> None:
+    def __init__(
+        self, home: Path, model: str, *flags: str, address: str, no_auth: bool = True, router: tuple[str, ...] = ()
+    ) -> None:
+        """router: flags of the router alone."""
         home.mkdir(parents=True)
         self.home = home
         self.log = home.with_suffix(".log")
@@ -197,7 +200,7 @@ class Joined:
         self.controller = self.start_controller(model, *flags)
         # The port is reached once the controller has joined; a router tries until then.
         place = ("--controller", f"127.0.0.1:{control}", "--port", str(http), "--grpc-port", str(grpc))
-        self._start("router", *place, "--secret-file", str(secret))
+        self._start("router", *place, *router, "--secret-file", str(secret))
 
     def start_controller(self, model: str, *flags: str) -> "subprocess.Popen[bytes]":
         """Another one, on the same ports."""

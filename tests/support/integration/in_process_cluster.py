@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
-from headrace_proto.identity import Identity
+from headrace_proto.cluster_member import ClusterMember
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
-from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.replica import Replica
-from support import identities
+from support.members import MEMBER, secret_file
 
 
 class InProcessCluster:
@@ -29,7 +29,7 @@ class InProcessCluster:
         self.addresses: list[str] = []
         self._router: RouterServer | None = None
 
-    def add_replica(self, identity: Identity | None = None, **options: Any) -> None:
+    def add_replica(self, member: ClusterMember = MEMBER, **options: Any) -> None:
         defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "kv_cache_memory": 8 << 20}
         config = ReplicaConfig(
             replica_id=f"tiny-{len(self.replicas)}",
@@ -37,7 +37,7 @@ class InProcessCluster:
             source=str(self._folder),
             **defaults | options,
         )
-        replica = Replica(config, identity or identities.replica(), LOCAL_CACHE_KEY)
+        replica = Replica(config, member.secret)
         self.replicas.append(replica)
         self.addresses.append(replica.start().address)
 
@@ -48,7 +48,7 @@ class InProcessCluster:
         given: dict[str, Any] = {
             "port": 0,
             "grpc_port": 0,
-            "credentials": identities.router_credentials(),
+            "secret_file": secret_file(),
             "members": members,
             "shutdown_seconds": 1.0,
         }

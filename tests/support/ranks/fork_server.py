@@ -30,13 +30,13 @@ import msgspec
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from headrace_kernels.cpu.library import missing
-from headrace_worker.core.config import LOCAL_CACHE_KEY, Rendezvous, ReplicaConfig
+from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
 from headrace_worker.sampler import SampleOutput
-from support import identities
+from support.members import MEMBER
 from support.ranks.traced_rank import trace_rank
 from support.worker.recording_device import RecordingDevice, ReplayingDevice, replaying_device
 from support.worker.traced_device import TracedDevice
@@ -67,7 +67,7 @@ def run_rank(order: dict[str, Any]) -> str:
     )
     if isinstance(device, TracedDevice):
         trace_rank(device)
-    replica = Replica(config, identities.replica(), LOCAL_CACHE_KEY, order["rank"], report, lambda name: device)
+    replica = Replica(config, MEMBER.secret, order["rank"], report, lambda name: device)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
     if order.get("fault"):

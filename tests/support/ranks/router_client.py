@@ -13,11 +13,10 @@ import grpc
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.core.plan import SampledLogprobs
 from headrace_worker.offline import Completion
-from support import identities
+from support.members import MEMBER, METADATA
 
 
 @dataclass
@@ -71,9 +70,9 @@ class ServeStream:
 
     async def _run(self, address: str) -> None:
         try:
-            async with identities.router().channel(address, Component.REPLICA, NO_PROXY) as channel:
+            async with MEMBER.channel(address, NO_PROXY) as channel:
                 stub: Any = ReplicaStub(channel)
-                call = stub.Serve()
+                call = stub.Serve(metadata=METADATA)
                 hello = pb.RouterHello(router_id="test", contract_version=CONTRACT_VERSION)
                 await call.write(pb.RouterFrame(hello=hello))
                 writer = asyncio.create_task(self._write(call))

@@ -4,25 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
-from headrace_cluster.local.authority import ClusterAuthority
-from headrace_proto.callers import CallerInterceptor
-from headrace_proto.component import Component
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.control_pb2 import MemberList, RouterReport, RouterReportReply
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from support import identities
+from support.members import MEMBER
 
 
 class ControlServer(ControlServicer):
     """Serves while entered; `address` is where."""
 
-    def __init__(self, authority: ClusterAuthority) -> None:
-        self._authority = authority
-        self._server = grpc.aio.server(interceptors=[CallerInterceptor()])
+    def __init__(self, member: ClusterMember = MEMBER) -> None:
+        self._server = member.server(())
         add_ControlServicer_to_server(self, self._server)
-        own = identities.member(Component.CONTROLLER, authority).server_credentials()
-        self.address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', own)}"
+        self.address = f"127.0.0.1:{member.listen(self._server, '127.0.0.1:0')}"
 
     async def __aenter__(self) -> "ControlServer":
         await self._server.start()
@@ -37,5 +31,5 @@ class ControlServer(ControlServicer):
         await asyncio.sleep(60)
 
     async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
-        """The valid authorities."""
-        return RouterReportReply(authorities=self._authority.fingerprints)
+        """It needs no accounts."""
+        return RouterReportReply()

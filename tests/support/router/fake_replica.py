@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from headrace_proto.callers import CallerInterceptor
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
     FINISH_ERROR,
@@ -32,7 +30,7 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
-from support import identities
+from support.members import MEMBER
 
 MODEL = "tiny"
 
@@ -100,9 +98,9 @@ class FakeReplica(ReplicaServicer):
     _step: int = 0
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(interceptors=[CallerInterceptor()], options=[("grpc.so_reuseport", 0)])
+        self._server = MEMBER.server([("grpc.so_reuseport", 0)])
         add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_secure_port(self.address or "127.0.0.1:0", identities.replica().server_credentials())
+        port = MEMBER.listen(self._server, self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 

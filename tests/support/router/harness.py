@@ -10,7 +10,7 @@ import httpx
 
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
-from support import identities
+from support.members import secret_file
 from support.router.fake_replica import FakeReplica
 
 
@@ -35,7 +35,7 @@ class Harness:
         given: dict[str, Any] = {"port": 0, "grpc_port": 0, "members": members, "shutdown_seconds": 1.0}
 
         async def make() -> RouterServer:
-            router = RouterServer(RouterConfig(**given | {"credentials": identities.router_credentials()} | config))
+            router = RouterServer(RouterConfig(**given | {"secret_file": secret_file()} | config))
             await router.start()
             return router
 

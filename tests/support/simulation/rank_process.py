@@ -26,7 +26,7 @@ class RankProcess:
         self.pid = pid
         self.node = node
         self.started: ReplicaStarted | None = None
-        self.authorities: tuple[bytes, ...] = ()  # that it trusts since it has a certificate
+        self.secrets: tuple[bytes, ...] = ()  # fingerprints
         self.loaded = False
         self.role = Role(config.role)
         self.role_number = 0
@@ -54,7 +54,7 @@ class RankProcess:
             node=self.node,
             gpus=[],
             fingerprint=fingerprint(self.config),
-            authorities=self.authorities,
+            secrets=self.secrets,
             model=self.config.model,
             tp=self.config.tp,
             pp=self.config.pp,

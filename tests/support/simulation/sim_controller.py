@@ -18,7 +18,6 @@ from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import HeadraceError
-from support import identities
 from support.simulation.health_stream import HealthStream
 from support.simulation.sim_driver import SimDriver
 from support.simulation.virtual_loop import VirtualLoop
@@ -28,16 +27,6 @@ if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
 
 SNAPSHOT = "snapshot"
-
-
-class _Caller:
-    """The context of a router's call."""
-
-    def __init__(self, router: str) -> None:
-        self._router = router
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return {"x509_common_name": [self._router.encode()]}
 
 
 class SimController:
@@ -56,7 +45,7 @@ class SimController:
         self._operations: dict[str, Operation] = {}
         with self.loop.entered():
             self._membership = Membership(self.loop.time)
-            self.service = ControlService(self._membership, identities.authority)
+            self.service = ControlService(self._membership)
             self.supervisor = Supervisor(
                 spec,
                 SimDriver(self),
@@ -147,7 +136,7 @@ class SimController:
         """A router's stream of member lists, until its task is cancelled."""
 
         async def send() -> None:
-            async for members in self.service.Watch(control.WatchRequest(router=info), _Caller(info.id)):
+            async for members in self.service.Watch(control.WatchRequest(router=info), None):
                 lists.held_until = max(lists.held_until, self.cluster.network.open_at(self.name, info.id))
                 lists.put(members)
 
@@ -156,7 +145,7 @@ class SimController:
 
     def report(self, report: control.RouterReport) -> None:
         """A router's report arrives."""
-        self.loop.create_task(self.service.Report(report, _Caller(report.router_id)))
+        self.loop.create_task(self.service.Report(report, None))
 
     # -- replicas ----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from support.simulation.sim_controller import SimController
 
 T = TypeVar("T")
-AUTHORITIES = (b"the authority",)
+SECRETS = (b"a fingerprint of the secret",)
 
 
 def rank_config(name: ReplicaName, model: ModelSpec, role: Role) -> ReplicaConfig:
@@ -108,7 +108,7 @@ class SimDriver:
             reports |= zip(silent, found, strict=True)
             reports = {key: report for key, report in reports.items() if report is not None or ranks[key].alive}
         groups = await self.call_gcs(lambda: set(self._ray.groups))
-        plan = plan_adoption(reports, groups, self._expected, AUTHORITIES, snapshot)
+        plan = plan_adoption(reports, groups, self._expected, SECRETS, snapshot)
         self._cluster.checks.adopted(self._controller, plan, reports)
         for key in plan.ended_ranks:
             await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023
@@ -126,7 +126,7 @@ class SimDriver:
         if None in found:
             raise AdoptionError(f"{name.replica_id} does not reply")
         reports = {(name, number): report for number, report in enumerate(found)}
-        builds = choose_builds(reports, self._expected, AUTHORITIES)
+        builds = choose_builds(reports, self._expected, SECRETS)
         return builds[0] if builds else None
 
     async def _report(self, rank: RankProcess) -> RankReport | None:
@@ -154,16 +154,16 @@ class SimDriver:
             if len(started) == len(ranks):
                 return started[0]
 
-    async def install_credentials(self, name: ReplicaName) -> None:
+    async def send_secret(self, name: ReplicaName) -> None:
         def install(rank: RankProcess) -> bool:
-            rank.authorities = AUTHORITIES
+            rank.secrets = SECRETS
             return True
 
         if not await self._call_rank(self._groups[name][0], lambda: install(self._groups[name][0]), REPORT_SECONDS):
             raise SimRayError("the rank does not reply")
 
     def _load(self, rank: RankProcess) -> None:
-        rank.authorities = AUTHORITIES
+        rank.secrets = SECRETS
         if self._ray.failing_starts:
             self._ray.failing_starts -= 1
             rank.end_loop("too little memory")

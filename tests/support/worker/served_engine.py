@@ -13,7 +13,7 @@ from headrace_worker.server.description import Description
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
-from support import identities
+from support.members import MEMBER
 
 
 class ServedEngine:
@@ -21,7 +21,7 @@ class ServedEngine:
 
     def __init__(self, bench: Any) -> None:
         self.bench = bench
-        self.server = ReplicaServer("127.0.0.1", 0, identities.replica())
+        self.server = ReplicaServer("127.0.0.1", 0, MEMBER)
         identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
         facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
         self.loop = EngineLoop(
@@ -33,9 +33,7 @@ class ServedEngine:
             lambda: identity, shards, self.loop.commands, "127.0.0.1", lambda pair, opened: None
         )
         self.description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(
-            self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, identities.replica()
-        )
+        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, MEMBER)
         self.address = self.server.start(self.servicer)
         self.loop.start()
 

@@ -14,7 +14,7 @@ from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.gpu_faults import FATAL_XIDS
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.replica import Replica
-from support import identities
+from support.members import MEMBER
 from support.worker.recording_device import RecordingDevice
 
 SIZES: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_the_rank_ends_at_once_with_the_reason(
     folder = tiny("llama")
     add_tokenizer(folder)
     device = DefectiveDevice()
-    rank = Replica(replica(folder, kv_cache_memory=1 << 20), identities.replica(), bytes(32), device=lambda _: device)
+    rank = Replica(replica(folder, kv_cache_memory=1 << 20), MEMBER.secret, device=lambda _: device)
     rank.start()
     try:
         assert device.on_fault is not None

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from headrace_proto.role import Role, UnknownRoleError
-from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.replica import Replica
-from support import identities
+from support.members import MEMBER
 
 
 @pytest.fixture
@@ -22,8 +22,7 @@ def replica(replica_config: Callable[..., ReplicaConfig]) -> Iterator[Callable[.
         made.append(
             Replica(
                 replica_config(folder, tp=1, pp=1, role=Role(role), replica_id=role, **fields),
-                identities.replica(),
-                LOCAL_CACHE_KEY,
+                MEMBER.secret,
             )
         )
         return made[-1], made[-1].start().address

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_worker.comm.link import MAX_PAYLOAD, FrameKind, Link
-from headrace_worker.comm.link_keys import LinkKeys
 from headrace_worker.comm.shared_entries import SharedEntries
 
 
@@ -22,10 +21,9 @@ class Ranks:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             near = socket.create_connection(listener.getsockname())
             far, _ = listener.accept()
-        keys = bytes(32), bytes([1]) * 32
         own = SharedEntries()
-        to_rank_0 = Link(near, 0, 10, LinkKeys(*keys))
-        from_rank_0 = Link(far, len(self.entries), 11, LinkKeys(*reversed(keys)))
+        to_rank_0 = Link(near, 0, 10)
+        from_rank_0 = Link(far, len(self.entries), 11)
         own.attach(to_rank_0)
         self.entries[0].attach(from_rank_0)
         self._links += [(own, to_rank_0), (self.entries[0], from_rank_0)]

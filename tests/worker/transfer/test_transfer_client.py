@@ -11,7 +11,6 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.component import Component
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, ReplicaStub, add_ReplicaServicer_to_server
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import Cancel, FetchRequest, Refused, ToSource
@@ -19,7 +18,7 @@ from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
 from headrace_worker.server.transfer_service import MAX_UNSENT, TransferService
-from support import identities
+from support.members import MEMBER, METADATA
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
 HELLO = pb.TargetHello(
@@ -95,9 +94,9 @@ async def conversation(first: ToSource) -> tuple[list[str], list[str | None]]:
     source, pair_registry = Source(), FakePairRegistry()
     server = grpc.aio.server()
     add_ReplicaServicer_to_server(source, server)
-    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', identities.replica().server_credentials())}"
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    client = TransferClient(pair_registry, identities.replica())  # type: ignore[arg-type]
+    client = TransferClient(pair_registry, MEMBER)  # type: ignore[arg-type]
     try:
         client.send(address, first)
         await until(lambda: "lost" in pair_registry.events or "request" in source.received)
@@ -126,7 +125,7 @@ def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureF
 def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> None:
     async def run() -> None:
         pair_registry = FakePairRegistry()
-        client = TransferClient(pair_registry, identities.replica())  # type: ignore[arg-type]
+        client = TransferClient(pair_registry, MEMBER)  # type: ignore[arg-type]
         for _ in range(3):
             client.send("127.0.0.1:9", Cancel(1))
         assert len(client._streams) == 1
@@ -149,11 +148,11 @@ def test_a_target_that_reads_nothing_is_disconnected(explicit: bool) -> None:
         service = TransferService(pair_registry, max_model_len=8, vocab_size=8)  # type: ignore[arg-type]
         server = grpc.aio.server()
         add_ReplicaServicer_to_server(_Serving(service), server)
-        port = server.add_secure_port("127.0.0.1:0", identities.replica().server_credentials())
+        port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with identities.replica().channel(f"127.0.0.1:{port}", Component.REPLICA, NO_PROXY) as channel:
+        async with MEMBER.channel(f"127.0.0.1:{port}", NO_PROXY) as channel:
             stub: Any = ReplicaStub(channel)
-            call = stub.Transfer()
+            call = stub.Transfer(metadata=METADATA)
             await call.write(pb.TargetFrame(hello=HELLO))
             assert (await call.read()).HasField("hello")
             (name,) = service._streams

@@ -1,31 +1,27 @@
-"""Rank 0's handshake server: a connection that proves the token is accepted; others are closed and delay none."""
+"""How a rank joins: it sends its number and the token of the rendezvous, and rank 0 answers with its process id.
+
+Other connections are closed without an answer, and delay none.
+"""
 
 import contextlib
 import os
 import selectors
 import socket
+import struct
 import time
 from dataclasses import dataclass
+from hmac import compare_digest
 
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.handshake_messages import (
-    ANSWER_BYTES,
-    CONFIRMATION_BYTES,
-    HELLO_BYTES,
-    Handshake,
-    sign_answer,
-    sign_confirmation,
-    sign_hello,
-    verify_answer,
-    verify_confirmation,
-    verify_hello,
-)
 from headrace_worker.comm.link import Link
 
+_HELLO = struct.Struct("!4sHI32s")  # magic bytes, rank, process id, token
+_ANSWER = struct.Struct("!I")  # process id of rank 0
+_MAGIC = b"HRR2"
 _POLL_SECONDS = 0.1
-_HANDSHAKE_SECONDS = 2.0  # in which a connection must send all its messages
-_MAX_PENDING = 1024  # connections whose handshake is incomplete
+_HANDSHAKE_SECONDS = 2.0  # in which a connection must send its message
+_MAX_PENDING = 1024  # connections whose message is incomplete
 
 
 @dataclass(slots=True)
@@ -33,12 +29,6 @@ class _PendingConnection:
     connection: socket.socket
     until: float
     received: bytes = b""
-    answered: tuple[Handshake, int, int] | None = None  # with the rank and process id of its Hello
-
-    @property
-    def missing(self) -> int:
-        """Bytes of the message that it sends next."""
-        return (CONFIRMATION_BYTES if self.answered else HELLO_BYTES) - len(self.received)
 
 
 class HandshakeServer:
@@ -98,44 +88,32 @@ class HandshakeServer:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, pending: _PendingConnection) -> Link | None:
-        """The connection's link once its handshake is complete and valid."""
+        """The connection's link once its message is complete and valid."""
         try:
-            data = pending.connection.recv(pending.missing)
+            data = pending.connection.recv(_HELLO.size - len(pending.received))
         except BlockingIOError:
             return None
         except OSError:
             data = b""
         pending.received += data
-        if data and pending.missing:
+        if data and len(pending.received) < _HELLO.size:
             return None
-        if not data:
+        link = self._answer(pending) if data else None
+        if link is None:
             self._reject(pending)
+        return link
+
+    def _answer(self, pending: _PendingConnection) -> Link | None:
+        """Answers a missing rank that has the token."""
+        magic, rank, pid, token = _HELLO.unpack(pending.received)
+        if magic != _MAGIC or not compare_digest(token, self._token) or rank not in self._missing:
             return None
-        message, pending.received = pending.received, b""
-        if pending.answered is None:
-            if not self._answer(pending, message):
-                self._reject(pending)
-            return None
-        handshake, rank, pid = pending.answered
-        confirmed = verify_confirmation(handshake, message)
-        if confirmed is None or rank not in self._missing:
-            self._reject(pending)
+        try:
+            pending.connection.sendall(_ANSWER.pack(os.getpid()))
+        except OSError:
             return None
         self._unregister(pending)
-        return Link(pending.connection, rank, pid, confirmed.keys(on_rank_0=True))
-
-    def _answer(self, pending: _PendingConnection, message: bytes) -> bool:
-        """Answers a genuine Hello of a missing rank."""
-        hello = verify_hello(self._token, message)
-        if hello is None or hello[1] not in self._missing:
-            return False
-        handshake, answer = sign_answer(hello[0], os.getpid())
-        pending.answered = handshake, hello[1], hello[2]
-        try:
-            pending.connection.sendall(answer)
-        except OSError:
-            return False
-        return True
+        return Link(pending.connection, rank, pid)
 
     def _unregister(self, pending: _PendingConnection) -> None:
         self._selector.unregister(pending.connection)
@@ -152,20 +130,15 @@ def connect_to_rank_0(host: str, port: int, token: bytes, rank: int, seconds: fl
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(socket.create_connection((host, port), seconds))
-            handshake, hello = sign_hello(token, rank, os.getpid())
-            connection.sendall(hello)
-            answered = verify_answer(handshake, _receive(connection, ANSWER_BYTES))
-            if answered is None:
-                raise ConnectionAbortedError
-            confirmed, confirmation = sign_confirmation(answered[0])
-            connection.sendall(confirmation)
+            connection.sendall(_HELLO.pack(_MAGIC, rank, os.getpid(), token))
+            (pid,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
         except OSError as error:
             raise RendezvousError(
                 f"rank {rank} cannot reach rank 0 at {host}:{port} ({type(error).__name__}); see rank 0's log, or "
                 "check for a firewall between the nodes"
             ) from error
         stack.pop_all()
-        return Link(connection, 0, answered[1], confirmed.keys(on_rank_0=False))
+        return Link(connection, 0, pid)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -1,7 +1,6 @@
-"""One authenticated connection between rank 0 and another rank: heartbeats, failure reports, shared entries.
+"""One connection between rank 0 and another rank: heartbeats, failure reports, shared entries.
 
-A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), the payload, and a MAC over the frame's
-number and these. Frames cannot be forged, changed, repeated or reordered by others on the network.
+A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), and the payload.
 """
 
 import contextlib
@@ -9,12 +8,8 @@ import socket
 import struct
 import threading
 from enum import Enum
-from hmac import compare_digest
-
-from headrace_worker.comm.link_keys import MAC_BYTES, LinkKeys, compute_mac
 
 _HEAD = struct.Struct("!cI")
-_NUMBER = struct.Struct("!Q")
 MAX_PAYLOAD = 1 << 20
 _MAX_CHARS = 2000  # of a text
 _SEND_SECONDS = 0.5  # a peer that does not read for this long has a full socket: the heartbeats will detect it
@@ -29,16 +24,13 @@ class FrameKind(Enum):
 
 
 class Link:
-    """A connection to an authenticated rank. `read` is for one thread, `send` for any."""
+    """A connection to a rank that has joined. `read` is for one thread, `send` for any."""
 
-    def __init__(self, connection: socket.socket, rank: int, pid: int, keys: LinkKeys) -> None:
+    def __init__(self, connection: socket.socket, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
         self.socket = connection
-        self._keys = keys
         self._received = bytearray()
-        self._received_frames = 0
-        self._sent_frames = 0
         self._broken = False  # a frame was sent in part: nothing after it could be read
         self._sending = threading.Lock()
         connection.settimeout(_SEND_SECONDS)
@@ -58,15 +50,13 @@ class Link:
             if self._broken:
                 return
             frame = _HEAD.pack(kind.value, len(payload)) + payload
-            mac = compute_mac(self._keys.sending, _NUMBER.pack(self._sent_frames) + frame)
-            self._sent_frames += 1
             try:
-                self.socket.sendall(frame + mac)
+                self.socket.sendall(frame)
             except OSError:
                 self._broken = True
 
     def read(self) -> list[tuple[FrameKind, bytes]]:
-        """The frames that have arrived. Raises ConnectionError when the connection closed or a frame is not genuine."""
+        """The frames that have arrived. Raises ConnectionError when the connection closed or a frame is malformed."""
         try:
             data = self.socket.recv(1 << 16)
         except TimeoutError:
@@ -86,15 +76,12 @@ class Link:
         if length > MAX_PAYLOAD:
             raise ConnectionAbortedError
         end = _HEAD.size + length
-        if len(self._received) < end + MAC_BYTES:
+        if len(self._received) < end:
             return None
-        frame, mac = bytes(self._received[:end]), self._received[end : end + MAC_BYTES]
-        if not compare_digest(mac, compute_mac(self._keys.receiving, _NUMBER.pack(self._received_frames) + frame)):
-            raise ConnectionAbortedError
-        del self._received[: end + MAC_BYTES]
-        self._received_frames += 1
+        payload = bytes(self._received[_HEAD.size : end])
+        del self._received[:end]
         try:
-            return FrameKind(code), frame[_HEAD.size :]
+            return FrameKind(code), payload
         except ValueError as error:
             raise ConnectionAbortedError from error
 

@@ -2,7 +2,7 @@
 
 Rank 0 opens the rendezvous; the process that starts the ranks (the `cluster` package, through an authenticated call)
 sends the others its address and the token. Rank 0 listens on the replica's interface only. Whoever connects has to
-prove that it knows the token, which itself is never sent; so has rank 0.
+send the token.
 """
 
 import secrets

@@ -7,6 +7,7 @@ from msgspec import Struct
 from pydantic import Field
 
 from headrace_proto.flag import flag
+from headrace_proto.internal_tls import InternalTls
 from headrace_proto.parsers import ReasoningParser, ToolParser
 from headrace_proto.role import Role
 
@@ -174,6 +175,7 @@ class ReplicaConfig(ReplicaSettings):
     port: int = 0  # 0 = any free one
     defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
     chat_template: str | None = None  # path of a file, instead of the model's own
+    internal_tls: InternalTls | None = None  # of the gRPC between processes of the cluster
 
 
 class Rendezvous(Struct, frozen=True):

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import structlog
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.group import Receiving, Sending
-from headrace_worker.comm.link_keys import derive_key
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, Sent, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, Route
@@ -254,7 +254,8 @@ class PeerConnection:
 
     def _key(self, route: Route) -> bytes:
         """The MAC key of a route: other routes and other pairs have other keys."""
-        return derive_key(self._order.rendezvous.token, f"kv from {route.source} to {route.target}")
+        context = f"headrace 2026 kv from {route.source} to {route.target}"
+        return blake3(self._order.rendezvous.token, derive_key_context=context).digest()
 
     def _local_heads(self, route: Route) -> tuple[int, int]:
         return route.heads[0] - self._first_head, route.heads[1] - self._first_head

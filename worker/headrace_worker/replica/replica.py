@@ -4,8 +4,9 @@ import os
 import threading
 from collections.abc import Callable
 
+from headrace_proto.block_hash import derive_key
+from headrace_proto.cluster_member import ClusterMember, ClusterSecret
 from headrace_proto.errors import EngineDeadError, HeadraceError
-from headrace_proto.identity import Identity
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.interface import rank_host
@@ -36,20 +37,18 @@ class Replica:
     def __init__(
         self,
         config: ReplicaConfig,
-        identity: Identity,
-        cache_key: bytes,
+        secret: ClusterSecret,
         rank: int = 0,
         report: Progress = ignore_progress,
         device: Callable[[str], RankDevice] = open_device,
     ) -> None:
-        """identity: of rank 0, which has the server; with its certificate before `start`.
+        """secret: of the cluster, for rank 0, which has the server and hashes blocks; it may change while it serves.
 
-        `cache_key`: of rank 0, which hashes blocks; 32 bytes, the same for all replicas of a cluster.
         `device`: opens the rank's device, by the name in `config`. Called once, before anything else of the start.
         """
         self._config = config
-        self._identity = identity
-        self._cache_key = cache_key
+        self._member = ClusterMember(secret, config.internal_tls)
+        self._cache_key = derive_key(secret.values[0])
         self._rank = rank
         self._report = report
         self._open_device = device
@@ -93,7 +92,7 @@ class Replica:
             raise
 
     def _serve(self, device: RankDevice, team: Team | None) -> ReplicaStarted:
-        own = (self._config, self._identity, self._cache_key, self._boot_id)
+        own = (self._config, self._member, self._cache_key, self._boot_id)
         self._running = running = ServingRank(*own, self._report, device, team, self._profiler)
         return running.started
 

@@ -1,6 +1,6 @@
 """Rank 0: the engine, the loop that drives it, and the gRPC server."""
 
-from headrace_proto.identity import Identity
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
@@ -29,7 +29,7 @@ class ServingRank:
     def __init__(
         self,
         config: ReplicaConfig,
-        identity: Identity,
+        member: ClusterMember,
         cache_key: bytes,
         boot_id: bytes,
         report: Progress,
@@ -46,7 +46,7 @@ class ServingRank:
         self._team = team
         self._ranks = assembly.ranks
         self._transfers = transfers = assembly.transfers
-        self._server = server = ReplicaServer(config.host, config.port, identity)
+        self._server = server = ReplicaServer(config.host, config.port, member)
         # A single rank on a CPU waits for nothing: its step is slow at most.
         watched = team is not None or device.asynchronous
         self._watch = StepWatch(lambda: assembly.engine.longest_step, self.fail) if watched else None
@@ -68,7 +68,7 @@ class ServingRank:
                 rank_host(config),
                 transfers.set_rendezvous_host,
             )
-            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, identity)
+            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, member)
             address = server.start(servicer)
         except BaseException:
             server.stop()

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import grpc
 
 from headrace_proto.address import host_port
-from headrace_proto.callers import CallerInterceptor
 from headrace_proto.channel_options import LARGE_MESSAGES, SERVER
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.errors import ListenError
-from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import add_ReplicaServicer_to_server
 from headrace_worker.server.servicer import Servicer
 
@@ -20,10 +19,10 @@ STOP_GRACE = 2.0
 class ReplicaServer:
     """Binds, serves until stopped. `call_soon` runs a function on its event loop, from any thread."""
 
-    def __init__(self, host: str, port: int, identity: Identity) -> None:
+    def __init__(self, host: str, port: int, member: ClusterMember) -> None:
         self._host = host
         self._port = port
-        self._identity = identity
+        self._member = member
         self._loop = asyncio.new_event_loop()
         self._server: grpc.aio.Server | None = None
         self._servicer: Servicer | None = None
@@ -57,13 +56,11 @@ class ReplicaServer:
 
     async def _start(self, servicer: Servicer) -> str:
         self._servicer = servicer
-        server = grpc.aio.server(
-            interceptors=[CallerInterceptor(servicer.caller_streams)], options=(*SERVER, *LARGE_MESSAGES)
-        )
+        server = self._member.server((*SERVER, *LARGE_MESSAGES))
         add_ReplicaServicer_to_server(servicer, server)
         address = host_port(self._host, self._port)
         try:
-            port = server.add_secure_port(address, self._identity.server_credentials())
+            port = self._member.listen(server, address)
         except RuntimeError:
             port = 0
         if port == 0:

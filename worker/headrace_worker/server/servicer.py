@@ -8,10 +8,8 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.caller_streams import CallerStreams
-from headrace_proto.callers import caller_name
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.grammar import GrammarError
-from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit
 from headrace_worker.assembly.loop import IDLE_TICK, EngineLoop, StepReport
@@ -58,16 +56,15 @@ class Servicer(ReplicaServicer):
         start_chain: Callable[[bytes, str], PrefixChain],
         boot_id: bytes,
         pair_registry: PairRegistry,
-        identity: Identity,
+        member: ClusterMember,
     ) -> None:
         self._description = description
         self._loop = loop
         self._start_chain = start_chain
         self._cache = CacheEventHub(boot_id)
-        self._sources = TransferClient(pair_registry, identity)
+        self._sources = TransferClient(pair_registry, member)
         facts = description.facts
         self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
-        self.caller_streams = CallerStreams(loop.clock)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
         self._grammars = Grammars(description)
@@ -155,7 +152,7 @@ class Servicer(ReplicaServicer):
             return
         interval = first.hello.report_interval_ms / 1e3
         reports = self._reports.connect(min(interval, LONGEST_INTERVAL))
-        stream = _RouterStream(caller_name(context), Outbox(reports.pacer, self._loop.clock), reports)
+        stream = _RouterStream(first.hello.router_id, Outbox(reports.pacer, self._loop.clock), reports)
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, first, request_iterator))
         reader.add_done_callback(lambda _: stream.outbox.close())
@@ -333,7 +330,6 @@ class Servicer(ReplicaServicer):
             step=report.step if report is not None else 0,
             load=self._load(),
             routers=len({stream.router for stream in self._streams}),
-            refused_callers=self.caller_streams.refused,
         )
 
 

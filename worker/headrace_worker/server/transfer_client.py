@@ -10,9 +10,8 @@ import structlog
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import LARGE_MESSAGES, PATIENT
-from headrace_proto.component import Component
+from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.duplex import run_duplex
-from headrace_proto.identity import Identity
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.comm.errors import RendezvousError
 from headrace_worker.comm.rendezvous import RendezvousHost
@@ -41,9 +40,9 @@ class _Stream:
 class TransferClient:
     """The streams to sources. For the server's event loop."""
 
-    def __init__(self, pair_registry: PairRegistry, identity: Identity) -> None:
+    def __init__(self, pair_registry: PairRegistry, member: ClusterMember) -> None:
         self._pair_registry = pair_registry
-        self._identity = identity
+        self._member = member
         self._streams: dict[str, _Stream] = {}  # by address
 
     def send(self, source: str, message: ToSource) -> None:
@@ -71,9 +70,9 @@ class TransferClient:
         opened: RendezvousHost | None = None
         try:
             opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
-            async with self._identity.channel(source, Component.REPLICA, _OPTIONS) as channel:
+            async with self._member.channel(source, _OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
-                await self._run_stream(source, stub.Transfer(), queue, opened)
+                await self._run_stream(source, stub.Transfer(metadata=self._member.metadata), queue, opened)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]

@@ -10,7 +10,6 @@ import structlog
 
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.callers import caller_name
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.served_call import ServedCall
@@ -79,7 +78,7 @@ class TransferService:
         if reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
             return
-        name = f"{caller_name(context)}#{next(self._numbers)}"
+        name = f"{first.hello.identity.replica_id}#{next(self._numbers)}"
         queue: asyncio.Queue[FromSource | None] = asyncio.Queue()
         self._streams[name] = _Stream(queue, ServedCall(context))
         order = pair_registry.as_source(rendezvous, shards)

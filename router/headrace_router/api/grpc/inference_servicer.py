@@ -75,7 +75,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             return self._shares.limited_without_key(handler)
         if tenant is None:
             sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
-            return unauthenticated_handler(handler, sentence)
+            return unauthenticated_handler(sentence)
         if self._auth.open or handler is None:
             return handler
         return self._shares.limited(handler, tenant.name)
