@@ -1,6 +1,7 @@
 """The engine alone on CPUs beside its peers: the same weights and prompts, in turn, in one command.
 
     python benchmarks/offline.py [--rounds 5] [--forms q4_1,q8_0,f32,bf16] [--save]
+        [--workloads single,prefill,batch] [--only REGEX]     REGEX: of contenders
         [--llama PYTHON] [--vllm PYTHON]      interpreters of environments with llama-cpp-python and vLLM: see peers/
 
 Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in every round, so nothing is cached):
@@ -10,7 +11,7 @@ Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in e
 
 Forms of the embedded model: the GGUF as it is (q4_1), the same values as Q8_0 and F32 files, and in bfloat16. Headrace
 runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once with torch's linears (`unpacked`);
-`transformers` is plain `generate`.
+`transformers` is plain `generate`, beside F32. A round before the first one warms up.
 """
 
 import argparse
@@ -190,7 +191,7 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
     parser.add_argument("--forms", default="q4_1,q8_0,f32,bf16")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--only", default="", metavar="REGEX", help="names of contenders")
@@ -198,6 +199,9 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
     arguments = parser.parse_args()
+    for name, known in (("forms", {"q4_1", "bf16", *KINDS}), ("workloads", {*WORKLOADS})):
+        if unknown := set(getattr(arguments, name).split(",")) - known:
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(sorted(known))}")
     speeds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         runs = contenders(arguments, Path(folder), stack)

@@ -1,6 +1,9 @@
 """Completes a batch of prompts with the engine alone, without Ray, gRPC or HTTP: python examples/offline_batch.py"""
 
+import os
 import time
+
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch: idle threads leave the cores to others
 
 from tokenizers import Tokenizer
 

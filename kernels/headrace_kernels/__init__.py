@@ -1,6 +1,6 @@
 """Tensor operations of Headrace: each op has a torch reference, and faster backends where they are worthwhile."""
 
-from headrace_kernels.catalog import describe
+from headrace_kernels.catalog import describe, find_slow_backends
 from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.ops import (
@@ -22,6 +22,7 @@ __all__ = [
     "InvariantLinear",
     "add_rms_norm",
     "describe",
+    "find_slow_backends",
     "gelu_mul",
     "gumbel_argmax",
     "gumbel_noise_at",

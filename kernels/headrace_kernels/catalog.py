@@ -97,19 +97,23 @@ GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_arg
 ALL: tuple[Op[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 
 
+def find_slow_backends() -> list[str]:
+    """A sentence for each kind of device of this machine on which torch runs in place of our kernels, and why."""
+    found = []
+    if (reason := library.missing()) is not None:
+        found.append(f"CPU kernels: torch only, several times slower, since {reason}.")
+    if torch.cuda.is_available() and (reason := availability.missing()) is not None:
+        found.append(f"GPU kernels: torch only, much slower, since {reason}.")
+    return found
+
+
 def describe() -> list[str]:
     """Sentences for the start-up notes: which backends run, and how to enable faster ones."""
-    reason = library.missing()
-    if reason is None:
-        notes = [f"CPU kernels: {library.description()}."]
-    else:
-        notes = [f"CPU kernels: torch only, slower, since {reason}."]
-    if torch.cuda.is_available():
-        reason = availability.missing()
-        if reason is None:
-            notes.append("GPU kernels: Triton.")
-        else:
-            notes.append(f"GPU kernels: torch only, much slower, since {reason}.")
+    notes = find_slow_backends()
+    if library.missing() is None:
+        notes.append(f"CPU kernels: {library.description()}.")
+    if torch.cuda.is_available() and availability.missing() is None:
+        notes.append("GPU kernels: Triton.")
     configured = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
     if not configured and torch.get_num_threads() > 1:
         notes.append(

@@ -89,6 +89,12 @@ def test_lines_fit_80_columns_except_long_words(changes: dict[str, Any]) -> None
     assert _banner("smollm2").text().count("\n") < _banner("smollm2").text(80).count("\n"), "no wrapping in a pipe"
 
 
+def test_what_makes_a_replica_slow_is_shown_without_verbose() -> None:
+    slow = "CPU kernels: torch only, several times slower, since there is no C++ compiler."
+    facts = {"warnings": [slow], "notes": [slow, "Steps: one at a time."]}
+    assert [_banner("smollm2", verbose=verbose, **facts).text().count(slow) for verbose in (False, True)] == [1, 1]
+
+
 def test_a_replica_has_one_line_unless_verbose() -> None:
     short = _banner("smollm2").text()
     assert "  smollm2-0  cpu, float32, 2 threads, KV cache 5,808 tokens, context 2,048\n" in short

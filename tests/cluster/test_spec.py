@@ -95,6 +95,7 @@ def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tup
         ({"models": [{"prefill": {}, "decode": {"tp": 0}}]}, "models[0].decode.tp"),
         ({"models": [{"prefill": {"dp": 1}, "decode": {}}]}, "unknown key 'models[0].prefill.dp'"),
         ({"models": [{"prefill": {"tp": 1}, "decode": {}, "tp": 2, "ep": True}]}, "ep"),
+        ({"models": [{"cpu_arithmetic": "bf16", "dtype": "float16"}]}, "cpu_arithmetic bf16 is for CPUs"),
     ],
 )
 def test_a_wrong_spec_is_rejected_with_its_field(data: dict[str, object], words: str) -> None:

@@ -131,7 +131,7 @@ def test_without_them_torch_runs_and_the_reason_is_reported(
 ) -> None:
     code = """
 import torch, headrace_kernels as k
-print(k.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5).sum().item(), k.describe()[0])
+print(k.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5).sum().item(), k.find_slow_backends()[0])
 """
     output = _output(_start(code, XDG_CACHE_HOME=str(tmp_path), **environment))
     assert "torch only" in output and sentence in output

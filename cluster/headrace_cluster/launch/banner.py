@@ -90,7 +90,8 @@ def banner(
     for replica_id, facts in sorted(started.items()):
         role = roles.get(replica_id, "both")
         rows.append((replica_id, (f"{role}, " if role != "both" else "") + _replica(facts, verbose)))
-        rows += [("", note) for note in facts.notes] if verbose else []
+        rows += [("", warning) for warning in facts.warnings]
+        rows += [("", note) for note in facts.notes if note not in facts.warnings] if verbose else []
     rows += defaults_rows(started)
     rows.append(("logs", f"{state.log_folder}  ({program_name()} logs)"))
     hints = [("Talk to it", f"{program_name()} chat {_flag(state)}")] if state.http_url else []

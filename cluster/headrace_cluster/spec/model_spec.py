@@ -142,6 +142,8 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         for pool in self.pools:
             if self.ep and pool.tp == 1:
                 raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
+        if self.cpu_arithmetic == "bf16" and (self.dtype not in ("auto", "float32") or self.device == "cuda"):
+            raise ValueError("cpu_arithmetic bf16 is for CPUs and dtype float32: leave it, dtype or device out")
         return self
 
     @property

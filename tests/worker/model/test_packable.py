@@ -54,7 +54,9 @@ def test_a_bfloat16_checkpoint_stays_as_it_is_with_the_tokens_of_float32(
 def test_a_float32_checkpoint_is_packed_in_the_precision_of_its_products(
     arithmetic: str, form: Form, load_tiny: Callable[..., LoadedModel]
 ) -> None:
-    model = load_tiny("llama-16", cpu_arithmetic=arithmetic).module
+    loaded = load_tiny("llama-16", cpu_arithmetic=arithmetic)
+    model = loaded.module
+    assert bool(loaded.warnings) == (arithmetic == "bf16" and not library.has_bfloat16_products()), loaded.warnings
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert {module.packed.form for module in packed} == {form}
     assert {module.bf16 for module in packed} == {arithmetic == "bf16"}
@@ -96,4 +98,4 @@ def test_the_embedded_model_keeps_its_bytes(replica: Callable[..., ReplicaConfig
     assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
     assert head.packed is embedding.matrix.packed(), "the two are one tensor"
     assert model.weight_bytes < 97_000_000
-    assert any("stay packed" in note for note in model.notes)
+    assert any("matrices stay packed" in note and "92 MiB" in note for note in model.notes)

@@ -207,4 +207,5 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     block_size: int
     weight_bytes: int
     defaults: dict[str, int | float] = {}  # of requests, the model's own included
-    notes: list[str]  # sentences to show once: which kernels, what was chosen and why
+    warnings: list[str] = []  # sentences about what makes it slower than it could be here
+    notes: list[str]  # sentences to show on request: which kernels, what was chosen and why

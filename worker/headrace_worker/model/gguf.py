@@ -47,6 +47,12 @@ class GgufWeights:
         head = self._permuted_head(name, tensor)
         return join(ranges, lambda spans: self._read_block(tensor, spans, head))
 
+    @property
+    def packable(self) -> int:
+        """How many matrices have codes, which stay as they are on a CPU."""
+        kinds = (storage_of(tensor).kind for tensor in self._by_name.values() if len(tensor.shape) == 2)
+        return sum(format_of(kind) is not None for kind in kinds)
+
     def packed_share(self, name: str) -> float:
         tensor = self._by_name[name]
         return packed_bytes(tensor) / (4 * prod(tensor.shape))

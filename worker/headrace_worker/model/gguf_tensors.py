@@ -77,5 +77,5 @@ def check_tensors(file: GgufFile) -> None:
 def _unsupported(tensor: GgufTensor) -> ModelUnsupportedError:
     return ModelUnsupportedError(
         f"GGUF tensor {tensor.name} has an unsupported quantization (type {tensor.type_id}): convert it to Q8_0, "
-        "Q4_1 or F16."
+        "Q6_K, Q4_K or Q4_1."
     )

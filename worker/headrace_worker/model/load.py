@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
@@ -44,6 +45,7 @@ class LoadedModel:
     weight_bytes: int
     read_bytes: int  # of the checkpoint's files
     notes: list[str]
+    warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
@@ -114,13 +116,18 @@ def load(
         facts = replace(facts, defaults=facts.defaults | config.defaults)
         if config.chat_template is not None:
             facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
+    warnings = find_slow_backends() if place.type == "cpu" else []
     if bf16 and not library.has_bfloat16_products():
-        notes.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact would be faster.")
-    if packed and isinstance(weights, GgufWeights):
-        arithmetic = "with inputs in bfloat16" if bf16 else "those with their values in float32"
-        notes.append(f"Quantized weights stay packed as in the file; products are {arithmetic}.")
-    elif isinstance(weights, GgufWeights) and place.type == "cpu" and (reason := library.missing()):
-        notes.append(f"Quantized weights are unpacked to {weight_bytes >> 20} MiB, since {reason}.")
+        warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
+    if isinstance(weights, GgufWeights) and place.type == "cpu":
+        size = f"{weight_bytes / 2**20:.0f} MiB"
+        if packed and weights.packable:
+            inputs = "rounded to bfloat16" if bf16 else "in float32"
+            notes.append(
+                f"{weights.packable} matrices stay packed as in the file, {size} in all; their inputs are {inputs}."
+            )
+        elif weights.packable:
+            notes.append(f"Quantized weights are unpacked to {size}, since {library.missing() or f'they are {dtype}'}.")
     if source.kind == "dummy":
         notes.append("Weights are random (--load-format dummy): the output is meaningless.")
     notes.extend(facts.notes)
@@ -137,6 +144,7 @@ def load(
         weight_bytes=weight_bytes,
         read_bytes=weights.read_bytes,
         notes=notes,
+        warnings=warnings,
         deterministic=config.deterministic,
     )
 
