@@ -1,17 +1,20 @@
 """Background tasks of the controller's process: one that fails is repeated and shown, on a fake driver."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from headrace_cluster.controller.record_keeper import RecordKeeper
 from headrace_cluster.core.snapshot import Lease
+from headrace_cluster.errors import ControllerTakenError
+from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
-from headrace_cluster.ray import names
-from headrace_cluster.ray.controller import Controller
+from headrace_cluster.ray.controller import Controller, LeaseLostError
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.cluster_member import SecretFile
 from support.cluster.fake_driver import FakeDriver
@@ -31,50 +34,139 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     monkeypatch.setattr(owner, name, failing)
 
 
-def test_a_background_task_that_fails_is_repeated(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    """Otherwise the record or the secret would end without a word."""
-    saved: list[object] = []
-    leases = [Lease(id="ours")]
-    record = SimpleNamespace(
-        snapshot=lambda: None,
-        save_snapshot=saved.append,
-        lease=lambda: leases[-1],
-        save_lease=leases.append,
-        remove=saved.clear,
-    )
+class _Record:
+    """In this process: what the controllers of a cluster leave."""
+
+    def __init__(self) -> None:
+        self.saved: list[object] = []
+        self.leases = [Lease(id="before")]
+        self.hangs = threading.Event()
+
+    def snapshot(self) -> None:
+        """There is none."""
+
+    def save_snapshot(self, snapshot: object) -> None:
+        self.saved.append(snapshot)
+
+    def lease(self) -> Lease:
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        return self.leases[-1]
+
+    def save_lease(self, lease: Lease) -> None:
+        self.leases.append(lease)
+
+    def remove(self) -> None:
+        self.saved.clear()
+
+
+@pytest.fixture
+def record(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> _Record:
+    """Of a controller on a fake driver, whose node is part of Ray."""
+    record = _Record()
     monkeypatch.setattr(controller_module, "LEASE_SECONDS", 0.01)
-    monkeypatch.setattr(names, "end_cluster", saved.append)
+    monkeypatch.setattr(controller_module, "NODE_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "node_is_alive", lambda: True)
+    monkeypatch.setattr(names, "end_cluster", record.saved.append)
     monkeypatch.setattr(controller_module, "ClusterRecord", lambda cluster: record)
     monkeypatch.setattr(controller_module, "RayDriver", lambda *_, **__: driver)
+    return record
+
+
+@asynccontextmanager
+async def _opened(record: _Record) -> AsyncIterator[tuple[Controller, Callable[[], Awaitable[bytes]]]]:
+    """A controller, and the status line of its answer to GET /status."""
+    spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
+    controller = Controller(spec, Lease(id="ours", epoch=2), SecretFile(secret_file()), "k")
+    opened = await controller.open()
+
+    async def answers() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.admin_port)
+        writer.write(b"GET /status HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n\r\n")
+        found = await reader.readline()
+        writer.close()
+        return found
+
+    try:
+        yield controller, answers
+    finally:
+        await controller.close()
+        assert record.saved == ["headrace"], "the record is removed, and what is left ends by name"
+        for task in controller._tasks:
+            task.cancel()
+
+
+def test_a_background_task_that_fails_is_repeated(
+    record: _Record, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """Otherwise the record or the secret would end without a word."""
     for owner, name in ((RecordKeeper, "run"), (SecretFile, "watch")):
         _fail_once(monkeypatch, owner, name)
-    spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
 
     async def scenario() -> None:
-        controller = Controller(spec, leases[0], SecretFile(secret_file()), "k")
-        opened = await controller.open()
-        try:
+        async with _opened(record) as (controller, answers):
             await asyncio.sleep(0)
             await eventually(lambda: "the watch over the secret file failed" in " ".join(controller.view().problems))
-            await eventually(lambda: saved)
-
-            async def answers() -> bytes:
-                reader, writer = await asyncio.open_connection("127.0.0.1", opened.admin_port)
-                writer.write(b"GET /status HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n\r\n")
-                found = await reader.readline()
-                writer.close()
-                return found
-
+            await eventually(lambda: record.saved)
             assert b"200" in await answers()
             assert not controller.ended.is_set()
-            leases.append(Lease(id="another"))
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_ends_when_another_one_acts_and_makes_no_call_of_ray(
+    record: _Record, eventually: Eventually
+) -> None:
+    async def scenario() -> None:
+        async with _opened(record) as (controller, _):
+            record.leases.append(Lease(id="another", epoch=3))
+            with pytest.raises(LeaseLostError):
+                await controller._calls.run(lambda: pytest.fail("beside the decisions of another controller"))
             await eventually(lambda: controller.ended.is_set() and controller.taken)
-        finally:
-            await controller.close()
-            assert saved == ["headrace"], "the record is removed, and what is left ends by name"
-            for task in controller._tasks:
-                task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_was_paused_while_it_started_does_not_take_over(record: _Record) -> None:
+    record.leases.append(Lease(id="started later", epoch=2))
+
+    async def scenario() -> None:
+        with pytest.raises(ControllerTakenError, match="another controller took over the cluster 'headrace'"):
+            async with _opened(record):
+                pass
+
+    asyncio.run(scenario())
+    assert record.leases[-1].id == "started later"
+
+
+def test_a_controller_ends_when_its_node_has_left_ray(
+    record: _Record, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """One look that does not find it is not enough: a GCS that was restarted may not list it yet."""
+    alive = [False, True, False, True]
+    monkeypatch.setattr(connection, "node_is_alive", lambda: alive.pop() if alive else False)
+
+    async def scenario() -> None:
+        async with _opened(record) as (controller, _):
+            await eventually(lambda: controller.view().ready and controller.ended.is_set() and controller.node_lost)
+            assert not alive and not controller.taken
+
+    asyncio.run(scenario())
+
+
+def test_the_controller_answers_while_ray_hangs(
+    record: _Record, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("headrace_cluster.ray.calls.CALL_SECONDS", 0.1)
+
+    async def scenario() -> None:
+        async with _opened(record) as (controller, answers):
+            record.hangs.set()
+            try:
+                await eventually(lambda: "Ray has not answered within 0.1 s" in " ".join(controller.view().problems))
+                assert b"200" in await answers()
+                assert not controller.ended.is_set()
+            finally:
+                record.hangs.clear()
 
     asyncio.run(scenario())

@@ -7,8 +7,10 @@ import time
 import pytest
 
 from headrace_cluster.errors import RayStartError
+from headrace_cluster.ray import connection
 from headrace_cluster.ray.connection import await_gcs
 from headrace_cluster.ray.local_ray import start_error
+from headrace_cluster.spec.cluster_spec import parse_spec
 
 
 def test_an_address_at_which_nothing_listens() -> None:
@@ -43,6 +45,32 @@ def test_a_ray_that_starts_meanwhile() -> None:
         thread.join()
         for server in servers:
             server.close()
+
+
+def test_a_controller_waits_for_its_ray_and_starts_anew_after_a_failed_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's client cannot connect twice in a process."""
+    absent, told, pauses = [1, 1], list[str](), list[float]()
+
+    def await_gcs(address: str, seconds: float) -> None:
+        if absent:
+            absent.pop()
+            raise RayStartError(f"no Ray answers at {address}")
+
+    def join(spec: object) -> str:
+        raise RayStartError("no Ray could be joined")
+
+    def start_anew() -> None:
+        raise SystemExit("anew")
+
+    for name, replacement in (("await_gcs", await_gcs), ("join", join), ("_start_anew", start_anew)):
+        monkeypatch.setattr(connection, name, replacement)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(SystemExit, match="anew"):
+        connection.join_when_up(parse_spec({"ray": {"address": "head:6379"}}), told.append)
+    assert [line.partition(";")[0] for line in told] == 2 * ["no Ray answers at head:6379"] + ["no Ray could be joined"]
+    assert min(pauses) > 9, "a line in ten seconds"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import fingerprint
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import defaults_rows
+from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.settings import build_spec
@@ -21,7 +22,7 @@ from support.members import MEMBER
 def _config(spec: ClusterSpec, place: int = 0) -> ReplicaConfig:
     """The config of a rank, after encoding and decoding."""
     model = spec.models[place]
-    driver = RayDriver(spec, MEMBER.secret, "127.0.0.1")
+    driver = RayDriver(spec, MEMBER.secret, RayCalls(), "127.0.0.1")
     sent = driver._config(ReplicaName(f"{model.name}-0", 1), model, Role.BOTH, threads=1)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=ReplicaConfig)
     assert fingerprint(received) == fingerprint(sent)

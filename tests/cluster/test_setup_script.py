@@ -256,7 +256,8 @@ def test_a_download_shows_its_progress(checkout: Checkout) -> None:
     lines = [line for line in shown.decode().split("\r") if "downloading" in line]
     assert "\x1b[Kheadrace: torch: 2 MB so far, downloading torch-2.13.0-cp311.whl (184.1 MB)" in lines
     assert all(len(line) <= 79 + len("\x1b[K") for line in lines)
-    assert shown.decode().endswith("\x1b[Kheadrace: ready\r\n")
+    assert "\x1b[Kheadrace: the CPU kernels were not compiled" in shown.decode(), "this compiler writes no library"
+    assert shown.decode().endswith("headrace: ready\r\n")
     assert not (checkout.folder / ".venv" / "tmp").exists()
 
 

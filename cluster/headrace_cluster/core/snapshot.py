@@ -51,4 +51,5 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right of one controller to act: the newest one has it."""
 
     id: str  # random, of one process
+    epoch: int = 1  # one more than that of the controller before
     revisions: dict[str, ResolvedRevision] = {}  # by model

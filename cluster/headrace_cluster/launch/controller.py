@@ -14,7 +14,7 @@ import msgspec
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig
-from headrace_cluster.errors import ControllerTakenError, SpecError
+from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
 from headrace_cluster.launch.cluster_display import ClusterDisplay
 from headrace_cluster.launch.display import show_message, start_display, use_log_format
@@ -59,15 +59,15 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
                 lambda warning: show_message(warning, "warning"),
                 with_router=False,
             )
-            logs = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
-            add_log_file(LogConfig("controller", path=str(log_path(logs, "controller")), format=spec.logs.format))
-            show_message(f"logs: {logs}")
-            record.add_logs(logs)
             display.update("Ray", f"joining {spec.ray.address}", 0.2)
             from headrace_cluster.ray import connection
             from headrace_cluster.ray.controller import Controller, prepare_lease
 
-            dashboard = connection.join(checked)
+            dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
+            logs = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
+            add_log_file(LogConfig("controller", path=str(log_path(logs, "controller")), format=spec.logs.format))
+            show_message(f"logs: {logs}")
+            record.add_logs(logs)
         found = resolved_revisions(spec, checked)
         leased, lease = prepare_lease(checked, found)
         for name, now in found.items():
@@ -85,6 +85,11 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
             record.add_controller(control, opened.admin_port, secret_path, cleanup, dashboard)
             _handle_signals(controller)
             await _show(controller, record, leased, began)
+            if controller.node_lost:
+                raise RayLostError(
+                    f"this node has left the Ray at {spec.ray.address}: start the controller again on a node of it; "
+                    "what serves goes on"
+                )
             if controller.taken:
                 raise ControllerTakenError(
                     f"another controller has taken over the cluster '{spec.cluster}', which goes on; this one ends"

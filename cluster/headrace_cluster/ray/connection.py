@@ -3,7 +3,10 @@
 import logging
 import os
 import socket
+import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 from headrace_cluster.core import naming
 from headrace_cluster.errors import RayStartError
@@ -14,6 +17,7 @@ from headrace_proto.address import port_of, split_address
 
 GCS_SECONDS = 20.0  # as long as Ray's own client retries: head and controller may be started together
 GCS_RETRY_SECONDS = 0.5
+JOIN_SECONDS = 10.0  # between two lines about a Ray that does not answer
 RECONNECT_SECONDS = 86_400  # for which drivers, raylets and actors wait for another GCS; 60 by default, then they end
 
 
@@ -46,6 +50,41 @@ def join(spec: ClusterSpec) -> str:
     if not spec.ray.no_auth:  # again: 'auto' has its address now, and a Ray that was silent before answers
         check_token(str(context.address_info["gcs_address"]))
     return f"http://{context.dashboard_url}" if context.dashboard_url else ""
+
+
+def join_when_up(spec: ClusterSpec, tell: Callable[[str], None]) -> str:
+    """As `join`, for as long as it takes: head and controller may be started together, and a head may be lost.
+
+    Ray's client cannot connect twice in a process: after a failure this program is started anew, as the same process.
+    """
+    address = spec.ray.address
+    assert address is not None
+    while True:
+        began = time.monotonic()
+        try:
+            await_gcs(address, JOIN_SECONDS)
+        except RayStartError as error:
+            tell(f"{error}; trying again until one does")
+            time.sleep(max(0.0, JOIN_SECONDS - (time.monotonic() - began)))
+            continue
+        try:
+            return join(spec)
+        except RayStartError as error:
+            tell(f"{error}; trying again in {JOIN_SECONDS:g} s")
+            time.sleep(JOIN_SECONDS)
+            _start_anew()
+
+
+def node_is_alive() -> bool:
+    """Whether this process's node is still part of Ray. It blocks, and raises when the GCS does not answer."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
+
+
+def _start_anew() -> NoReturn:
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:

@@ -21,8 +21,11 @@ from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS
 from headrace_cluster.core.revisions import Revisions, kept_revisions, with_commits
 from headrace_cluster.core.snapshot import ControllerSnapshot, Lease
 from headrace_cluster.core.view import Opened, ReplicaProgress, RouterPlace, View
+from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.local import state
+from headrace_cluster.ray import connection
 from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -30,6 +33,7 @@ from headrace_proto.cluster_member import ClusterMember, SecretFile
 from headrace_router.access.tls_files import TlsFiles
 
 LEASE_SECONDS = 1.0  # between two looks at the lease
+NODE_SECONDS = 5.0  # between two looks at whether this node is part of Ray; it has left when two do not find it
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +45,13 @@ def prepare_lease(spec: ClusterSpec, found: Revisions) -> tuple[ClusterSpec, Lea
     the spec that is returned.
     """
     earlier = ClusterRecord(spec.cluster).lease()
-    lease = Lease(id=state.new_key(), revisions=kept_revisions(spec, found, earlier.revisions if earlier else {}))
+    epoch, before = (earlier.epoch + 1, earlier.revisions) if earlier else (1, {})
+    lease = Lease(id=state.new_key(), epoch=epoch, revisions=kept_revisions(spec, found, before))
     return with_commits(spec, lease.revisions), lease
+
+
+class LeaseLostError(Exception):
+    """Another controller acts: a call of this one would be beside its decisions."""
 
 
 class Controller:
@@ -70,7 +79,8 @@ class Controller:
         self._secret_file = secret_file
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
-        driver = RayDriver(spec, secret_file.secret, host=NODE_HOST, replica_class=replica_class, log_folder=log_folder)
+        self._calls = calls = RayCalls()
+        driver = RayDriver(spec, secret_file.secret, calls, NODE_HOST, replica_class, log_folder)
         self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, self._member))
         self._servers = contextlib.AsyncExitStack()  # that listen
         self._record = ClusterRecord(spec.cluster)
@@ -78,6 +88,7 @@ class Controller:
         self._keeping: asyncio.Task[None] | None = None
         self.stop_requested = False  # of the whole cluster
         self.taken = False  # by another controller
+        self.node_lost = False  # Ray goes on without this node
         self.ended = asyncio.Event()  # this process is to end
 
     async def open(self) -> Opened:
@@ -91,13 +102,20 @@ class Controller:
             self._membership, self._member, host, self._spec.control.port or 0, reserved=self._supervised
         )
         self._servers.push_async_callback(grpc.stop, grace=0.2)
-        adopted = await self._supervisor.adopt(await asyncio.to_thread(self._record.snapshot))
-        # Not before: one with a wrong secret adopts nothing, and must not end the controller that has the right one.
-        await asyncio.to_thread(self._record.save_lease, self._lease)
+        self._servers.callback(admin.close)
+        try:
+            adopted = await self._supervisor.adopt(await self._calls.run(self._record.snapshot))
+            # Not before: one with a wrong secret adopts nothing, and must not end the one with the right secret.
+            await self._calls.run(self._take_lease)
+        except BaseException:
+            await self._servers.aclose()
+            raise
+        self._calls.before = self._check_lease
         self._supervisor.start()
         keeper = RecordKeeper(self._supervisor, self._save)
         self._keeping = self._repeat("the record", keeper.run)
         self._repeat("the watch over the lease", self._watch_lease)
+        self._repeat("the watch over this node", self._watch_node)
         watch = partial(self._secret_file.watch, self._supervisor.send_secret, log.warning)
         self._repeat("the watch over the secret file", watch)
         operations = replica_operations(self._supervisor, keeper.saved)
@@ -150,8 +168,9 @@ class Controller:
             self._keeping.cancel()
         await self._supervisor.stop()
         await self._servers.aclose()
-        await asyncio.to_thread(self._record.remove)
-        await asyncio.to_thread(ray_names.end_cluster, self._spec.cluster)
+        self._calls.before = None
+        await self._calls.run(self._record.remove)
+        await self._calls.run(ray_names.end_cluster, self._spec.cluster)
 
     def _repeat(self, label: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Runs it until this process ends; the status shows its failures."""
@@ -160,16 +179,39 @@ class Controller:
         return task
 
     async def _watch_lease(self) -> None:
-        while True:
+        while not self.taken:
             await asyncio.sleep(LEASE_SECONDS)
-            found = await asyncio.to_thread(self._record.lease)
-            if found is not None and found.id != self._lease.id:
+            try:
+                await self._calls.run(self._check_lease)
+            except LeaseLostError:
                 self.taken = True
                 self.ended.set()
-                return
+
+    def _take_lease(self) -> None:
+        """Raises ControllerTakenError: one that was started later has it by now."""
+        found = self._record.lease()
+        if found is not None and found.epoch >= self._lease.epoch:
+            raise ControllerTakenError(
+                f"another controller took over the cluster '{self._spec.cluster}' while this one started; this one ends"
+            )
+        self._record.save_lease(self._lease)
+
+    def _check_lease(self) -> None:
+        """Before every call: this process may have been paused while another one took over. Raises LeaseLostError."""
+        found = self._record.lease()
+        if found is not None and found.id != self._lease.id:
+            raise LeaseLostError("another controller has taken over the cluster")
+
+    async def _watch_node(self) -> None:
+        missed = 0
+        while missed < 2:
+            await asyncio.sleep(NODE_SECONDS)
+            missed = 0 if await self._calls.run(connection.node_is_alive) else missed + 1
+        self.node_lost = True
+        self.ended.set()
 
     async def _save(self, snapshot: ControllerSnapshot) -> None:
-        await asyncio.to_thread(self._record.save_snapshot, snapshot)
+        await self._calls.run(self._record.save_snapshot, snapshot)
 
     def _status(self) -> dict[str, Any]:
         return self._supervisor.status() | {"controller": {"pid": os.getpid()}}

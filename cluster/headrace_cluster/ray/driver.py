@@ -37,6 +37,7 @@ from headrace_cluster.errors import PlacementError, RoleError
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_cluster.ray import resources as ray_resources
+from headrace_cluster.ray.calls import RayCalls, RayHangsError
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -56,12 +57,14 @@ class RayDriver:
         self,
         spec: ClusterSpec,
         secret: ClusterSecret,
+        calls: RayCalls,
         host: str,
         replica_class: str = REPLICA_CLASS,
         log_folder: str = "",
     ) -> None:
         self._spec = spec
         self._secret = secret
+        self._calls = calls
         self._host = host
         self._replica_class = replica_class
         self._log_folder = log_folder
@@ -82,7 +85,8 @@ class RayDriver:
         # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
         share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
         stage = {kind: amount * model.tp for kind, amount in share.items()}
-        place = placement_group(
+        place = await self._calls.run(
+            placement_group,
             [stage] * model.pp,
             strategy="PACK",
             name=name.group(self._spec.cluster),
@@ -90,17 +94,19 @@ class RayDriver:
             bundle_label_selector=[dict(model.node_labels)] * model.pp if model.node_labels else None,
         )
         began = time.monotonic()
-        while not await asyncio.to_thread(_is_placed, place):
+        while not await self._is_placed(place):
             waited = time.monotonic() - began
             if waited > NOTE_SECONDS or (seconds is not None and waited > seconds):
-                reason = waiting_sentence(model, gpus, await asyncio.to_thread(ray.available_resources))
+                reason = await self._waiting_reason(model, gpus)
                 if seconds is not None and waited > seconds:
-                    await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
+                    await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
                     raise PlacementError(f"{name.replica_id}: {reason}")
                 on_wait(reason)
             await asyncio.sleep(PLACE_POLL_SECONDS if waited < NOTE_SECONDS else LATE_POLL_SECONDS)
         on_wait("")
-        threads = model.cpu_threads or self._threads_per_rank(place)
+        threads = model.cpu_threads
+        if threads is None:
+            threads = await self._calls.run(self._threads_per_rank, place)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         actor_class = ray.remote(RankActor)
 
@@ -118,13 +124,27 @@ class RayDriver:
             )
             return options.remote(config, rank, self._replica_class, self._logs(name, rank))
 
-        actors = [create(rank) for rank in range(model.ranks)]
+        actors = [await self._calls.run(create, rank) for rank in range(model.ranks)]
         group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, log_folder=self._log_folder)
         return await group.locate()
 
+    async def _is_placed(self, place: Any) -> bool:
+        """Not while Ray does not answer: it keeps the request meanwhile."""
+        try:
+            table: dict[str, Any] = await self._calls.run(placement_group_table, place)
+        except RayHangsError:
+            return False
+        return str(table.get("state", "")) == "CREATED"
+
+    async def _waiting_reason(self, model: ModelSpec, gpus: int) -> str:
+        try:
+            return waiting_sentence(model, gpus, await self._calls.run(ray.available_resources))
+        except RayHangsError as error:
+            return f"waiting for a place: {error}"
+
     async def _rank_gpus(self, model: ModelSpec) -> int:
         """With the device `auto`, a model that once ran on GPUs waits for one: a node of them may be lost."""
-        have = int((await asyncio.to_thread(ray.cluster_resources)).get("GPU", 0))
+        have = int((await self._calls.run(ray.cluster_resources)).get("GPU", 0))
         if rank_gpus(model, have or (model.name in self._on_gpus)):
             self._on_gpus.add(model.name)
             return 1
@@ -136,7 +156,7 @@ class RayDriver:
             config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
             self._expected[replica.replica_id] = fingerprint(config)
         adopted_state, groups = await ray_resources.adopt(
-            self._spec.cluster, self._expected, self._secret.fingerprints, snapshot
+            self._calls, self._spec.cluster, self._expected, self._secret.fingerprints, snapshot
         )
         self._note_gpus(adopted_state.builds)
         self._groups |= {group.name: group for group in groups}
@@ -192,8 +212,8 @@ class RayDriver:
         group = self._groups.get(name)
         if group is not None:
             await group.stop(seconds)
-            await asyncio.to_thread(group.kill)
-        await asyncio.to_thread(ray_names.remove_group, name.group(self._spec.cluster))
+            await self._calls.run(group.kill)
+        await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)
 
     # -- configuration of a rank ------------------------------------------------------------------------------
@@ -242,7 +262,3 @@ def _absolute(path: str) -> str:
     """A path that exists here, for ranks, which have another working directory; others unchanged."""
     found = Path(path).expanduser()
     return str(found.resolve()) if found.exists() else path
-
-
-def _is_placed(place: Any) -> bool:
-    return str(placement_group_table(place).get("state", "")) == "CREATED"

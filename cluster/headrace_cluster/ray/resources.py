@@ -15,6 +15,7 @@ from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.snapshot import ControllerSnapshot
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.rank_group import RankGroup, RankPlace
 from headrace_proto.quantities import counted
 
@@ -24,6 +25,7 @@ class RankEndedError(Exception):
 
 
 async def adopt(
+    calls: RayCalls,
     cluster: str,
     expected: Mapping[str, bytes],
     secrets: Collection[bytes],
@@ -31,9 +33,9 @@ async def adopt(
 ) -> tuple[AdoptedState, list[RankGroup]]:
     """Takes over the builds that are up, and ends every other rank and placement group of the cluster.
 
-    expected, secrets, snapshot: see `plan_adoption`. Raises AdoptionError.
+    expected, secrets, snapshot: see `plan_adoption`. Raises AdoptionError, RayHangsError.
     """
-    actors = ray_names.rank_actors(cluster)
+    actors = await calls.run(ray_names.rank_actors, cluster)
     reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(actors)
 
     async def ask(rank: tuple[ReplicaName, int]) -> None:
@@ -44,12 +46,12 @@ async def adopt(
 
     for _ in range(REPORT_TRIES):
         await asyncio.gather(*(ask(rank) for rank, report in list(reports.items()) if report is None))
-    groups = ray_names.groups(cluster)
+    groups = await calls.run(ray_names.groups, cluster)
     plan = plan_adoption(reports, groups, expected, secrets, snapshot)
     for name, rank in plan.ended_ranks:
-        ray_names.kill_actor(name.rank(rank), cluster)
+        await calls.run(ray_names.kill_actor, name.rank(rank), cluster)
     for name in plan.ended_groups:
-        ray_names.remove_group(name.group(cluster))
+        await calls.run(ray_names.remove_group, name.group(cluster))
     names = [build.name for build in plan.state.builds] + plan.state.silent
     adopted = {name: RankGroup(name, cluster, _handles(name, actors)) for name in names}
     for build in plan.state.builds:

@@ -1,0 +1,42 @@
+"""Ray's blocking calls, on one thread and with time limits: while Ray hangs, the controller's event loop goes on."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+CALL_SECONDS = 10.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RayHangsError(TimeoutError):
+    """Ray has not answered in time: no evidence about a replica, and a reason to try again later."""
+
+
+class RayCalls:
+    """Calls one after the other, in order. A call that hangs occupies the thread until Ray's client gives up."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        """seconds: of a call, with its wait for the calls before it; None: CALL_SECONDS."""
+        self._seconds = CALL_SECONDS if seconds is None else seconds
+        self.before: Callable[[], object] | None = None  # runs before each call, which is not made if it raises
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+
+    async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """The result of `work`. Raises RayHangsError; work that had not begun by then never begins."""
+
+        def call() -> T:
+            if self.before is not None:
+                self.before()
+            return work(*args, **named)
+
+        future = asyncio.wrap_future(self._thread.submit(call))
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await future
+        except TimeoutError as error:
+            if not future.cancelled():
+                raise  # of the work itself
+            raise RayHangsError(f"Ray has not answered within {self._seconds:g} s") from error

@@ -1,0 +1,58 @@
+"""Blocking calls of Ray: while one hangs the event loop goes on, and calls behind it are not made."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from headrace_cluster.ray.calls import RayCalls, RayHangsError
+
+
+def test_a_call_that_hangs_fails_in_time_and_so_do_those_behind_it() -> None:
+    release, made = threading.Event(), list[str]()
+
+    def hang() -> str:
+        release.wait(30)
+        made.append("hung")
+        return "late"
+
+    async def scenario() -> None:
+        calls = RayCalls(seconds=0.2)
+        assert await calls.run(lambda: "at once") == "at once"
+        results = await asyncio.gather(*map(calls.run, (hang, lambda: made.append("behind"))), return_exceptions=True)
+        assert [type(result) for result in results] == [RayHangsError, RayHangsError]
+        with pytest.raises(RayHangsError, match=r"not answered within 0\.2 s"):
+            await calls.run(lambda: made.append("while it hangs"))
+        release.set()
+        assert await calls.run(lambda: "again") == "again"
+
+    asyncio.run(scenario())
+    assert made == ["hung"], "what nobody waits for any more is not done later"
+
+
+@pytest.mark.parametrize("error", [TimeoutError("of the call"), ValueError("no such actor")])
+def test_errors_of_a_call_are_its_own(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(RayCalls().run(fail))
+
+
+def test_a_call_is_not_made_unless_the_check_before_it_succeeds() -> None:
+    made: list[str] = []
+
+    def refuse() -> None:
+        raise PermissionError("another controller acts")
+
+    async def scenario(before: Callable[[], object] | None) -> None:
+        calls = RayCalls()
+        calls.before = before
+        await calls.run(made.append, "made")
+
+    with pytest.raises(PermissionError):
+        asyncio.run(scenario(refuse))
+    assert made == []
+    asyncio.run(scenario(None))
+    assert made == ["made"]
