@@ -237,6 +237,7 @@ def test_a_failed_request_fails_alone(harness: Any, make_replica: Any) -> None:
     assert _post(harness).status_code == 200
 
 
+@pytest.mark.faults("router")  # failed once beside other work
 def test_a_stalled_replica_gets_no_requests_and_its_waiting_ones_move(
     harness: Any, make_replica: Any, eventually: Any, expected_reply: str
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_link_whose_replica_is_silent_for_long_is_opened_again(
     assert replica.streams == 2, "its first step was read"
 
 
+@pytest.mark.faults("router")  # on a busy machine the frames of the pause are read too late
 def test_a_router_that_was_paused_keeps_the_streams_of_its_replicas(
     harness: Any, make_replica: Any, eventually: Any, expected_reply: str
 ) -> None:
