@@ -59,14 +59,15 @@ class ClusterSecret:
 class SecretFile:
     """An operator's file with a value on the first line, and on the second one that stays valid for a while."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises SecretFileError, PrivateFileError."""
+    def __init__(self, path: Path, what: str = "the secret file") -> None:
+        """what: the file in errors. Raises SecretFileError, PrivateFileError."""
         self._path = path
-        self.secret = ClusterSecret(_read(path))
+        self._what = what
+        self.secret = ClusterSecret(_read(path, what))
 
     def reread(self) -> bool:
         """Whether the file has other values than before, which `secret` has then. Raises as the constructor."""
-        found = _read(self._path)
+        found = _read(self._path, self._what)
         changed, self.secret.values = found != self.secret.values, found
         return changed
 
@@ -80,24 +81,24 @@ class SecretFile:
                 if await asyncio.to_thread(self.reread):
                     changed()
             except HeadraceError as error:
-                problem = f"{error}; the secret from before stays valid"
+                problem = f"{error}; what it had before stays valid"
             if problem and problem != shown:
                 warn(problem)
             shown = problem
 
 
-def _read(path: Path) -> tuple[bytes, ...]:
+def _read(path: Path, what: str) -> tuple[bytes, ...]:
     try:
-        lines = [stripped for line in read_private(path, "the secret file").split(b"\n") if (stripped := line.strip())]
+        lines = [stripped for line in read_private(path, what).split(b"\n") if (stripped := line.strip())]
     except OSError as error:
-        raise SecretFileError(f"the secret file {path} cannot be read: {error.strerror}") from error
+        raise SecretFileError(f"{what} {path} cannot be read: {error.strerror}") from error
     if not 1 <= len(lines) <= MAX_SECRETS:
         raise SecretFileError(
-            f"the secret file {path} has {len(lines)} lines: put the secret on the first, and one that stays valid "
+            f"{what} {path} has {len(lines)} lines: put the value on the first, and one that stays valid "
             "for a while on the second"
         )
     if min(map(len, lines)) < MIN_BYTES:
-        raise SecretFileError(f"a secret in {path} is too short: put {MIN_BYTES} bytes or more on each line")
+        raise SecretFileError(f"a line of {what} {path} is too short: put {MIN_BYTES} bytes or more on each")
     return tuple(lines)
 
 

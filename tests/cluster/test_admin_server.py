@@ -45,7 +45,7 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
                 return plain if trust is None else trust.wrap_socket(plain, server_hostname="localhost")
 
             server = admin_server(
-                admin_app(KEY.decode(), {"/status": lambda: {"replicas": []}}, lambda: None, []), tls, limits
+                admin_app(lambda: [KEY], {"/status": lambda: {"replicas": []}}, lambda: None, []), tls, limits
             )
             thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
             thread.start()

@@ -212,7 +212,7 @@ def test_admin_needs_key_and_host() -> None:
         return {"asked": [body.replica, body.steps, body.seconds]}
 
     operations = [Operation("/profile", ProfileBody, profile)]
-    app = admin_app("the-key", {"/status": lambda: {"replicas": [], "routers": []}}, stop, operations)
+    app = admin_app(lambda: [b"the-key"], {"/status": lambda: {"replicas": [], "routers": []}}, stop, operations)
     good = {"Authorization": "Bearer the-key"}
 
     async def send(

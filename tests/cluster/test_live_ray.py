@@ -363,7 +363,7 @@ def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, 
     """Three replicas that need a core each where there are two, until one of them is drained."""
     cores = len(os.sched_getaffinity(0))
     models = [{"source": "smollm2", "replicas": cores + 1, "cpu_share": 1.0}]
-    live = LiveServe(tmp_path / "home", ray={"address": joined_ray.address}, models=models)
+    live = LiveServe(tmp_path / "home", ray={"address": joined_ray.address}, models=models, logs={"files": False})
 
     def states() -> list[str]:
         return sorted(entry["state"] for entry in live.status()["replicas"])
@@ -375,6 +375,7 @@ def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, 
         assert "it needs 1 x 1 CPU, and Ray has free: 0 CPU" in waiting["note"], waiting
         ready = next(entry["id"] for entry in live.status()["replicas"] if entry["state"] == "ready")
         assert live.headrace("drain", ready).returncode == 0
+        assert "a build starts" in live.stderr_text() and not (live.home / "logs").exists()
         _eventually(lambda: states() == ["drained", *["ready"] * cores], 60)
         assert live.headrace("stop").returncode == 0
         assert joined_ray.only_theirs_is_left()

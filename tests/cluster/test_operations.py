@@ -25,6 +25,10 @@ Eventually = Callable[..., Awaitable[Any]]
 KEY = {"Authorization": "Bearer the-key"}
 
 
+def _keys() -> list[bytes]:
+    return [b"the-key"]
+
+
 async def _saved() -> None:
     """At once."""
 
@@ -44,7 +48,9 @@ def test_operations_are_executed(driver: FakeDriver, eventually: Eventually, mon
         health = {"interval_seconds": 0.05, "drain_seconds": 2}
         spec = parse_spec({"models": [{"replicas": 2}], "health": health})
         supervisor = Supervisor(spec, driver, Membership(), partial(watch_health, MEMBER))
-        app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, saved))
+        app = admin_app(
+            lambda: [b"the-key"], {"/status": supervisor.status}, _stop, replica_operations(supervisor, saved)
+        )
         transport = httpx.ASGITransport(app)
         supervisor.start()
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8002", headers=KEY) as client:
@@ -127,7 +133,9 @@ def test_a_role_that_could_not_be_sent_is_recorded_as_it_was(driver: FakeDriver,
 def test_bad_bodies_change_nothing(driver: FakeDriver, path: str, body: str, word: str) -> None:
     async def scenario() -> None:
         supervisor = Supervisor(parse_spec({}), driver, Membership(), partial(watch_health, MEMBER))
-        app = admin_app("the-key", {"/status": supervisor.status}, _stop, replica_operations(supervisor, _saved))
+        app = admin_app(
+            lambda: [b"the-key"], {"/status": supervisor.status}, _stop, replica_operations(supervisor, _saved)
+        )
         before = supervisor.status()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8002") as client:
             answer = await client.post(path, content=body, headers=KEY)

@@ -51,6 +51,7 @@ def test_precedence(tmp_path: Path) -> None:
 
 
 _TEXTS = {  # settings with a notation of their own
+    "port_range": "20000-20100",
     "kv_cache_memory": "1GiB",
     "host": "localhost",
     "profile": "/somewhere",
@@ -85,6 +86,8 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
             others = {"prefill": "2", "decode": "2"}
         if option.name.startswith("tls"):
             others = {"tls_cert": "c", "tls_key": "k"}
+        if option.name == "admin_host":
+            others = {"admin_key_file": "k"}
         by_flag = build_spec(others | {option.name: value}, environ={})
         assert by_flag != build_spec(others, environ={}), option.name
         rest = {name: given for name, given in others.items() if name != option.name}

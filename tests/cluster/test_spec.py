@@ -96,6 +96,9 @@ def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tup
         ({"models": [{"prefill": {"dp": 1}, "decode": {}}]}, "unknown key 'models[0].prefill.dp'"),
         ({"models": [{"prefill": {"tp": 1}, "decode": {}, "tp": 2, "ep": True}]}, "ep"),
         ({"models": [{"cpu_arithmetic": "bf16", "dtype": "float16"}]}, "cpu_arithmetic bf16 is for CPUs"),
+        ({"models": [{"port_range": "20100-20000"}]}, "write a range of ports like 20000-20100"),
+        ({"models": [{"port_range": "0-9"}]}, "write a range of ports like 20000-20100"),
+        ({"admin": {"host": "0.0.0.0"}}, "admin.host 0.0.0.0 is open to others: give their key with admin.key_file"),
     ],
 )
 def test_a_wrong_spec_is_rejected_with_its_field(data: dict[str, object], words: str) -> None:

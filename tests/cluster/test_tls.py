@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import os
 import socket
 import threading
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from headrace_cluster.cli import main
 from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.api_client import ApiClient, api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
-from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
+from headrace_cluster.errors import CertificateError, NotRunningError, ServerChoiceError, ServerError, SpecError
 from headrace_cluster.launch.address_checks import check_tls
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.local import state
@@ -50,9 +52,10 @@ def port(files: dict[str, Path]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _admin_api(tls: TlsFiles | None) -> Iterator[int]:
+def _admin_api(tls: TlsFiles | None, *, local: bool = True) -> Iterator[int]:
     bound = listen("127.0.0.1", 0)
-    server = admin_server(admin_app(KEY, {"/status": lambda: {"replicas": []}}, lambda: None, []), tls)
+    keys = [b"another key", KEY.encode()]
+    server = admin_server(admin_app(lambda: keys, {"/status": lambda: {"replicas": []}}, lambda: None, [], local), tls)
     running = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     running.start()
     deadline = time.monotonic() + 10
@@ -124,6 +127,51 @@ def test_a_server_elsewhere_is_verified_by_name_and_authority(
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
     monkeypatch.setenv("HEADRACE_CA", str(authority.file))
     assert AdminClient(ServerChoice(admin_port=port, given="--admin-port")).call("GET", "/status") == {"replicas": []}
+
+
+def test_a_cluster_elsewhere_is_named_by_the_url_of_its_admin_api(
+    files: dict[str, Path], authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_file = tmp_path / "admin-key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(f"{KEY}\nthe key before\n")
+    monkeypatch.setenv("HEADRACE_CA", str(authority.file))
+
+    def status(url: str) -> int:
+        """The exit status of the command line, which puts its flags into the environment."""
+        with monkeypatch.context() as patched:
+            patched.setenv("HEADRACE_ADMIN_KEY_FILE", "")
+            patched.setenv("HEADRACE_CLUSTER", "")
+            patched.setattr(
+                "sys.argv", ["headrace", "--cluster", url, "--admin-key-file", str(key_file), "status", "--json"]
+            )
+            with pytest.raises(SystemExit) as ended:
+                main()
+            return int(ended.value.code or 0)
+
+    with _admin_api(TlsFiles(TlsConfig(**files)), local=False) as port:
+        assert status(f"https://localhost:{port}") == 0
+        key_file.write_text("a wrong key")
+        assert status(f"https://localhost:{port}") == 1
+    with pytest.raises(SpecError, match="needs its key: --admin-key-file FILE"):
+        AdminClient(ServerChoice(url="https://localhost"))
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
+    for url in ("https://", "http://localhost:8002/status", "http://localhost:port"):
+        with pytest.raises(SpecError, match=r"must be like https://HOST:8002"):
+            AdminClient(ServerChoice(url=url))
+    with pytest.raises(NotRunningError, match="no server answers at localhost:1"):
+        AdminClient(ServerChoice(url="http://localhost:1")).call("GET", "/status")
+    with pytest.raises(ServerChoiceError, match="for servers on this machine"):
+        api_client(ServerChoice(url="http://localhost:1"), None, None)
+
+
+def test_only_an_api_beyond_loopback_answers_under_another_name() -> None:
+    for local, status in ((True, 403), (False, 200)):
+        with _admin_api(None, local=local) as port:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/status", headers={"host": "head.llm", "authorization": f"Bearer {KEY}"})
+            assert connection.getresponse().status == status
+            connection.close()
 
 
 @contextlib.contextmanager

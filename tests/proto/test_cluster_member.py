@@ -83,7 +83,7 @@ def test_a_file_is_watched_and_a_problem_is_told_once(path: Path, monkeypatch: p
         async with asyncio.timeout(20):
             await warned.wait()
             await asyncio.sleep(0.05)
-            assert len(warnings) == 1 and "the secret from before stays valid" in warnings[0] and not changed.is_set()
+            assert len(warnings) == 1 and "what it had before stays valid" in warnings[0] and not changed.is_set()
             replace(NEW)
             await changed.wait()
         watching.cancel()

@@ -1,6 +1,7 @@
 """The replica's gRPC server with a real engine loop and a fake runner."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,9 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_worker.server.server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member
 from support.worker.served_engine import ServedEngine
 
@@ -109,6 +112,20 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     while served.bench.engine.has_work:
         time.sleep(0.01)
     assert served.bench.kv.pool.used == 0
+
+
+def test_a_replica_takes_the_first_free_port_of_its_range(make_served: Make) -> None:
+    servicer = make_served().servicer
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = int(taken.getsockname()[1])
+        servers = [ReplicaServer("127.0.0.1", (first, last), MEMBER) for last in (first, first + 40)]
+        with pytest.raises(ListenError, match=rf"127.0.0.1:{first}: all ports are in use"):
+            servers[0].start(servicer)
+        assert first < int(servers[1].start(servicer).rpartition(":")[2]) <= first + 40
+        for server in servers:
+            server.stop()
 
 
 def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:

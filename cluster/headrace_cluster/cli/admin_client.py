@@ -10,39 +10,43 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from headrace_cluster.cli.answers import error_sentence, starting_error
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error
-from headrace_cluster.errors import CertificateError, NotRunningError, ServerError
+from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.local.tls_client import open_connection, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
+from headrace_proto.private_file import read_private
 
 DEFAULT_ADMIN_PORT = 8002
 TIMEOUT_SECONDS = 5.0
-RESTART_SECONDS = 60.0  # for another controller to answer after one was lost; see controller_monitor.py
+RESTART_SECONDS = 60.0  # for another controller to answer after one was lost; see controller_process.py
 RETRY_SECONDS = 0.25  # between two requests to a controller that does not answer
 
 
 class AdminClient:
-    """The admin API of a server on this machine; its key comes from the state folder or HEADRACE_ADMIN_KEY."""
+    """The admin API of a server on this machine, whose key is in the state folder, or of one elsewhere, by its URL."""
 
     def __init__(self, choice: ServerChoice) -> None:
-        """Raises NotRunningError when no server matches, ServerChoiceError when several do."""
-        self.state = choose(choice, state.running())
-        key = os.environ.get("HEADRACE_ADMIN_KEY", "")
-        if self.state is not None:
+        """Raises NotRunningError when no server matches, ServerChoiceError when several do, SpecError without a key."""
+        self.state = None if choice.url else choose(choice, state.running())
+        key = _given_key()
+        if choice.url:
+            self._address = _remote_address(choice.url, key)
+        elif self.state is not None:
             self._address = _admin_address(self.state, key)
         elif key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
-            ca = os.environ.get("HEADRACE_CA", "")
-            tls = partial(trusted, Path(ca)) if ca else lambda: None
-            self._address = AdminAddress("127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT, key, tls)
+            port = choice.admin_port or DEFAULT_ADMIN_PORT
+            self._address = AdminAddress("127.0.0.1", port, key, _ca_context if _ca() else lambda: None)
         else:
             raise no_match_error(choice, state.running())
-        self.selecting_flag = f"--admin-port {self._address.port}"  # selects this server among all others
+        # Selects this server among all others.
+        self.selecting_flag = f"--cluster {choice.url}" if choice.url else f"--admin-port {self._address.port}"
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
@@ -106,11 +110,48 @@ class AdminAddress:
             if failed := tls_failure(host_port(self.host, self.port), error):
                 raise failed from error
             raise NotRunningError(
-                f"no server answers on admin port {self.port}; start one with: {program_name()} serve"
+                f"no server answers at {host_port(self.host, self.port)}, the admin API; start one with: "
+                f"{program_name()} serve"
             ) from error
         finally:
             connection.close()
         return document
+
+
+def _given_key() -> str:
+    """From HEADRACE_ADMIN_KEY, or the first line of the file in HEADRACE_ADMIN_KEY_FILE. Raises SpecError."""
+    file = os.environ.get("HEADRACE_ADMIN_KEY_FILE", "")
+    if not file:
+        return os.environ.get("HEADRACE_ADMIN_KEY", "")
+    try:
+        lines = read_private(Path(file), "the admin key file").decode("latin-1").split()
+    except OSError as error:
+        raise SpecError(f"the admin key file {file} cannot be read: {error.strerror}") from error
+    return lines[0] if lines else ""
+
+
+def _remote_address(url: str, key: str) -> "AdminAddress":
+    """Raises SpecError."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.path.strip("/") or parts.query:
+        raise SpecError(f"--cluster must be like https://HOST:{DEFAULT_ADMIN_PORT}, not '{url}'")
+    if not key:
+        raise SpecError(f"the admin API at {url} needs its key: --admin-key-file FILE before the command")
+    return AdminAddress(host, port or DEFAULT_ADMIN_PORT, key, _ca_context if parts.scheme == "https" else lambda: None)
+
+
+def _ca() -> Path | None:
+    given = os.environ.get("HEADRACE_CA", "")
+    return Path(given) if given else None
+
+
+def _ca_context() -> ssl.SSLContext:
+    """Certificates of the authorities in HEADRACE_CA, by default those of this machine. Raises CertificateError."""
+    return trusted(_ca())
 
 
 def _admin_address(server: ServeState, key: str = "") -> AdminAddress:

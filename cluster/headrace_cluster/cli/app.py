@@ -1,5 +1,7 @@
 """All commands in one application. Each is a function in one of these modules; its work has a module of its own."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,5 +34,13 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="URL", help="Of the admin API of a cluster elsewhere.")
+    ] = None,
+    admin_key_file: Annotated[Path | None, typer.Option("--admin-key-file", help="File with its key.")] = None,
 ) -> None:
-    """Options before a command."""
+    """Options before a command. Commands read them from the environment, as those that are set there."""
+    if cluster is not None:
+        os.environ["HEADRACE_CLUSTER"] = cluster
+    if admin_key_file is not None:
+        os.environ["HEADRACE_ADMIN_KEY_FILE"] = str(admin_key_file)

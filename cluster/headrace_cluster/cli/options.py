@@ -15,7 +15,12 @@ ServerPort = Annotated[
 ]
 ServerAdminPort = Annotated[int | None, typer.Option("--admin-port", help="The server's admin port.")]
 ServerName = Annotated[
-    str | None, typer.Option("--cluster", metavar="NAME", help="The server's name: of its cluster or of a model.")
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME",
+        help="Its cluster, or one of its models; elsewhere the URL of its admin API.",
+    ),
 ]
 Server = Annotated[
     str | None, typer.Argument(metavar="[SERVER]", help="Its cluster, model or port. [default: the only one]")
@@ -109,6 +114,9 @@ def choice(port: int | None, admin_port: int | None, cluster: str | None, server
         return given.get(flag, given.get(variable))
 
     names = (value_of("--cluster", "HEADRACE_CLUSTER"), server)
+    urls = [name for name in names if name is not None and name.startswith(("http://", "https://"))]
+    if urls:
+        return ServerChoice(url=urls[0])
     return ServerChoice(
         port=value_of("--port", "HEADRACE_PORT"),
         admin_port=value_of("--admin-port", "HEADRACE_ADMIN_PORT"),

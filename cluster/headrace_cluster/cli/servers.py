@@ -20,6 +20,7 @@ class ServerChoice:
     admin_port: int | None = None
     names: tuple[str, ...] = ()
     given: str = ""  # as it was written: '--port 9000'
+    url: str = ""  # of the admin API of a cluster elsewhere; nothing else is given then
 
     def matches(self, server: ServeState) -> bool:
         """Whether this server matches all criteria."""
@@ -35,7 +36,9 @@ class ServerChoice:
 
 
 def choose(choice: ServerChoice, servers: Sequence[ServeState]) -> ServeState | None:
-    """The one server that matches; None when none does. Raises ServerChoiceError when several do."""
+    """The one server of this machine that matches; None when none does. Raises ServerChoiceError when several do."""
+    if choice.url:
+        raise ServerChoiceError(f"this command is for servers on this machine, not for {choice.url}")
     matching = [server for server in servers if choice.matches(server)]
     if len(matching) > 1:
         which = f"{choice.given} fits {len(matching)} servers" if choice.given else f"{len(matching)} servers run"

@@ -1,4 +1,4 @@
-"""The admin HTTP API: status, stop, operations on replicas. Own port and key, on loopback."""
+"""The admin HTTP API: status, stop, operations on replicas. Own port and keys, on loopback by default."""
 
 import hmac
 import socket
@@ -30,11 +30,12 @@ _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class Guard:
-    """Accepts a request only with the admin key and a Host that is this machine (DNS rebinding)."""
+    """Accepts a request only with a key and, on loopback, a Host that is this machine (DNS rebinding)."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], local: bool) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._keys = keys
+        self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Only HTTP is accepted; the request of an unauthenticated client is not parsed."""
@@ -45,9 +46,9 @@ class Guard:
             return
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(hosts) != 1 or _without_port(hosts[0]) not in _HOSTS:
+        if self._local and (len(hosts) != 1 or _without_port(hosts[0]) not in _HOSTS):
             response: Response = _error(403, "this Host is not served: use 127.0.0.1 or localhost")
-        elif len(keys) != 1 or not hmac.compare_digest(keys[0], self._expected):
+        elif len(keys) != 1 or not any([hmac.compare_digest(keys[0], b"Bearer " + key) for key in self._keys()]):
             response = _error(401, "the admin key is missing or wrong")
         else:
             assign = scope.get("state", {}).get("assign_connection")  # only a server has connections
@@ -60,14 +61,15 @@ class Guard:
 
 
 def admin_app(
-    key: str,
+    keys: Callable[[], Iterable[bytes]],
     documents: Mapping[str, Callable[[], Any]],
     stop: Callable[[], None],
     operations: Iterable[Operation],
+    local: bool = True,
 ) -> ASGIApp:
     """Documents by the path of their GET. POST /stop begins an orderly stop and returns at once.
 
-    Each operation is a POST of its own.
+    keys: those that are valid now. local: for clients on this machine alone. Each operation is a POST of its own.
     """
 
     def get(document: Callable[[], Any]) -> Callable[[Request], Awaitable[Response]]:
@@ -90,7 +92,7 @@ def admin_app(
         *(Route(operation.path, _post(operation), methods=["POST"]) for operation in operations),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, Exception: refuse})
-    return Guard(app, key)
+    return Guard(app, keys, local)
 
 
 def _post(operation: Operation) -> Callable[[Request], Awaitable[Response]]:

@@ -93,7 +93,8 @@ def banner(
         rows += [("", warning) for warning in facts.warnings]
         rows += [("", note) for note in facts.notes if note not in facts.warnings] if verbose else []
     rows += defaults_rows(started)
-    rows.append(("logs", f"{state.log_folder}  ({program_name()} logs)"))
+    if state.log_folder:
+        rows.append(("logs", f"{state.log_folder}  ({program_name()} logs)"))
     hints = [("Talk to it", f"{program_name()} chat {_flag(state)}")] if state.http_url else []
     hints.append(("Look at it", f"{program_name()} status {_flag(state)}"))
     stop = f"{program_name()} stop {_flag(state)}"

@@ -64,10 +64,13 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
             from headrace_cluster.ray.controller import Controller, prepare_lease
 
             dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
-            logs = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
-            add_log_file(LogConfig("controller", path=str(log_path(logs, "controller")), format=spec.logs.format))
-            show_message(f"logs: {logs}")
-            record.add_logs(logs)
+            logs = ""
+            if spec.logs.files:
+                folder = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
+                logs, path = str(folder), str(log_path(folder, "controller"))
+                add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
+                show_message(f"logs: {logs}")
+                record.add_logs(folder)
         found = resolved_revisions(spec, checked)
         leased, lease = prepare_lease(checked, found)
         for name, now in found.items():
@@ -76,7 +79,7 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
 
         async def run() -> bool:
             controller = Controller(
-                leased, lease, secret_file, record.state.admin_key, log_folder=str(logs), replica_class=replica_class
+                leased, lease, secret_file, record.state.admin_key, log_folder=logs, replica_class=replica_class
             )
             opened = await controller.open()
             if note := attached_note(opened):

@@ -70,6 +70,10 @@ class Serve:
         0 after an orderly stop, 128 + the signal's number when a signal ended the start before any replica was ready,
         or shortened the stop.
         """
+        if not self._spec.logs.files:
+            raise SpecError(
+                "logs.files: off is for `headrace controller`; `serve` keeps the files of its last five runs"
+            )
         use_log_format(self._spec.logs.format)
         try:
             self._signals.install()

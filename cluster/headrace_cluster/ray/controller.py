@@ -30,6 +30,7 @@ from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.cluster_member import ClusterMember, SecretFile
+from headrace_router.access.auth import is_loopback
 from headrace_router.access.tls_files import TlsFiles
 
 LEASE_SECONDS = 1.0  # between two looks at the lease
@@ -77,6 +78,7 @@ class Controller:
         self._admin_key = admin_key
         self._supervised = supervised
         self._secret_file = secret_file
+        self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
         self._calls = calls = RayCalls()
@@ -118,10 +120,12 @@ class Controller:
         self._repeat("the watch over this node", self._watch_node)
         watch = partial(self._secret_file.watch, self._supervisor.send_secret, log.warning)
         self._repeat("the watch over the secret file", watch)
+        if self._key_file is not None:
+            self._repeat("the watch over the admin key file", partial(self._key_file.watch, lambda: None, log.warning))
         operations = replica_operations(self._supervisor, keeper.saved)
         operations.append(explain_operation(self._membership.explaining))
         documents = {"/status": self._status, "/view": self.view}
-        app = admin_app(self._admin_key, documents, self.stop, operations)
+        app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
         tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
         if tls is not None:
             self._repeat("the watch over the TLS files", tls.watch)
@@ -171,6 +175,10 @@ class Controller:
         self._calls.before = None
         await self._calls.run(self._record.remove)
         await self._calls.run(ray_names.end_cluster, self._spec.cluster)
+
+    def _admin_keys(self) -> list[bytes]:
+        """That of commands on this machine, and those of operators elsewhere."""
+        return [self._admin_key.encode(), *(self._key_file.secret.values if self._key_file is not None else ())]
 
     def _repeat(self, label: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Runs it until this process ends; the status shows its failures."""

@@ -236,11 +236,9 @@ class RayDriver:
         )
 
     def _logs(self, name: ReplicaName, rank: int) -> bytes:
-        """An encoded LogConfig; empty without a folder. Generations of a replica append to the same file."""
-        if not self._log_folder:
-            return b""
-        path = rank_log_path(Path(self._log_folder), name.replica_id, rank)
-        logs = LogConfig(f"rank {rank}", name.replica_id, str(path), self._spec.logs.format)
+        """An encoded LogConfig. Generations of a replica append to the same file; without a folder they use stderr."""
+        path = str(rank_log_path(Path(self._log_folder), name.replica_id, rank)) if self._log_folder else ""
+        logs = LogConfig(f"rank {rank}", name.replica_id, path, self._spec.logs.format)
         return msgspec.msgpack.encode(logs)
 
     def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> ReplicaConfig:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from headrace_cluster.spec.json_object import json_object
 from headrace_cluster.spec.node_labels import NodeLabels
 from headrace_cluster.spec.pools import Pool
-from headrace_cluster.spec.section import Bytes, Count, Section
+from headrace_cluster.spec.section import Bytes, Count, PortRange, Section
 from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
@@ -116,6 +116,13 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="labels of the nodes in Ray where ranks run; none = any node",
         json_schema_extra=flag(
             "--node-labels", values="JSON", help='labels of the nodes in Ray where ranks run: {"gpu": "h100"}'
+        ),
+    )
+    port_range: PortRange | None = Field(
+        default=None,
+        description="of the gRPC of its replicas, such as 20000-20100; none = any free port",
+        json_schema_extra=flag(
+            "--port-range", values="FIRST-LAST", help="ports of its replicas' gRPC, for a firewall; any free one"
         ),
     )
     profile: Path | None = Field(

@@ -1,14 +1,15 @@
 """Sections of the spec about processes: routers, admin API, controller, health, Ray, logs."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace_cluster.spec.section import Bytes, Port, Section
 from headrace_proto.flag import flag
 from headrace_proto.internal_tls import InternalTls
 from headrace_proto.log_line import LogFormat
+from headrace_router.access.auth import is_loopback
 from headrace_router.config import RouterSettings
 
 
@@ -66,14 +67,32 @@ class RoutersSpec(Section, RouterSettings):
 
 
 class AdminSpec(Section):
-    """The admin API: status and stop. Always needs its key."""
+    """The admin API: status, stop, and changes. Always needs a key."""
 
-    host: Literal["127.0.0.1", "::1", "localhost"] = "127.0.0.1"
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="beyond loopback it needs key_file, and should have TLS",
+        json_schema_extra=flag(
+            "--admin-host", help="interface of the admin API; beyond loopback it needs --admin-key-file"
+        ),
+    )
     port: Port = Field(
         default=8002,
         description="0 = any free port",
         json_schema_extra=flag("--admin-port", help="port of the admin API; 0 = any free port"),
     )
+    key_file: Path | None = Field(
+        default=None,
+        description="a key for operators elsewhere: a line of 16 characters or more; a second line is valid, too",
+        json_schema_extra=flag("--admin-key-file", help="file with a key of the admin API, for commands elsewhere"),
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.key_file is None and not is_loopback(self.host):
+            raise ValueError(f"admin.host {self.host} is open to others: give their key with admin.key_file")
+        return self
 
 
 class ControlSpec(Section):
@@ -156,6 +175,10 @@ class LogsSpec(Section):
         default="text",
         description="of the files, and of every line on stderr",
         json_schema_extra=flag("--log-format", help="format of the log files, and of lines on stderr"),
+    )
+    files: bool = Field(
+        default=True,
+        description="off, for `headrace controller`: its lines are on stderr alone, those of ranks in Ray's own logs",
     )
     verbose: bool = Field(
         default=False,

@@ -23,7 +23,18 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
+def parse_ports(value: object) -> object:
+    """The first and the last port of '20000-20100'. Raises ValueError with a sentence."""
+    if not isinstance(value, str):
+        return value
+    first, _, last = value.partition("-")
+    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) <= 65535):
+        raise ValueError("write a range of ports like 20000-20100")
+    return int(first), int(last)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
+PortRange = Annotated[tuple[int, int], BeforeValidator(parse_ports, json_schema_input_type=str)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1, le=1024)]  # of replicas, or of ranks in one direction
 

@@ -81,7 +81,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
     def _listen(self) -> str:
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        port = self._server.add_insecure_port(f"{self.config.host}:0")
         self._server.start()
         return f"{self.config.host}:{port}"
 

@@ -21,7 +21,7 @@ class ServedEngine:
 
     def __init__(self, bench: Any) -> None:
         self.bench = bench
-        self.server = ReplicaServer("127.0.0.1", 0, MEMBER)
+        self.server = ReplicaServer("127.0.0.1", None, MEMBER)
         identity = pb.ReplicaIdentity(replica_id="a", generation=1, boot_id=b"b" * 16, model="m", revision="r")
         facts = pb.ModelFacts(identity=identity, max_model_len=200, vocab_size=2000, tokenizer_digest=b"d")
         self.loop = EngineLoop(

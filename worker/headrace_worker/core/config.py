@@ -172,7 +172,7 @@ class ReplicaConfig(ReplicaSettings):
     kv_cache_memory: int | None = None  # bytes per rank
     profile_dir: str | None = None  # where profiles are written on request
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
-    port: int = 0  # 0 = any free one
+    port_range: tuple[int, int] | None = None  # first and last that its server may take; None = any free one
     defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
     chat_template: str | None = None  # path of a file, instead of the model's own
     internal_tls: InternalTls | None = None  # of the gRPC between processes of the cluster

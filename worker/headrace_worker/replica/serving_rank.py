@@ -46,7 +46,7 @@ class ServingRank:
         self._team = team
         self._ranks = assembly.ranks
         self._transfers = transfers = assembly.transfers
-        self._server = server = ReplicaServer(config.host, config.port, member)
+        self._server = server = ReplicaServer(config.host, config.port_range, member)
         # A single rank on a CPU waits for nothing: its step is slow at most.
         watched = team is not None or device.asynchronous
         self._watch = StepWatch(lambda: assembly.engine.longest_step, self.fail) if watched else None

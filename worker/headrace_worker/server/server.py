@@ -1,6 +1,7 @@
 """The replica's gRPC server on its own thread."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -19,9 +20,10 @@ STOP_GRACE = 2.0
 class ReplicaServer:
     """Binds, serves until stopped. `call_soon` runs a function on its event loop, from any thread."""
 
-    def __init__(self, host: str, port: int, member: ClusterMember) -> None:
+    def __init__(self, host: str, ports: tuple[int, int] | None, member: ClusterMember) -> None:
+        """ports: the first and the last that it may take; None = any free one."""
         self._host = host
-        self._port = port
+        self._ports = ports or (0, 0)
         self._member = member
         self._loop = asyncio.new_event_loop()
         self._server: grpc.aio.Server | None = None
@@ -58,19 +60,22 @@ class ReplicaServer:
         self._servicer = servicer
         server = self._member.server((*SERVER, *LARGE_MESSAGES))
         add_ReplicaServicer_to_server(servicer, server)
-        address = host_port(self._host, self._port)
-        try:
-            port = self._member.listen(server, address)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ListenError(
-                f"the replica cannot listen on {address}: the port is in use or the address is not this "
-                "machine's; choose another"
-            )
+        port = self._bind(server)
         await server.start()
         self._server = server
         return host_port(self._host, port)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        """The first port that is free."""
+        first, last = self._ports
+        for port in range(first, last + 1):
+            with contextlib.suppress(RuntimeError):
+                if bound := self._member.listen(server, host_port(self._host, port)):
+                    return bound
+        raise ListenError(
+            f"the replica cannot listen on {host_port(self._host, first)}"
+            f"{f' to {last}' if last > first else ''}: all ports are in use, or the address is not this machine's"
+        )
 
     async def _stop(self) -> None:
         if self._servicer is not None:
