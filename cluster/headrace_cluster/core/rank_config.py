@@ -1,6 +1,5 @@
 """Messages between the controller and a rank's actor: plain data, msgpack-encoded."""
 
-from collections.abc import Collection
 from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -64,12 +63,11 @@ def fingerprint(config: ReplicaConfig) -> bytes:
     return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 
-def replica_config(model: ModelSpec, *, leave_out: Collection[str] = (), **own: Any) -> ReplicaConfig:
-    """A replica of `model`: every setting that both name alike, but those to `leave_out`; then what is `own`."""
-    shared = ModelSpec.model_fields.keys() & {field.name for field in fields(ReplicaConfig)} - set(leave_out)
+def replica_config(model: ModelSpec, **own: Any) -> ReplicaConfig:
+    """A replica of `model`: every setting that both name alike; then what is `own`."""
+    shared = ModelSpec.model_fields.keys() & {field.name for field in fields(ReplicaConfig)}
     values = {name: getattr(model, name) for name in shared} | {"model": model.name}
-    if "defaults" in values:
-        values["defaults"] = model.defaults.model_dump(exclude_none=True)
+    values["defaults"] = model.defaults.model_dump(exclude_none=True)
     return ReplicaConfig(**values | own)
 
 

@@ -17,13 +17,11 @@ class Machine:
     cores: int
     memory: int  # bytes that are free
     gpus: int | None  # as Ray counts them; None: unknown
-    gpu_memory: int = 0  # bytes of the largest GPU
 
 
 def this_machine() -> Machine:
     """Takes milliseconds."""
-    memories = _nvidia_memory()
-    return Machine(available_cores(), available_memory(), _gpu_count(len(memories)), max(memories, default=0))
+    return Machine(available_cores(), available_memory(), _gpu_count(_nvidia_count()))
 
 
 def _gpu_count(found: int) -> int | None:
@@ -36,26 +34,19 @@ def _gpu_count(found: int) -> int | None:
     return found if visible is None else min(found, len(visible.split(",")))
 
 
-def _nvidia_memory() -> tuple[int, ...]:
-    """Bytes of each NVIDIA GPU, from the driver's management library (NVML); empty without it or its bindings."""
+def _nvidia_count() -> int:
+    """GPUs that the driver's management library (NVML) lists; 0 without it or its bindings."""
     try:
         import pynvml
     except ImportError:
-        return ()
-
-    def memory_of(index: int) -> int:
-        try:
-            return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).total)
-        except pynvml.NVMLError:
-            return 0  # a GPU that does not answer is counted, as Ray does
-
+        return 0
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return 0
     try:
-        return tuple(memory_of(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
-        return ()
+        return 0
     finally:
         pynvml.nvmlShutdown()

@@ -10,9 +10,7 @@ from typing import Any
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import request_limit
-from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.facts import check_tokenizer_file, has_tokenizer, max_positions
-from headrace_worker.model.footprint import Footprint
 from headrace_worker.model.gguf_config import gguf_config, weight_names
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
@@ -47,14 +45,6 @@ def check_length(config: ReplicaConfig, headers: Headers) -> None:
     """Raises ModelUnsupportedError when max_model_len is more than the model's positions, where its config has them."""
     if "max_position_embeddings" in headers.config:
         request_limit(config.max_model_len, max_positions(SimpleNamespace(**headers.config)))
-
-
-def gguf_footprint(config: ReplicaConfig, headers: Headers, element_bytes: int) -> Footprint:
-    """Footprint of the single rank of a GGUF model: its config is complete, and its architecture is supported."""
-    fields = SimpleNamespace(**headers.config)
-    layout = cache_layout(fields, config.block_size, element_bytes)
-    weight_bytes = headers.weight_bytes(config, element_bytes)
-    return Footprint(layout, weight_bytes, max_positions(fields))
 
 
 def _gguf_headers(source: ModelSource) -> Headers:
