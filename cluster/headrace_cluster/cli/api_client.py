@@ -57,16 +57,9 @@ class ApiClient:
 
     def models(self) -> list[str]:
         """Model names for requests."""
-        return list(self._models())
-
-    def defaults(self, model: str) -> dict[str, Any]:
-        """A model's default values for request fields, as listed by the server."""
-        return self._models().get(model, {}).get("defaults") or {}
-
-    def _models(self) -> dict[str, dict[str, Any]]:
         with self._request("GET", "/v1/models", None, TIMEOUT_SECONDS) as response:
             try:
-                return {str(entry["id"]): dict(entry) for entry in json.load(response)["data"]}
+                return [str(entry["id"]) for entry in json.load(response)["data"]]
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 raise ServerError(_NOT_THE_API) from error
 

@@ -16,7 +16,7 @@ def chat(
     model: Annotated[str | None, typer.Option("--model", help="[default: the server's first]")] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, max=2.0)] = None,
     tools: Annotated[
         Path | None, typer.Option("--tools", metavar="FILE", help="Tools that the model may call, as JSON.")
     ] = None,
@@ -33,12 +33,12 @@ def chat(
 ) -> None:
     """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
     from headrace_cluster.cli.api_client import api_client
-    from headrace_cluster.cli.chat.start import start_chat
+    from headrace_cluster.cli.chat.session import start_chat
 
     chosen = o.choice(port, admin_port, cluster)
     client = api_client(chosen, o.client_host(host), api_key, ca=ca, client_cert=client_cert)
-    fields = {"max_tokens": max_tokens, "temperature": temperature}
-    start_chat(client, once=once, model=model, system=system, fields=fields, stats=stats, tools=tools)
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    start_chat(client, once=once, model=model, system=system, settings=settings, stats=stats, tools=tools)
 
 
 @app.command()

@@ -1,87 +1,82 @@
-"""The prompt of an interactive chat: line editing, history, paste, completion."""
+"""The line editor of a conversation: prompt_toolkit's, with the chat's keys, history and completion."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import sys
+import termios
+from collections.abc import Iterator, Sequence
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Condition
-from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import History
-from prompt_toolkit.input import Input
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
-from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import is_dumb_terminal
 
-from headrace_cluster.cli.chat.completion import ChatCompleter
-from headrace_cluster.cli.chat.entry import is_unfinished
-
-_PROMPT = FormattedText([("bold", ">>> ")])
+from headrace_cluster.errors import StateError
+from headrace_cluster.local.state import home
 
 
-class Editor:
-    """Reads entries, one after the other. keyboard and screen: None = those of this process."""
-
-    def __init__(
-        self,
-        history: History,
-        models: Callable[[], Sequence[str]],
-        *,
-        keyboard: Input | None = None,
-        screen: Output | None = None,
-    ) -> None:
-        if screen is None and not is_dumb_terminal():
-            # If stdout is a file for the answers, the prompt is shown on stderr.
-            screen = create_output(always_prefer_tty=True)
-            if isinstance(screen, Vt100_Output):
-                screen.enable_cpr = False  # the terminal's response could arrive after the prompt has ended
-        self._session: PromptSession[str] = PromptSession(
-            _PROMPT,
-            prompt_continuation=_continuation,
-            multiline=True,  # otherwise a pasted line break would be shown as ^J
-            history=history,
-            completer=ChatCompleter(models),
-            complete_while_typing=False,
-            complete_style=CompleteStyle.READLINE_LIKE,
-            key_bindings=_key_bindings(),
-            enable_suspend=True,
-            input=keyboard,
-            output=screen,
-        )
-
-    def read(self) -> str:
-        """One entry; "" if Ctrl-C cleared it. On an empty line Ctrl-C raises KeyboardInterrupt, Ctrl-D EOFError."""
-        entry = self._session.prompt()
-        return entry.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are not UTF-8
+def make_editor(completions: Sequence[str]) -> PromptSession[str]:
+    """Reads entries: "" if Ctrl-C cleared one; without text Ctrl-C raises KeyboardInterrupt, Ctrl-D EOFError."""
+    return PromptSession(
+        [("bold", ">>> ")],
+        multiline=True,  # otherwise a pasted line break would be shown as ^J
+        history=_history(),
+        completer=WordCompleter(list(completions), sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+        key_bindings=_keys(),
+        enable_suspend=True,
+        # If stdout is a file for the answers, the prompt is shown on stderr.
+        output=None if is_dumb_terminal() else create_output(always_prefer_tty=True),
+    )
 
 
-def _continuation(width: int, line_number: int, wrap_count: int) -> str:
-    """The prefix of a further line of an entry; dots only after a line break that was entered, not after a wrap."""
-    return "    " if wrap_count else "... "
+@contextlib.contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """Inside this context what is typed during an answer is not echoed into it; the next prompt reads it."""
+    before, quiet = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
+    quiet[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _key_bindings() -> KeyBindings:
-    bindings = KeyBindings()
+class _History(FileHistory):
+    """Entries of all chats of this user. A full disk does not end a chat."""
 
-    @bindings.add("enter")
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
+
+
+def _history() -> History:
+    try:
+        path = home() / "chat-history"
+        path.touch(mode=0o600)
+    except (OSError, StateError):  # this chat's entries can still be recalled
+        return InMemoryHistory()
+    return _History(path)
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
     def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        elif is_unfinished(buffer.text):
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
+        event.current_buffer.validate_and_handle()
 
-    @bindings.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
-    def _(event: KeyPressEvent) -> None:
-        event.app.exit(result="")  # the typed text stays on the screen, as in a shell
-
-    @bindings.add("escape", "enter")
+    @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    return bindings
+    @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(result="")  # the typed text stays on the screen, as in a shell
+
+    return keys
