@@ -18,7 +18,7 @@ from headrace_cluster.launch.banner import banner
 from headrace_cluster.launch.serve import Serve
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.local import state
-from headrace_cluster.local.cleanup import Cleanup
+from headrace_cluster.local.cleanup import GuardedCleanup
 from headrace_cluster.local.processes import SERVE_ID_VARIABLE, ProcessId
 from headrace_cluster.local.run_logs import in_use, runs
 from headrace_cluster.local.state import ServeState
@@ -142,7 +142,7 @@ def test_a_serve_is_found_from_the_beginning_of_its_start(monkeypatch: pytest.Mo
         seen.extend(state.running())
         raise RayStartError("enough")
 
-    monkeypatch.setattr("headrace_cluster.launch.serve.connect", connect)
+    monkeypatch.setattr("headrace_cluster.launch.serve.LocalRay", connect)
     monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
     monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
     spec = parse_spec({"cluster": "blue", "routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})
@@ -157,7 +157,7 @@ def test_a_serve_is_found_from_the_beginning_of_its_start(monkeypatch: pytest.Mo
 def test_the_run_ends_after_rays_logs_are_in_its_folder(
     private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class KeepingCleanup(Cleanup):
+    class KeepingCleanup(GuardedCleanup):
         def close(self) -> None:
             (run,) = runs()
             kept.append(in_use(run))
@@ -168,9 +168,10 @@ def test_the_run_ends_after_rays_logs_are_in_its_folder(
 
     kept: list[bool] = []
     monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
-    monkeypatch.setattr("headrace_cluster.launch.serve.open_cleanup", lambda _spec: KeepingCleanup(tmp_path))
+    monkeypatch.setattr("headrace_cluster.launch.serve.make_temp_dir", lambda: tmp_path / "ray")
+    monkeypatch.setattr("headrace_cluster.launch.serve.GuardedCleanup", KeepingCleanup)
     monkeypatch.setattr("headrace_cluster.launch.serve.check_start", lambda spec, *_arguments, **_options: spec)
-    monkeypatch.setattr("headrace_cluster.launch.serve.connect", connect)
+    monkeypatch.setattr("headrace_cluster.launch.serve.LocalRay", connect)
     monkeypatch.setattr("headrace_cluster.launch.serve.add_log_file", lambda _config: None)
     monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
     monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
