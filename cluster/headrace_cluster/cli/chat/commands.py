@@ -18,14 +18,12 @@ _HELP = """\
   /model [NAME]      list the server's models, or switch to another
   /retry             ask the last message again
   /bye               leave, as Ctrl-D; Ctrl-C ends an answer, then the line, then the chat
-
   Enter sends, Esc Enter begins a new line; Tab completes, Up and Ctrl-R recall what was entered before."""
 
 
 def run_command(line: str, conversation: Conversation) -> str:
     """Runs a command and returns what it reports. Raises a HeadraceError with a sentence for the user."""
-    name, _, argument = line.partition(" ")
-    argument = argument.strip()
+    name, _, argument = map(str.strip, line.partition(" "))
     match name:
         case "/help":
             return _HELP

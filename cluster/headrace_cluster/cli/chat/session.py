@@ -38,6 +38,8 @@ def start_chat(
         return
     text = once if once is not None else _read_input()
     if not text.strip():
+        if once is None:
+            return  # as in a script without a terminal
         raise ChatError("the message is empty: there is nothing to answer")
     conversation.model = model or choose_model(None, client.models())
     conversation.ask(text)
