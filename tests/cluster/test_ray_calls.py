@@ -1,6 +1,8 @@
 """Blocking calls of Ray: while one hangs the event loop goes on, and calls behind it are not made."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -29,6 +31,16 @@ def test_a_call_that_hangs_fails_in_time_and_so_do_those_behind_it() -> None:
 
     asyncio.run(scenario())
     assert made == ["hung"], "what nobody waits for any more is not done later"
+
+
+def test_a_call_that_hangs_does_not_keep_the_process() -> None:
+    code = """
+import asyncio, time
+from headrace_cluster.ray.calls import RayCalls
+asyncio.run(RayCalls(0.1).run(time.sleep, 600))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1 and "Ray has not answered within 0.1 s" in done.stderr
 
 
 @pytest.mark.parametrize("error", [TimeoutError("of the call"), ValueError("no such actor")])

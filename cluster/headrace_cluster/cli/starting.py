@@ -64,7 +64,7 @@ def controller(
         ray = ray.model_copy(update={"address": "auto"})
     if control.port is None:  # routers find the next one at the same port
         control = control.model_copy(update={"port": CONTROL_PORT})
-    return run_controller(spec.model_copy(update={"ray": ray, "control": control}))
+    run_controller(spec.model_copy(update={"ray": ray, "control": control}))
 
 
 @app.command()

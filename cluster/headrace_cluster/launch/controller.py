@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -17,7 +17,7 @@ from headrace_cluster.core.view import ControllerConfig
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
 from headrace_cluster.launch.cluster_display import ClusterDisplay
-from headrace_cluster.launch.display import show_message, start_display, use_log_format
+from headrace_cluster.launch.display import log_unexpected, show_message, start_display, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_start
@@ -29,16 +29,36 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import host_port
 from headrace_proto.cluster_member import SecretFile
+from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, add_log_file, configure_logs
 
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
 
-def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> None:
+def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> NoReturn:
     """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
 
-    However it ends, replicas and streams go on, and the next controller takes them up. Raises HeadraceError.
+    However it ends, replicas and streams go on, and the next controller takes them up. Raises SpecError.
     """
+    status = 1
+    try:
+        stopped = _control(spec, replica_class)
+        goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
+        show_message("stopped" if stopped else goes_on)
+        status = 0
+    except SpecError:
+        raise
+    except HeadraceError as error:
+        show_message(str(error), "error")
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        log_unexpected(error)
+    os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
+
+
+def _control(spec: ClusterSpec, replica_class: str) -> bool:
+    """Whether an operator has ended the cluster. Raises HeadraceError."""
     use_log_format(spec.logs.format)
     began = time.monotonic()
     if spec.control.secret_file is None:
@@ -102,10 +122,7 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> Non
                 await controller.close()
             return controller.stop_requested
 
-        stopped = asyncio.run(run())
-    goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
-    show_message("stopped" if stopped else goes_on)
-    os._exit(0)  # without Ray's exit handlers, which may wait for a GCS
+        return asyncio.run(run())
 
 
 def run_from_stdin(parent: int) -> None:
@@ -118,7 +135,6 @@ def run_from_stdin(parent: int) -> None:
     spec = ClusterSpec.model_validate_json(config.spec)
     path = str(log_path(Path(config.log_folder), "controller"))
     configure_logs(LogConfig("controller", path=path, format=spec.logs.format, stderr_level="error"))
-    connection.join(spec)
 
     async def run() -> None:
         controller = Controller(
@@ -133,8 +149,14 @@ def run_from_stdin(parent: int) -> None:
         _handle_signals(controller)
         await controller.ended.wait()
 
-    asyncio.run(run())
-    os._exit(0)
+    status = 0
+    try:
+        connection.join(spec)
+        asyncio.run(run())
+    except Exception as error:
+        log_unexpected(error)
+        status = 1
+    os._exit(status)
 
 
 def _handle_signals(controller: Any) -> None:
