@@ -140,8 +140,8 @@ def test_a_cluster_elsewhere_is_named_by_the_url_of_its_admin_api(
     def status(url: str) -> int:
         """The exit status of the command line, which puts its flags into the environment."""
         with monkeypatch.context() as patched:
-            patched.setenv("HEADRACE_ADMIN_KEY_FILE", "")
-            patched.setenv("HEADRACE_CLUSTER", "")
+            patched.setenv("HEADRACE_SERVER_KEY_FILE", "")
+            patched.setenv("HEADRACE_SERVER", "")
             patched.setattr(
                 "sys.argv", ["headrace", "--cluster", url, "--admin-key-file", str(key_file), "status", "--json"]
             )

@@ -35,9 +35,9 @@ class AdminClient:
     def __init__(self, choice: ServerChoice) -> None:
         """Raises NotRunningError when no server matches, ServerChoiceError when several do, SpecError without a key."""
         self.state = None if choice.url else choose(choice, state.running())
-        key = _given_key()
+        key = os.environ.get("HEADRACE_ADMIN_KEY", "")
         if choice.url:
-            self._address = _remote_address(choice.url, key)
+            self._address = _remote_address(choice.url, _key_in_file() or key)
         elif self.state is not None:
             self._address = _admin_address(self.state, key)
         elif key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
@@ -118,11 +118,11 @@ class AdminAddress:
         return document
 
 
-def _given_key() -> str:
-    """From HEADRACE_ADMIN_KEY, or the first line of the file in HEADRACE_ADMIN_KEY_FILE. Raises SpecError."""
-    file = os.environ.get("HEADRACE_ADMIN_KEY_FILE", "")
+def _key_in_file() -> str:
+    """The first line of the file in HEADRACE_SERVER_KEY_FILE; empty without one. Raises SpecError."""
+    file = os.environ.get("HEADRACE_SERVER_KEY_FILE", "")
     if not file:
-        return os.environ.get("HEADRACE_ADMIN_KEY", "")
+        return ""
     try:
         lines = read_private(Path(file), "the admin key file").decode("latin-1").split()
     except OSError as error:

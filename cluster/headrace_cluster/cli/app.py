@@ -41,6 +41,6 @@ def _options(
 ) -> None:
     """Options before a command. Commands read them from the environment, as those that are set there."""
     if cluster is not None:
-        os.environ["HEADRACE_CLUSTER"] = cluster
+        os.environ["HEADRACE_SERVER"] = cluster
     if admin_key_file is not None:
-        os.environ["HEADRACE_ADMIN_KEY_FILE"] = str(admin_key_file)
+        os.environ["HEADRACE_SERVER_KEY_FILE"] = str(admin_key_file)

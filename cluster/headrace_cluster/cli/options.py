@@ -115,6 +115,8 @@ def choice(port: int | None, admin_port: int | None, cluster: str | None, server
 
     names = (value_of("--cluster", "HEADRACE_CLUSTER"), server)
     urls = [name for name in names if name is not None and name.startswith(("http://", "https://"))]
+    if not urls and not any(flag in given for flag in ("--port", "--admin-port", "--cluster", "SERVER")):
+        urls = [url for url in (os.environ.get("HEADRACE_SERVER", ""),) if url]
     if urls:
         return ServerChoice(url=urls[0])
     return ServerChoice(

@@ -69,6 +69,8 @@ def _control(spec: ClusterSpec, replica_class: str) -> bool:
     secret_path = spec.control.secret_file
     secret_file = SecretFile(secret_path)
     record = ServerRecord(spec, with_router=False, detaches=True)
+    stop_requests: list[int] = []  # before this controller acts; without a handler the signal would end the process
+    signal.signal(STOP_ALL, lambda number, _: stop_requests.append(number))
     with Cleanup() as cleanup, contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
         record.save(cleanup)
@@ -107,6 +109,8 @@ def _control(spec: ClusterSpec, replica_class: str) -> bool:
             control = host_port(opened.control_host, opened.control_port)
             record.add_controller(control, opened.admin_port, secret_path, cleanup, dashboard)
             _handle_signals(controller)
+            if stop_requests:
+                controller.stop()
             await _show(controller, record, leased, began)
             if controller.node_lost:
                 raise RayLostError(

@@ -76,8 +76,9 @@ def start_error(error: Exception) -> RayStartError:
 
 def _set_environment(token_file: Path, folder: Path) -> None:
     """Of Ray's processes and of our children; before Ray is imported, which reads some of it."""
-    # An address in the environment is of another Ray.
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+    # An address in the environment is of another Ray. Keys are for this process alone, which has read them.
+    theirs = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+    for name in (*theirs, "HEADRACE_API_KEYS", "HEADRACE_METRICS_KEY"):
         os.environ.pop(name, None)
     os.environ.update(
         RAY_AUTH_MODE="token",
