@@ -5,12 +5,10 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import ray.exceptions
 
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
@@ -20,12 +18,11 @@ from headrace_cluster.core.desired import desired_replicas
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.health_judge import SILENT_SECONDS
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import RankReport, fingerprint
+from headrace_cluster.core.rank_config import RankReport, Stage, fingerprint
 from headrace_cluster.core.reconciler import ROUTERS_SECONDS, Reconciler
 from headrace_cluster.core.record import Launch, State, Stop
 from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
 from headrace_cluster.errors import AdoptionError
-from headrace_cluster.ray import resources
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2, replica_pb2
@@ -59,11 +56,14 @@ def _report(pid: int = 7, **changed: Any) -> RankReport:
         tp=1,
         pp=1,
         role="both",
+        stage=Stage.READY,
         started=_started(),
-        draining=False,
-        ended=False,
     )
     return msgspec.structs.replace(report, **changed)
+
+
+def _up(draining: bool) -> Stage:
+    return Stage.DRAINING if draining else Stage.READY
 
 
 # -- which builds ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _chosen(reports: Reports) -> list[AdoptedBuild]:
 def test_the_newest_complete_build_is_adopted() -> None:
     reports: Reports = {}
     for generation in (2, 9, 10):  # numbers, not text
-        reports |= _pair(ReplicaName("m-0", generation), 10 * generation, draining=generation == 2)
+        reports |= _pair(ReplicaName("m-0", generation), 10 * generation, stage=_up(generation == 2))
     del reports[ReplicaName("m-0", 10), 1]
     build, leaving = _chosen(reports)
     assert build.name == ReplicaName("m-0", 9) and build.same and not build.leaving
@@ -91,7 +91,7 @@ def test_the_newest_complete_build_is_adopted() -> None:
     assert build.ranks == [RankFacts(0, 90, "here", "cpu"), RankFacts(1, 91, "here", "cpu")]
 
 
-@pytest.mark.parametrize("second", [None, _report(started=None, tp=2), _report(ended=True, tp=2)])
+@pytest.mark.parametrize("second", [None, _report(stage=Stage.STARTING, tp=2), _report(stage=Stage.ENDED, tp=2)])
 def test_a_build_with_one_rank_down_is_not_adopted(second: RankReport | None) -> None:
     reports = _pair(ReplicaName("m-1", 1), 5)
     assert _chosen({(ReplicaName("m-0", 1), 0): _report(tp=2), (ReplicaName("m-0", 1), 1): second} | reports) == (
@@ -188,7 +188,7 @@ def test_a_build_that_does_not_reply_and_is_not_recorded_is_neither_adopted_nor_
 def test_a_build_of_which_one_rank_is_down_is_ended_whether_the_others_reply_or_not() -> None:
     other, silent = ReplicaName("m-1", 1), ReplicaName("m-0", 2)
     reports: Reports = {(other, rank): _report(tp=4) for rank in range(4)}
-    for down in (_report(started=None, tp=2), _report(ended=True, tp=2)):
+    for down in (_report(stage=Stage.FAILED, tp=2), _report(stage=Stage.ENDED, tp=2)):
         plan = _plan(reports | {(silent, 0): None, (silent, 1): down}, None)
         assert plan.ended_groups == [silent] and not plan.state.silent
 
@@ -205,7 +205,9 @@ def test_what_is_not_adopted_is_ended_by_name() -> None:
     """Ranks of older and incomplete builds, builds whose placement group is gone, and groups without ranks."""
     older, leaving, kept = (ReplicaName("m-0", generation) for generation in (1, 2, 3))
     without_group, without_ranks = ReplicaName("m-1", 1), ReplicaName("m-1", 7)
-    reports: Reports = {(name, 0): _report(draining=name == leaving) for name in (kept, leaving, older, without_group)}
+    reports: Reports = {
+        (name, 0): _report(stage=_up(name == leaving)) for name in (kept, leaving, older, without_group)
+    }
     groups = {kept, leaving, older, without_ranks}
     plan = plan_adoption(reports, groups, {"m-0": FINGERPRINT, "m-1": FINGERPRINT}, OURS, None)
     assert [(build.name, build.leaving) for build in plan.state.builds] == [(kept, False), (leaving, True)]
@@ -225,7 +227,7 @@ def test_a_foreign_build_beside_others_is_neither_adopted_nor_ended(changed: dic
     (problem,) = plan.state.problems
     assert problem.startswith("m-0 ") and "build 1 is left as it is" in problem
     with pytest.raises(AdoptionError, match="m-0 "):
-        _plan({(foreign, 0): _report(**changed), (ours[0], 0): _report(started=None)}, None)
+        _plan({(foreign, 0): _report(**changed), (ours[0], 0): _report(stage=Stage.ENDED)}, None)
 
 
 def test_a_foreign_build_is_a_problem_in_the_status(driver: FakeDriver) -> None:
@@ -270,7 +272,7 @@ def test_a_build_whose_next_one_serves_beside_it_continues_until_that_one_takes_
 def test_a_build_that_drains_beside_its_next_one_drains_on(drains: set[int]) -> None:
     """Its streams would be cut if it ended; its next build serves, or drains for an operator."""
     names = [ReplicaName("smollm2-0", 3), ReplicaName("smollm2-0", 4)]
-    reports: Reports = {(name, 0): _report(draining=name.generation in drains) for name in names}
+    reports: Reports = {(name, 0): _report(stage=_up(name.generation in drains)) for name in names}
     builds = choose_builds(reports, {"smollm2-0": FINGERPRINT}, OURS)
     reconciler = Reconciler(desired_replicas(parse_spec({"models": [{"replicas": 1}]})), HealthSpec())
     snapshot = ControllerSnapshot(
@@ -314,7 +316,7 @@ def test_role_and_draining_are_taken_from_rank_0() -> None:
     name = ReplicaName("m-0", 1)
     reports: Reports = {
         (name, 1): _report(role="both", tp=2),
-        (name, 0): _report(role="prefill", draining=True, started=_started("10.0.0.1:5"), tp=2),
+        (name, 0): _report(role="prefill", stage=Stage.DRAINING, started=_started("10.0.0.1:5"), tp=2),
     }
     (build,) = _chosen(reports)
     assert (build.role, build.draining, build.started.address) == (Role.PREFILL, True, "10.0.0.1:5")
@@ -331,26 +333,25 @@ def test_a_fingerprint_covers_what_cannot_change_at_run_time() -> None:
         assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
 
 
-class _Unreachable:
-    """A rank's actor that answers after calls that do not reach it, or that has died."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-        self.report = SimpleNamespace(remote=self._report)
-
-    async def _report(self) -> bytes:
-        if self.errors:
-            raise self.errors.pop(0)
-        return msgspec.msgpack.encode(_report())
-
-
-def test_a_rank_that_cannot_be_reached_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the simulation: three calls that fail at once are no time; the only replica was ended."""
-    monkeypatch.setattr(resources, "RETRY_SECONDS", 0.01)
-    away = [ray.exceptions.ActorUnavailableError("no connection", None) for _ in range(5)]
-    assert asyncio.run(resources._report(_Unreachable(*away))) == _report()
-    with pytest.raises(resources.RankEndedError):
-        asyncio.run(resources._report(_Unreachable(ray.exceptions.ActorDiedError())))
+@pytest.mark.parametrize("stages", [[Stage.WAITING, Stage.STARTING], [Stage.STARTING, Stage.READY]])
+def test_a_build_that_starts_goes_on_and_one_that_has_failed_is_ended(stages: list[Stage]) -> None:
+    """Its ranks need no controller to become ready; one that the spec describes differently is no longer wanted."""
+    name, other = ReplicaName("m-0", 2), ReplicaName("m-1", 1)
+    for changed, starts in (({}, True), ({"fingerprint": b"another"}, False)):
+        reports: Reports = {
+            (name, rank): _report(tp=2, stage=stage, secrets=(), **changed) for rank, stage in enumerate(stages)
+        }
+        plan = _plan(reports | {(other, 0): _report(stage=Stage.FAILED)}, None)
+        assert plan.state.starting == ([name] if starts else []) and not plan.state.builds
+        assert plan.ended_groups == ([other] if starts else [name, other])
+    reconciler = _reconciler()
+    restore_records(reconciler, None, AdoptedState(starting=[FIRST], generations={"smollm2-0": 3}), 100.0)
+    record = reconciler.records["smollm2-0"]
+    assert (record.name, record.state) == (FIRST, State.STARTING)
+    assert [action.name for action in reconciler.actions(100.1)] == [ReplicaName("smollm2-1", 1)]
+    reconciler.started(FIRST, 101.0)
+    reconciler.health_received(FIRST, State.READY, 0.01, 101.1)
+    assert record.state is State.READY
 
 
 # -- which records --------------------------------------------------------------------------------------------------
@@ -437,7 +438,7 @@ def test_a_rank_reports_why_it_drains(held: bool | None) -> None:
 def test_a_drained_build_is_not_left_for_its_next_one() -> None:
     """An operator drained it while the next build started beside it, which is not needed then."""
     older, newer = ReplicaName("m-0", 3), ReplicaName("m-0", 4)
-    reports: Reports = {(older, 0): _report(draining=True, held=True), (newer, 0): _report()}
+    reports: Reports = {(older, 0): _report(stage=Stage.DRAINING, held=True), (newer, 0): _report()}
     assert [(build.name, build.leaving) for build in _chosen(reports)] == [(older, False)]
 
 
@@ -560,8 +561,8 @@ def test_the_record_has_what_ranks_report_with_what_changed_since() -> None:
     snapshot = take_snapshot(reconciler, 5, {}, {FIRST: [_report(1)], SECOND: [_report(2)]})
     snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=ControllerSnapshot)
     first, second = snapshot.reports[FIRST, 0], snapshot.reports[SECOND, 0]
-    assert (first.pid, first.role, first.draining, first.held) == (1, "decode", False, None)
-    assert (second.pid, second.draining, second.held) == (2, True, True)
+    assert (first.pid, first.role, first.stage, first.held) == (1, "decode", Stage.READY, None)
+    assert (second.pid, second.stage, second.held) == (2, Stage.DRAINING, True)
     reconciler.died(FIRST, "rank 0 was killed", 101.0)
     assert set(take_snapshot(reconciler, 5, {}, {FIRST: [_report(1)]}).reports) == set()
 

@@ -359,6 +359,38 @@ def test_what_serves_in_a_joined_ray_outlives_its_controller(tmp_path: Path, joi
             live.close()
 
 
+def test_a_start_survives_any_number_of_controllers(tmp_path: Path, joined_ray: JoinedRay) -> None:
+    """Each is killed once it shows that the ranks load; the last one finds the same processes, ready."""
+    home, models = tmp_path / "home", [{"source": "smollm2", "name": "slow", "tp": 2}]
+    controllers: list[LiveServe] = []
+
+    def ranks() -> list[int]:
+        (replica,) = controllers[-1].status()["replicas"]
+        assert (replica["generation"], replica["state"]) == (1, "starting"), replica
+        return [rank["pid"] for rank in replica["ranks"]] if replica["note"] == "loading nothing" else []
+
+    def control() -> LiveServe:
+        controllers.append(live := LiveServe(home, ray={"address": joined_ray.address}, models=models))
+        _eventually(lambda: any(str(live.process.pid) in path.read_text() for path in home.glob("*.json")), 90)
+        _eventually(live.controller, START_SECONDS)
+        return live
+
+    try:
+        control()
+        _eventually(ranks, START_SECONDS)
+        before = ranks()
+        for _ in range(2):
+            controllers[-1].close()
+            control()
+        _eventually(lambda: "is ready after" in controllers[-1].stderr_text(), START_SECONDS)
+        (replica,) = controllers[-1].status()["replicas"]
+        assert (replica["generation"], [rank["pid"] for rank in replica["ranks"]]) == (1, before)
+        assert controllers[-1].headrace("stop").returncode == 0 and joined_ray.only_theirs_is_left()
+    finally:
+        for live in controllers:
+            live.close()
+
+
 def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, joined_ray: JoinedRay) -> None:
     """Three replicas that need a core each where there are two, until one of them is drained."""
     cores = len(os.sched_getaffinity(0))

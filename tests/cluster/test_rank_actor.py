@@ -1,6 +1,5 @@
-"""The actor around a replica, without Ray: its report to a controller that did not start it, and its end."""
+"""The actor around a replica, without Ray: its start, its reports to any controller, and its end."""
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -10,32 +9,27 @@ import msgspec
 import pytest
 import ray
 import ray.util
-from hypothesis import given, settings
 
-from headrace_cluster.core.rank_config import (
-    NODE_HOST,
-    RankReport,
-    StartArgs,
-    StartOutcome,
-    fingerprint,
-)
+from headrace_cluster.core.rank_config import NODE_HOST, Binding, RankReport, Stage, bind_gpus, fingerprint
 from headrace_cluster.ray.rank_actor import RankActor
+from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import ReplicaConfig
 from support.cluster.fake_replica import FakeReplica
-from support.hostile_messages import damaged
 from support.members import MEMBER, SECRET
 
 CONFIG = ReplicaConfig(replica_id="m-0", generation=4, model="m", source="", host=NODE_HOST)
+FAKE = "support.cluster.fake_replica:FakeReplica"
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RankActor]]:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3])
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # for CUDA_VISIBLE_DEVICES
     made: list[RankActor] = []
 
     def actor(config: ReplicaConfig = CONFIG) -> RankActor:
-        made.append(RankActor(msgspec.msgpack.encode(config), 0, "support.cluster.fake_replica:FakeReplica"))
+        made.append(RankActor(msgspec.msgpack.encode(config), 0, "space", FAKE))
         return made[-1]
 
     yield actor
@@ -47,9 +41,18 @@ def _report(actor: RankActor) -> RankReport:
     return msgspec.msgpack.decode(actor.report(), type=RankReport)
 
 
-def _start(actor: RankActor) -> None:
+def _await(actor: RankActor, stage: Stage) -> RankReport:
+    """As a controller does: one call after the other, each for a report that it has not seen."""
+    report, until = _report(actor), time.monotonic() + 20
+    while report.stage is not stage and time.monotonic() < until:
+        report = msgspec.msgpack.decode(actor.report(report.version, 5.0), type=RankReport)
+    assert report.stage is stage
+    return report
+
+
+def _start(actor: RankActor) -> RankReport:
     actor.set_secret((SECRET,))
-    actor.start(msgspec.msgpack.encode(StartArgs()))
+    return _await(actor, Stage.READY)
 
 
 def _replica(actor: RankActor) -> FakeReplica:
@@ -57,25 +60,24 @@ def _replica(actor: RankActor) -> FakeReplica:
     return replica
 
 
-def test_the_report_of_a_rank(make: Callable[..., RankActor]) -> None:
+def test_a_rank_starts_by_itself_once_it_has_the_secret_and_reports_each_change(make: Callable[..., RankActor]) -> None:
     actor = make()
     before = _report(actor)
-    assert (before.node, before.gpus, before.started, before.ended) == ("127.0.0.1", ["3"], None, False)
+    assert (before.node, before.gpus, before.stage, before.secrets) == ("127.0.0.1", ["3"], Stage.WAITING, ())
     # Of the controller's config, although the rank has set its own address in it.
     assert before.fingerprint == fingerprint(dataclasses.replace(CONFIG, generation=9))
-    _start(actor)
-    up = _report(actor)
+    assert actor.report(before.version, 0.05) == actor.report(), "nothing has changed"
+    up = _start(actor)
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
-    assert (up.role, up.draining, up.ended) == ("both", False, False)
-    assert (before.secrets, up.secrets) == ((), MEMBER.secret.fingerprints)
+    assert (up.role, up.held, up.secrets) == ("both", None, MEMBER.secret.fingerprints)
     actor.set_secret((b"the next secret", SECRET))
     assert _replica(actor).secret.values == (b"the next secret", SECRET), "it serves on with it"
     actor.set_role("decode", 1)
-    assert up.held is None
     actor.drain(False)
-    assert (_report(actor).role, _report(actor).draining, _report(actor).held) == ("decode", True, False)
+    drains = _report(actor)
+    assert (drains.role, drains.stage, drains.held) == ("decode", Stage.DRAINING, False)
     actor.drain(True)
-    assert _report(actor).held is True
+    assert _report(actor).held is True and _replica(actor).draining
 
 
 def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[..., RankActor]) -> None:
@@ -87,66 +89,55 @@ def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[...,
         assert (_report(actor).role, _replica(actor).role, _report(actor).role_number) == (expected, expected, 2)
 
 
-def test_arguments_that_are_no_messages_change_nothing(make: Callable[..., RankActor]) -> None:
+def test_all_gpus_of_a_node_are_visible_to_its_ranks() -> None:
+    places = [("a", ["4"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
+    assert [(binding.visible_gpus, binding.gpu) for binding in bind_gpus(places)] == [
+        (("4", "2"), 0),
+        (("4", "2"), 1),
+        (("0", "1"), 0),
+        (("0", "1"), 1),
+    ]
+    assert bind_gpus([("a", []), ("a", [])]) == [Binding(), Binding()]
+
+
+def test_rank_0_tells_the_others_once_all_are_there(make: Callable[..., RankActor]) -> None:
+    """It knows its device before it makes the replica for the rendezvous."""
+    actor = make(dataclasses.replace(CONFIG, tp=3))
+    actor.set_secret((SECRET,))
+    places = ((1, "127.0.0.1", ["5"]), (2, "elsewhere", ["3"]))
+    assert actor.meet(*places[0]) == b"" and actor._replica is None
+    actor.meet(*places[1])
+    _await(actor, Stage.READY)
+    found = [msgspec.msgpack.decode(actor.meet(*place), type=Binding) for place in places]
+    assert [(binding.visible_gpus, binding.gpu) for binding in found] == [(("3", "5"), 1), (("3",), 0)]
+    assert found[0].rendezvous == found[1].rendezvous is not None
+    assert (_replica(actor).config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("cuda:0", "3,5")
+
+
+def test_a_rank_without_a_gpu_runs_on_the_cpu(make: Callable[..., RankActor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `auto` would find may belong to another rank."""
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [])
     actor = make()
-    before = _report(actor)
-    arguments = msgspec.msgpack.encode(StartArgs(visible_gpus=("0",)))
-
-    @settings(max_examples=100, deadline=None)
-    @given(damaged(arguments))
-    def check(started: bytes) -> None:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # Ray passes it to the caller
-            actor.start(started[:-1])
-        assert _report(actor) == before
-
-    check()
     _start(actor)
+    assert _replica(actor).config.device == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "device", "visible"),
-    [
-        (StartArgs(visible_gpus=("4", "6"), gpu=1), "cuda:1", "4,6"),
-        (StartArgs(), "cpu", None),  # what `auto` would find may belong to another rank
-    ],
-)
-def test_the_device_is_known_before_the_replica_is_made(
-    make: Callable[..., RankActor],
-    arguments: StartArgs,
-    device: str,
-    visible: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 0 of several makes it for its rendezvous, before its start."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    actor = make()
-    opened = msgspec.msgpack.decode(actor.open_rendezvous(msgspec.msgpack.encode(arguments)), type=StartOutcome)
-    assert opened.rendezvous is not None
-    assert _replica(actor).config.device == device
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-
-
-def test_a_failed_start_is_reported_as_not_started(make: Callable[..., RankActor]) -> None:
+def test_a_failed_start_is_reported_with_its_sentence(make: Callable[..., RankActor]) -> None:
     actor = make(dataclasses.replace(CONFIG, model="refuse"))
-    outcome = msgspec.msgpack.decode(actor.start(msgspec.msgpack.encode(StartArgs())), type=StartOutcome)
-    assert (outcome.final, outcome.lacks_resources) == (True, True), "two builds side by side may be the cause"
-    assert _report(actor).started is None
+    actor.set_secret((SECRET,))
+    failed = _await(actor, Stage.FAILED)
+    assert failed.error.startswith("too little memory")
+    assert (failed.final, failed.lacks_resources) == (True, True), "two builds side by side may be the cause"
+    with pytest.raises(RankLostError):
+        actor.meet(1, "node", [])
 
 
-def test_a_wait_ends_with_the_replica_or_in_time(make: Callable[..., RankActor]) -> None:
+def test_the_end_of_a_replica_is_reported_with_its_cause(make: Callable[..., RankActor]) -> None:
     actor = make()
     _start(actor)
-    began = time.monotonic()
-    assert actor.wait(0.1) is None and time.monotonic() - began < 5
     _replica(actor).die("the step loop ended: ValueError")
-    assert actor.wait(5) == "the step loop ended: ValueError"
-    assert actor.wait(5) == "the step loop ended: ValueError", "a second controller receives it, too"
-    assert _report(actor).ended
-
-
-def test_a_stop_is_reported_as_a_stop(make: Callable[..., RankActor]) -> None:
-    actor = make()
-    _start(actor)
-    actor.stop()
-    assert actor.wait(5) == "it was stopped"
+    assert _await(actor, Stage.ENDED).error == "the step loop ended: ValueError"
+    other = make()
+    _start(other)
+    other.stop()
+    assert _await(other, Stage.ENDED).error == "it was stopped"

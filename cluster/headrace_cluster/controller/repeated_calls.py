@@ -30,7 +30,8 @@ class RepeatedCalls:
     async def record_reports(self, name: ReplicaName, build: Build) -> None:
         """Keeps what the ranks report, for a next controller to which they do not reply."""
         found = await self.report(name)
-        build.reports = found.reports if found is not None else ()
+        if found is not None:
+            build.reports, build.ranks = found.reports, found.ranks
 
     async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
         """Returns when nothing of the build exists: the next one needs its memory."""

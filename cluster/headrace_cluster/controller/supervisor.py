@@ -105,6 +105,9 @@ class Supervisor:
         for name in adopted_state.silent:
             build = self._builds[name] = Build()
             self._spawn(name, self._await_reply(name, build))
+        for name in adopted_state.starting:
+            self._builds[name] = Build()
+            self._spawn(name, self._run_build(name))
         return len(adopted_state.builds)
 
     def snapshot(self) -> ControllerSnapshot:
@@ -183,7 +186,7 @@ class Supervisor:
             case Launch(name):
                 log.info("a build starts", replica=name.replica_id, generation=name.generation)
                 self._builds[name] = Build()
-                self._spawn(name, self._run_build(action))
+                self._spawn(name, self._run_build(name, action))
             case Stop(name, drain, held):
                 if not drain:
                     self._builds.get(name, Build()).cancel_tasks()
@@ -200,14 +203,15 @@ class Supervisor:
         for name in self._builds.keys() - kept - self._ending:
             self._begin_end(name, drain=True, held=name in held)
 
-    async def _run_build(self, launch: Launch) -> None:
-        """One build: place, start, watch until it ends."""
-        name, build = launch.name, self._builds[launch.name]
+    async def _run_build(self, name: ReplicaName, launch: Launch | None = None) -> None:
+        """One build: place, start, watch until it ends. launch: None = an earlier controller has created its ranks."""
+        build = self._builds[name]
         try:
-            async with self._place_locks[name.replica_id]:
-                seconds = SURGE_PLACE_SECONDS if launch.beside else None
-                on_wait = partial(self._waits_for_place, name, build)
-                build.ranks = await self._driver.launch(name, launch.model, launch.role, on_wait, seconds)
+            if launch is not None:
+                async with self._place_locks[name.replica_id]:
+                    seconds = SURGE_PLACE_SECONDS if launch.beside else None
+                    on_wait = partial(self._waits_for_place, name, build)
+                    build.ranks = await self._driver.launch(name, launch.model, launch.role, on_wait, seconds)
             poll = asyncio.create_task(self._repeated.poll_progress(name, build))
             try:
                 build.started = await self._driver.start(name)

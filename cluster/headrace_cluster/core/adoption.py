@@ -14,7 +14,7 @@ import msgspec
 
 from headrace_cluster.core.driver import AdoptedBuild, AdoptedState, RankFacts
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.core.rank_config import ENDED, UP, RankReport, Stage
 from headrace_cluster.core.reconciler import Reconciler
 from headrace_cluster.core.record import Record, State
 from headrace_cluster.core.snapshot import BuildSnapshot, ControllerSnapshot, ReplicaSnapshot
@@ -56,10 +56,14 @@ def plan_adoption(
     kept = {build.name for build in builds}
     adopted = {name.replica_id for name in kept}
     silent = [name for name in _silent(placed) if name.replica_id in expected.keys() - adopted]
-    kept |= set(silent) | foreign.keys()
+    known = adopted | {name.replica_id for name in silent}
+    starting = [name for name in _starting(placed, expected) if name.replica_id not in known]
+    kept |= set(silent) | set(starting) | foreign.keys()
     found = sorted({name for name, _ in reports} | set(groups))
     return AdoptionPlan(
-        AdoptedState(builds, {name.replica_id: name.generation for name in found}, silent, list(foreign.values())),
+        AdoptedState(
+            builds, {name.replica_id: name.generation for name in found}, silent, starting, list(foreign.values())
+        ),
         [rank for rank in reports if rank[0] not in kept],
         [name for name in sorted(groups) if name not in kept],
     )
@@ -72,7 +76,7 @@ def find_foreign(reports: Reports, secrets: Collection[bytes]) -> dict[ReplicaNa
     """
     found: dict[ReplicaName, str] = {}
     names = sorted({name for name, _ in reports})
-    up = {name: ranks for name in names if (ranks := _complete(reports, name))}
+    up = {name: ranks for name in names if (ranks := _complete(reports, name)) and ranks[0].secrets}
     for name, ranks in up.items():
         if problem := _obstacle(name, ranks[0], secrets):
             found[name] = f"{problem}; build {name.generation} is left as it is, and not used"
@@ -91,18 +95,29 @@ def _obstacle(name: ReplicaName, report: RankReport, secrets: Collection[bytes])
 
 
 def _complete(reports: Reports, name: ReplicaName) -> Sequence[RankReport]:
-    """The reports of a build in the order of its ranks; empty unless all of them are up."""
+    """The reports of a build in the order of its ranks; empty unless all of them start or are up."""
     ranks = {rank: report for (build, rank), report in reports.items() if build == name}
-    up = [report for _, report in sorted(ranks.items()) if report is not None and _is_up(report)]
-    complete = bool(up) and ranks.keys() == set(range(up[0].tp * up[0].pp)) and len(up) == len(ranks)
-    return up if complete else []
+    alive = [report for _, report in sorted(ranks.items()) if report is not None and report.stage not in ENDED]
+    complete = bool(alive) and ranks.keys() == set(range(alive[0].tp * alive[0].pp)) and len(alive) == len(ranks)
+    return alive if complete else []
 
 
 def _silent(reports: Reports) -> list[ReplicaName]:
-    """Of each replica the newest build that may be up: some ranks do not reply, and the others are up."""
+    """Of each replica the newest build that may be up: some ranks do not reply, and the others start or are up."""
     found: dict[str, ReplicaName] = {}
     for name in sorted({name for (name, _), report in reports.items() if report is None}):
-        if all(report is None or _is_up(report) for (build, _), report in reports.items() if build == name):
+        ranks = [report for (build, _), report in reports.items() if build == name]
+        if all(report is None or report.stage not in ENDED for report in ranks):
+            found[name.replica_id] = name
+    return list(found.values())
+
+
+def _starting(reports: Reports, expected: Mapping[str, bytes]) -> list[ReplicaName]:
+    """Of each replica the newest build of which all ranks exist, as the spec describes it: it starts by itself."""
+    found: dict[str, ReplicaName] = {}
+    for name in sorted({name for name, _ in reports}):
+        ranks = _complete(reports, name)
+        if ranks and all(report.fingerprint == expected.get(name.replica_id) for report in ranks):
             found[name.replica_id] = name
     return list(found.values())
 
@@ -124,7 +139,8 @@ def choose_builds(
     reports = {rank: _known(report, (recorded or {}).get(rank), secrets) for rank, report in reports.items()}
     found: dict[str, list[AdoptedBuild]] = {}
     for name in sorted({name for name, _ in reports}):  # the newest last
-        if not (up := _complete(reports, name)):
+        up = _complete(reports, name)
+        if not up or any(report.stage not in UP for report in up):
             continue
         started = up[0].started
         assert started is not None
@@ -140,7 +156,7 @@ def choose_builds(
             facts,
             started,
             Role(up[0].role),
-            up[0].draining,
+            up[0].stage is Stage.DRAINING,
             up[0].held,
             up[0].model,
             up[0].tp,
@@ -221,6 +237,9 @@ def restore_records(
     for name in adopted_state.silent:
         _forget_earlier(reconciler.records[name.replica_id], replicas.get(name.replica_id), name.generation)
         reconciler.silent(name, now)
+    for name in adopted_state.starting:
+        _forget_earlier(reconciler.records[name.replica_id], replicas.get(name.replica_id), name.generation)
+        reconciler.starting(name, now)
     _keep_decoders(reconciler, replicas, adopted)
     return drains
 
@@ -307,7 +326,8 @@ def _build_snapshot(record: Record, reports: Sequence[RankReport]) -> BuildSnaps
     """With what may have changed after the ranks reported."""
     draining = record.state is State.DRAINING
     held = record.held if draining else None
-    ranks = [msgspec.structs.replace(report, role=str(record.role), draining=draining, held=held) for report in reports]
+    stage = Stage.DRAINING if draining else Stage.READY
+    ranks = [msgspec.structs.replace(report, role=str(record.role), stage=stage, held=held) for report in reports]
     return BuildSnapshot(replica_id=record.replica_id, generation=record.generation, ranks=ranks)
 
 
@@ -321,7 +341,3 @@ def _undesired(reconciler: Reconciler, build: AdoptedBuild) -> Record:
     model = ModelSpec(name=build.model, tp=build.tp, pp=build.pp)
     record = reconciler.records[build.name.replica_id] = Record(build.name.replica_id, model, build.role)
     return record
-
-
-def _is_up(report: RankReport) -> bool:
-    return report.started is not None and not report.ended

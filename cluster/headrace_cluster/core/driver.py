@@ -18,9 +18,7 @@ ROLE_SECONDS = 5.0  # for a rank to confirm its role
 NOTE_SECONDS = 2.0  # without a place, until the reason is shown
 PLACE_POLL_SECONDS = 0.1
 LATE_POLL_SECONDS = 1.0  # once a replica waits for a place: many may do so
-REPORT_SECONDS = 5.0  # for a rank to report: it replies from a thread beside its step loop
-REPORT_TRIES = 3  # a rank whose machine is busy may miss one
-RETRY_SECONDS = 0.5  # between two questions to a rank that did not reply
+REPORT_SECONDS = 15.0  # for a rank to report: it replies from a thread beside its step loop, on a machine that is busy
 
 
 class StartFailedError(HeadraceError):
@@ -80,6 +78,7 @@ class AdoptedState:
     builds: list[AdoptedBuild] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)  # the newest found of each replica, up or not
     silent: list[ReplicaName] = field(default_factory=list)  # not adopted and not ended: they may be up
+    starting: list[ReplicaName] = field(default_factory=list)  # all ranks are there, and become ready by themselves
     problems: list[str] = field(default_factory=list)  # builds that are up and neither adopted nor ended, and why
 
 
@@ -102,7 +101,8 @@ class ReplicaDriver(Protocol):
         ...
 
     async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
-        """Takes over from an earlier controller: of each replica the newest build that is up, in the spec or not.
+        """Takes over from an earlier controller: of each replica the newest build that is up, in the spec or not, or
+        one that starts.
 
         Ranks that do not reply are taken as the snapshot has them. Everything else of this cluster is ended by name,
         except builds that may be up. Called before anything is launched. Raises AdoptionError, and ends nothing, when
@@ -118,7 +118,7 @@ class ReplicaDriver(Protocol):
         ...
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
-        """Returns once the replica is ready to serve. Raises StartFailedError."""
+        """Returns once the replica is ready to serve, which its ranks become by themselves. Raises StartFailedError."""
         ...
 
     async def send_secret(self, name: ReplicaName) -> None:

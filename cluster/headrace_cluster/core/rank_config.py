@@ -1,6 +1,8 @@
 """Messages between the controller and a rank's actor: plain data, msgpack-encoded."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
@@ -15,28 +17,34 @@ NODE_HOST = "node"  # as ReplicaConfig.host: the address of this node in Ray
 REPLICA_CLASS = "headrace_worker.replica:Replica"
 
 
-class StartArgs(msgspec.Struct, frozen=True):
-    """Sent to each rank once all ranks of its replica are placed."""
+class Stage(StrEnum):
+    """How far a rank is."""
+
+    WAITING = "waiting"  # for the cluster's secret
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"  # it did not become ready
+    ENDED = "ended"  # its loop has ended, by itself or because it was stopped
+
+
+UP = (Stage.READY, Stage.DRAINING)
+ENDED = (Stage.FAILED, Stage.ENDED)
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """What rank 0 of a replica tells each rank before it starts, once all of them exist."""
 
     rendezvous: Rendezvous | None = None  # of several ranks
     visible_gpus: tuple[str, ...] = ()
     gpu: int | None = None  # index among these
 
 
-class StartOutcome(msgspec.Struct, frozen=True):
-    """Result of a call: facts, or a sentence. Errors are sent as data: the receiver may not have their classes."""
-
-    rendezvous: Rendezvous | None = None  # of `open_rendezvous`
-    started: ReplicaStarted | None = None
-    error: str = ""
-    final: bool = False  # a retry would fail the same way
-    secondary: bool = False  # another rank caused it
-    lacks_resources: bool = False  # there is too little memory
-
-
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a rank, for a controller that did not start it."""
+    """What a rank says of itself to any controller."""
 
+    version: int = 0  # one more with each change
+    stage: Stage = Stage.WAITING
     pid: int
     node: str
     gpus: list[str]  # assigned by Ray
@@ -47,11 +55,30 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pp: int
     role: str
     role_number: int | None = None  # of the decision that gave it this role; none: it does not say
-    started: ReplicaStarted | None  # none: `start` has not finished, or it failed
-    draining: bool
+    started: ReplicaStarted | None = None  # once it was ready
     held: bool | None = None  # an operator drained it; false: it drains to be replaced; none: it does not say
-    ended: bool  # its loop has ended, by itself or because it was stopped
+    progress: str = ""  # of the start, in words
+    fraction: float = 0.0  # of that part of the start, 0..1
+    error: str = ""  # why it failed or ended, in a sentence
+    final: bool = False  # another start would fail the same way
+    secondary: bool = False  # another rank caused it
+    lacks_resources: bool = False  # there is too little memory
     log_path: str = ""  # of its log file, in the folder of the run that started it
+
+
+def bind_gpus(places: Sequence[tuple[str, Sequence[str]]]) -> list[Binding]:
+    """places: (node, GPUs assigned by Ray) of every rank of a replica, in rank order. Without its rendezvous.
+
+    On one node, all GPUs of a replica are visible to all of its ranks: NCCL only copies between GPUs that are visible
+    to both sides.
+    """
+    on_node: dict[str, list[str]] = {}
+    for node, gpus in places:
+        on_node.setdefault(node, []).extend(gpus)
+    return [
+        Binding(visible_gpus=tuple(on_node[node]), gpu=on_node[node].index(gpus[0])) if gpus else Binding()
+        for node, gpus in places
+    ]
 
 
 def fingerprint(config: ReplicaConfig) -> bytes:

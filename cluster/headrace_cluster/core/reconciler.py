@@ -126,6 +126,13 @@ class Reconciler:
         record.cause = f"the ranks of {name.replica_id} do not reply to this controller; they are asked again"
         record.enter(State.STARTING, now)
 
+    def starting(self, name: ReplicaName, now: float) -> None:
+        """A build of an earlier controller becomes ready by itself."""
+        record = self.records[name.replica_id]
+        record.generation = name.generation
+        record.built = max(record.built, name.generation)
+        record.enter(State.STARTING, now)
+
     def adopted_beside(self, name: ReplicaName, now: float) -> Record:
         """The next build of an adopted one is up, too: it takes over as if this controller had started it."""
         record = self.records[name.replica_id]

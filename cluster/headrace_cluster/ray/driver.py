@@ -47,7 +47,7 @@ from headrace_proto.logs import LogConfig
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 
-_CALLS = 8  # of a rank at a time: start, wait, and short ones
+_CALLS = 8  # of a rank at a time: a report that is waited for, a profile, and short ones
 
 
 class RayDriver:
@@ -109,11 +109,12 @@ class RayDriver:
             threads = await self._calls.run(self._threads_per_rank, place)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         actor_class = ray.remote(RankActor)
+        space = naming.namespace(self._spec.cluster)
 
         def create(rank: int) -> Any:
             options = actor_class.options(
                 name=name.rank(rank),
-                namespace=naming.namespace(self._spec.cluster),
+                namespace=space,
                 lifetime="detached",
                 num_cpus=model.cpu_share,
                 num_gpus=gpus,
@@ -122,10 +123,10 @@ class RayDriver:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
                 runtime_env={"env_vars": self._rank_environment(threads)},
             )
-            return options.remote(config, rank, self._replica_class, self._logs(name, rank))
+            return options.remote(config, rank, space, self._replica_class, self._logs(name, rank))
 
         actors = [await self._calls.run(create, rank) for rank in range(model.ranks)]
-        group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, log_folder=self._log_folder)
+        group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, self._log_folder)
         return await group.locate()
 
     async def _is_placed(self, place: Any) -> bool:
@@ -174,7 +175,7 @@ class RayDriver:
     async def start(self, name: ReplicaName) -> ReplicaStarted:
         """See ReplicaDriver."""
         await self._groups[name].set_secret(self._secret.values)
-        return await self._groups[name].start()
+        return await self._groups[name].started()
 
     async def send_secret(self, name: ReplicaName) -> None:
         """See ReplicaDriver."""
@@ -183,11 +184,11 @@ class RayDriver:
     async def progress(self, name: ReplicaName) -> Progress | None:
         """See ReplicaDriver."""
         group = self._groups.get(name)
-        return await group.progress() if group is not None else None
+        return group.progress if group is not None else None
 
     async def wait_for_death(self, name: ReplicaName) -> str:
         """See ReplicaDriver."""
-        return await self._groups[name].wait_for_death()
+        return await self._groups[name].ended()
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
         """See ReplicaDriver."""
@@ -213,6 +214,7 @@ class RayDriver:
         if group is not None:
             await group.stop(seconds)
             await self._calls.run(group.kill)
+            group.close()
         await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
         self._groups.pop(name, None)
 

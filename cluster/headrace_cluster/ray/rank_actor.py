@@ -4,140 +4,134 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import structlog
 
+from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import (
+    ENDED,
     NODE_HOST,
     REPLICA_CLASS,
+    UP,
+    Binding,
     ProfileOutcome,
     RankReport,
-    StartArgs,
-    StartOutcome,
+    Stage,
+    bind_gpus,
     fingerprint,
 )
 from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
+
+MEET_SECONDS = 0.1  # between two questions to rank 0 whether all ranks are there
 
 log = structlog.get_logger(__name__)
 
 
 class RankActor:
-    """Wraps `Replica`. Its methods run in threads: `start` and `wait` block while the others answer."""
+    """Wraps `Replica`, and starts it: its arguments are the whole intent, so that a start needs no controller.
 
-    def __init__(self, config: bytes, rank: int, replica_class: str = REPLICA_CLASS, logs: bytes = b"") -> None:
-        """config: an encoded ReplicaConfig. logs: an encoded LogConfig; empty: the logging is not changed."""
+    Only the cluster's secret comes by a call, since Ray keeps the arguments of actors. Methods run in threads.
+    """
+
+    def __init__(
+        self, config: bytes, rank: int, namespace: str, replica_class: str = REPLICA_CLASS, logs: bytes = b""
+    ) -> None:
+        """config: an encoded ReplicaConfig. namespace: of the cluster's actors, where rank 0 has a name.
+
+        logs: an encoded LogConfig; empty: the logging is not changed.
+        """
+        import ray
         import ray.util
 
         self._config = msgspec.msgpack.decode(config, type=ReplicaConfig)
-        self._log_path = ""
+        log_path = ""
         if logs:
             log_config = msgspec.msgpack.decode(logs, type=LogConfig)
-            self._log_path = log_config.path
+            log_path = log_config.path
             configure_logs(log_config)
             log.info("process starts", pid=os.getpid(), generation=self._config.generation)
-        self._fingerprint = fingerprint(self._config)
-        self._node = str(ray.util.get_node_ip_address())
-        if self._config.host == NODE_HOST:
-            self._config = replace(self._config, host=self._node)
-        self._secret = ClusterSecret(())  # Ray keeps the arguments of actors, and not those of calls
-        self._rank = rank
-        self._replica_class = replica_class
-        self._replica: Any = None
-        self._role: str = self._config.role
-        self._role_number = 0
-        self._role_lock = threading.Lock()
-        self._draining = False
-        self._held: bool | None = None
-        self._started: ReplicaStarted | None = None
-        self._ended = threading.Event()
-        self._cause = ""
-        self._progress = ("importing the engine", 0.0)
-        if threading.current_thread() is threading.main_thread():
-            # Without a handler the signal would end the process.
-            signal.signal(signal.SIGUSR2, lambda number, frame: self._profile_on_signal())
-
-    def facts(self) -> tuple[int, str, list[str]]:
-        """Process id, node, and the GPUs that Ray assigned to this rank."""
-        import ray
-
-        return os.getpid(), self._node, [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    def report(self) -> bytes:
-        """An encoded RankReport, at any time."""
-        pid, node, gpus = self.facts()
-        report = RankReport(
-            pid=pid,
+        node = str(ray.util.get_node_ip_address())
+        self._newest = RankReport(
+            pid=os.getpid(),
             node=node,
-            gpus=gpus,
-            fingerprint=self._fingerprint,
-            secrets=self._secret.fingerprints,
+            gpus=[str(gpu) for gpu in ray.get_gpu_ids()],
+            fingerprint=fingerprint(self._config),
+            secrets=(),
             model=self._config.model,
             tp=self._config.tp,
             pp=self._config.pp,
-            role=self._role,
-            role_number=self._role_number,
-            started=self._started,
-            draining=self._draining,
-            held=self._held,
-            ended=self._ended.is_set(),
-            log_path=self._log_path,
+            role=self._config.role,
+            role_number=0,
+            log_path=log_path,
         )
-        return msgspec.msgpack.encode(report)
+        self._changed = threading.Condition()  # of the report
+        if self._config.host == NODE_HOST:
+            self._config = replace(self._config, host=node)
+        self._secret = ClusterSecret(())
+        self._has_secret = threading.Event()
+        self._rank = rank
+        self._namespace = namespace
+        self._replica_class = replica_class
+        self._replica: Any = None
+        self._meeting = Meeting(self._config.tp * self._config.pp)
+        if threading.current_thread() is threading.main_thread():
+            # Without a handler the signal would end the process.
+            signal.signal(signal.SIGUSR2, lambda number, frame: self._profile_on_signal())
+        threading.Thread(target=self._run, name="replica", daemon=True).start()
+
+    def report(self, seen: int = -1, seconds: float = 0.0) -> bytes:
+        """An encoded RankReport: at once if its version is not `seen`, else when it changes, or after `seconds`.
+
+        The call is repeated: each one occupies one of this actor's few threads, even if its controller has ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest.version != seen, seconds)
+            return msgspec.msgpack.encode(self._newest)
 
     def set_secret(self, values: tuple[bytes, ...]) -> None:
-        """Before `start`, and whenever the cluster's secret changes. What has started keeps the keys of its cache."""
+        """Starts the replica, the first time. What has started keeps the keys of its cache when the secret changes."""
         self._secret.values = values
+        self._note(secrets=self._secret.fingerprints)
+        self._has_secret.set()
 
-    def open_rendezvous(self, encoded: bytes) -> bytes:
-        """For rank 0 of several: the rendezvous for the start of all ranks. encoded: a StartArgs.
+    def meet(self, rank: int, node: str, gpus: Sequence[str]) -> bytes:
+        """On rank 0, for the other ranks: an encoded Binding once all ranks are there; empty until then.
 
-        Returns an encoded StartOutcome.
+        Raises RankLostError once rank 0 has failed.
         """
-        self._bind(msgspec.msgpack.decode(encoded, type=StartArgs))
-        return self._guarded(lambda: StartOutcome(rendezvous=self._make().open_rendezvous()))
-
-    def start(self, encoded: bytes) -> bytes:
-        """Loads the model and listens. encoded: a StartArgs. Returns an encoded StartOutcome once ready or failed."""
-        args = msgspec.msgpack.decode(encoded, type=StartArgs)
-        self._bind(args)
-        return self._guarded(lambda: StartOutcome(started=self._start(args.rendezvous)))
-
-    def progress(self) -> tuple[str, float]:
-        """The stage of `start` and its progress, 0..1."""
-        return self._progress
-
-    def wait(self, seconds: float) -> str | None:
-        """Blocks until the replica ends and returns the cause; None after `seconds`.
-
-        The call is repeated: each call occupies one of this actor's few threads, even if its controller has ended.
-        """
-        return self._cause if self._ended.wait(seconds) else None
+        if self._newest.stage in ENDED:
+            raise RankLostError("rank 0 has failed")
+        self._meeting.add(rank, node, gpus)
+        binding = self._meeting.binding(rank)
+        return msgspec.msgpack.encode(binding) if binding is not None else b""
 
     def set_role(self, role: str, number: int) -> None:
         """Sets how routers use the replica from now on. For rank 0.
 
         number: of the decision; a call with an earlier number than the last one changes nothing.
         """
-        with self._role_lock:
-            if number < self._role_number:
+        with self._changed:
+            if number < (self._newest.role_number or 0):
                 return
             self._replica.set_role(role)
-            self._role, self._role_number = role, number
+            self._note(role=role, role_number=number)
 
     def drain(self, held: bool) -> None:
-        """Stops accepting requests. held: whether an operator drains it."""
-        self._draining, self._held = True, held
-        if self._replica is not None:
-            self._replica.drain()
+        """Stops accepting requests, once it does. held: whether an operator drains it."""
+        with self._changed:
+            if self._newest.stage in UP:
+                self._replica.drain()
+                self._note(stage=Stage.DRAINING, held=held)
 
     def profile(self, steps: int, seconds: float) -> bytes:
         """Records the next steps; returns an encoded ProfileOutcome once the trace is written or has failed."""
@@ -152,16 +146,96 @@ class RankActor:
         if self._replica is not None:
             self._replica.stop()
 
-    def _bind(self, args: StartArgs) -> None:
-        """Decides the device, before anything is built for it and before CUDA is used, which reads the variable once.
+    # -- from the start to the end -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._has_secret.wait()
+        self._note(stage=Stage.STARTING, progress="importing the engine")
+        try:
+            binding = self._join()
+            replica = self._replica or self._make()
+            started = replica.start(*([binding.rendezvous] if binding.rendezvous is not None else []))
+        except RankLostError as error:
+            self._note(stage=Stage.FAILED, error=str(error), secondary=True)
+        except HeadraceError as error:
+            log.error(str(error))
+            lacks_resources = isinstance(error, MemoryTooSmallError)
+            self._note(stage=Stage.FAILED, error=str(error), final=True, lacks_resources=lacks_resources)
+        except Exception as error:  # a bug or a missing library: reported; the traceback is in the log
+            log.exception("the start failed with an unexpected error")
+            sentence = f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}"
+            sentence += f"; its log: {self._newest.log_path}" if self._newest.log_path else ""
+            self._note(stage=Stage.FAILED, error=sentence, final=True)
+        else:
+            self._note(stage=Stage.READY, started=started, progress="")
+            self._note(stage=Stage.ENDED, error=self._await_end())
+
+    def _join(self) -> Binding:
+        """Waits until all ranks are there. The device is known before anything is made for it."""
+        own = self._newest
+        if self._rank:
+            binding = self._ask_rank_0()
+            self._bind(binding)
+            return binding
+        self._meeting.add(0, own.node, own.gpus)
+        self._bind(self._meeting.wait()[0])
+        rendezvous = self._make().open_rendezvous() if own.tp * own.pp > 1 else None
+        return self._meeting.open(rendezvous)
+
+    def _ask_rank_0(self) -> Binding:
+        """Raises RankLostError."""
+        import ray
+
+        own, name = self._newest, ReplicaName(self._config.replica_id, self._config.generation).rank(0)
+        while True:
+            try:
+                actor = ray.get_actor(name, namespace=self._namespace)
+                if encoded := ray.get(actor.meet.remote(self._rank, own.node, own.gpus)):
+                    return msgspec.msgpack.decode(encoded, type=Binding)
+            except ray.exceptions.ActorUnavailableError:  # the network, or Ray's GCS
+                pass
+            except (ValueError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                raise RankLostError("rank 0 has ended") from error
+            time.sleep(MEET_SECONDS)
+
+    def _bind(self, binding: Binding) -> None:
+        """Decides the device, before CUDA is used, which reads the variable once.
 
         A rank without a GPU runs on the CPU: what `auto` would find on its machine may belong to another rank.
         """
-        if args.gpu is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(args.visible_gpus)
-            self._config = replace(self._config, device=f"cuda:{args.gpu}")
+        if binding.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(binding.visible_gpus)
+            self._config = replace(self._config, device=f"cuda:{binding.gpu}")
         elif self._config.device == "auto":
             self._config = replace(self._config, device="cpu")
+
+    def _make(self) -> Any:
+        module, _, name = self._replica_class.partition(":")
+        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        self._replica = make(self._config, self._secret, self._rank, self._show_progress)
+        return self._replica
+
+    def _await_end(self) -> str:
+        """The cause."""
+        try:
+            self._replica.wait()
+        except HeadraceError as error:
+            return str(error)
+        except Exception as error:
+            log.exception("the replica ended with an unexpected error")
+            return f"{type(error).__name__}: {error}"
+        return "it was stopped"
+
+    def _show_progress(self, stage: str, fraction: float) -> None:
+        if stage != self._newest.progress:
+            log.info(stage)
+        self._note(progress=stage, fraction=fraction)
+
+    def _note(self, **changes: Any) -> None:
+        """Changes the report."""
+        with self._changed:
+            self._newest = msgspec.structs.replace(self._newest, version=self._newest.version + 1, **changes)
+            self._changed.notify_all()
 
     def _profile_on_signal(self) -> None:
         """Records the default number of steps; the result is in the log."""
@@ -174,47 +248,36 @@ class RankActor:
 
         threading.Thread(target=begin, daemon=True).start()  # a handler must not wait for a lock
 
-    def _start(self, rendezvous: Rendezvous | None) -> ReplicaStarted:
-        replica = self._replica or self._make()
-        started: ReplicaStarted = replica.start(rendezvous) if rendezvous is not None else replica.start()
-        threading.Thread(target=self._await_end, name="end of the replica", daemon=True).start()
-        self._started = started
-        return started
 
-    def _await_end(self) -> None:
-        try:
-            self._replica.wait()
-            self._cause = "it was stopped"
-        except HeadraceError as error:
-            self._cause = str(error)
-        except Exception as error:
-            log.exception("the replica ended with an unexpected error")
-            self._cause = f"{type(error).__name__}: {error}"
-        self._ended.set()
+class Meeting:
+    """On rank 0: which ranks of a replica exist, and where. Thread-safe."""
 
-    def _make(self) -> Any:
-        module, _, name = self._replica_class.partition(":")
-        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        self._replica = make(self._config, self._secret, self._rank, self._report)
-        return self._replica
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._places: dict[int, tuple[str, Sequence[str]]] = {}
+        self._bindings: list[Binding] = []  # once rank 0 has opened the rendezvous
+        self._changed = threading.Condition()
 
-    def _guarded(self, call: Callable[[], StartOutcome]) -> bytes:
-        try:
-            outcome = call()
-        except RankLostError as error:
-            outcome = StartOutcome(error=str(error), secondary=True)
-        except HeadraceError as error:
-            log.error(str(error))
-            lacks_resources = isinstance(error, MemoryTooSmallError)
-            outcome = StartOutcome(error=str(error), final=True, lacks_resources=lacks_resources)
-        except Exception as error:  # a bug or a missing library: reported; the traceback is in the log
-            log.exception("the start failed with an unexpected error")
-            sentence = f"{self._config.replica_id} failed to start: {type(error).__name__}: {error}"
-            sentence += f"; its log: {self._log_path}" if self._log_path else ""
-            outcome = StartOutcome(error=sentence, final=True)
-        return msgspec.msgpack.encode(outcome)
+    def add(self, rank: int, node: str, gpus: Sequence[str]) -> None:
+        """This rank exists."""
+        with self._changed:
+            self._places[rank] = node, gpus
+            self._changed.notify_all()
 
-    def _report(self, stage: str, fraction: float) -> None:
-        if stage != self._progress[0]:
-            log.info(stage)
-        self._progress = (stage, fraction)
+    def wait(self) -> list[Binding]:
+        """By rank, without the rendezvous, once all ranks exist."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._places) == self._ranks)
+            return bind_gpus([place for _, place in sorted(self._places.items())])
+
+    def open(self, rendezvous: Any) -> Binding:
+        """All may start, with this rendezvous (None: of one rank). Returns rank 0's binding."""
+        bindings = [msgspec.structs.replace(binding, rendezvous=rendezvous) for binding in self.wait()]
+        with self._changed:
+            self._bindings = bindings
+        return bindings[0]
+
+    def binding(self, rank: int) -> Binding | None:
+        """None until all may start."""
+        with self._changed:
+            return self._bindings[rank] if self._bindings else None

@@ -1,31 +1,30 @@
-"""The actors of one replica: started together, watched, ended together."""
+"""The actors of one build of a replica, and what each of them last reported."""
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import ray
 import ray.util
 
 from headrace_cluster.core.driver import ROLE_SECONDS, STOP_SECONDS, Progress, RankFacts, StartFailedError
-from headrace_cluster.core.gpu_binding import bind_gpus
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome, StartArgs, StartOutcome
+from headrace_cluster.core.rank_config import ENDED, UP, ProfileOutcome, RankReport, Stage
 from headrace_cluster.errors import RoleError
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
 from headrace_proto.role import Role
-from headrace_worker.core.config import Rendezvous, ReplicaStarted
+from headrace_worker.core.config import ReplicaStarted
 
 CAUSE_SECONDS = 3.0  # after one rank failed, for the rank with the cause to report it
 CREATE_SECONDS = 120.0  # from the place of a build until all its processes answer; they import no engine before that
-WAIT_SECONDS = 20.0  # of one call that waits for a rank's end; then it is repeated
+REPORT_SECONDS = 20.0  # of one call that waits for another report; then it is repeated
+STARTING_SECONDS = 0.2  # between two reports of a start, whose progress changes often
 UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
 DEATH_SECONDS = 2.0  # after one rank ended, for Ray to report that another was killed
 
@@ -33,112 +32,84 @@ DEATH_SECONDS = 2.0  # after one rank ended, for Ray to report that another was 
 _KILLED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ActorPlacementGroupRemoved)
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where the process of a rank is."""
-
-    pid: int
-    node: str
-    gpus: Sequence[str]  # that Ray assigned
-    process: ProcessId | None = None  # if it is on this node
-
-    @classmethod
-    def of(cls, pid: int, node: str, gpus: Sequence[str]) -> Self:
-        """Of a rank that is alive now."""
-        return cls(pid, node, gpus, ProcessId.of(pid) if node == str(ray.util.get_node_ip_address()) else None)
-
-
 class RankGroup:
-    """The ranks of a build. `actors` and `places` are in rank order; without places `locate` asks the ranks."""
+    """Watches the ranks from its creation to `close`; lists are in rank order. For one event loop."""
 
-    def __init__(
-        self,
-        name: ReplicaName,
-        cluster: str,
-        actors: Sequence[Any],
-        places: Sequence[RankPlace] = (),
-        log_folder: str = "",
-    ) -> None:
+    def __init__(self, name: ReplicaName, cluster: str, actors: Sequence[Any], log_folder: str = "") -> None:
         """log_folder: of the ranks; empty: none."""
         self.name = name
+        self.reports: list[RankReport | None] = [None] * len(actors)  # none: it has not replied yet
+        self.killed: set[int] = set()  # Ray reports that these have ended
+        self.is_foreign = False  # a report is of another version of Headrace
         self._cluster = cluster
         self._actors = actors
-        self._places = places
         self._log_folder = log_folder
+        self._processes: dict[int, ProcessId] = {}  # of those on this node
+        self._changed = asyncio.Event()
+        self._watches = [asyncio.create_task(self._watch(rank)) for rank in range(len(actors))]
 
-    @property
-    def actors(self) -> Sequence[Any]:
-        """In rank order."""
-        return self._actors
+    def close(self) -> None:
+        """Ends the watch, and leaves the ranks alone."""
+        for watch in self._watches:
+            watch.cancel()
 
-    def place(self, places: Sequence[RankPlace], log_folder: str) -> None:
-        """The ranks are there, by what they report."""
-        self._places, self._log_folder = places, log_folder or self._log_folder
+    async def replied(self) -> None:
+        """Returns when every rank has reported, or one has ended."""
+        await self._wait_for(lambda: None not in self.reports or self.killed or self.is_foreign)
 
     async def locate(self) -> list[RankFacts]:
         """Waits for every rank's process. Raises StartFailedError when one could not be created, or not in time."""
         try:
             async with asyncio.timeout(CREATE_SECONDS):
-                facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
-        except ray.exceptions.RayError as error:
-            raise StartFailedError(
-                f"a rank of {self.name.replica_id} could not be created: {error}", final=False
-            ) from error
+                await self.replied()
         except TimeoutError as error:  # the GCS was lost meanwhile, and its leases keep the place: a new place helps
             raise StartFailedError(
                 f"{self.name.replica_id} has a place, but Ray created no process for a rank within "
                 f"{CREATE_SECONDS:g} s; it is built again; if this repeats, see Ray's logs",
                 final=False,
             ) from error
-        self._places = [RankPlace.of(pid, node, gpus) for pid, node, gpus in facts]
-        return [RankFacts(rank, place.pid, place.node) for rank, place in enumerate(self._places)]
+        if self.killed:
+            raise StartFailedError(f"a rank of {self.name.replica_id} could not be created", final=False)
+        return [
+            RankFacts(rank, report.pid, report.node) for rank, report in enumerate(self.reports) if report is not None
+        ]
+
+    async def started(self) -> ReplicaStarted:
+        """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
+        await self._wait_for(lambda: self._failed() or self._started() is not None)
+        if self._failed():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CAUSE_SECONDS):
+                    await self._wait_for(lambda: len(self._failed()) == len(self.reports))
+            raise min(self._failed(), key=_distance_to_cause)
+        started = self._started()
+        assert started is not None
+        return started
+
+    @property
+    def progress(self) -> Progress | None:
+        """Of the slowest rank that starts; None without one."""
+        starting = [report for report in self.reports if report is not None and report.stage is Stage.STARTING]
+        slowest = min(starting, key=lambda report: report.fraction, default=None)
+        return Progress(slowest.progress, slowest.fraction) if slowest is not None else None
+
+    async def ended(self) -> str:
+        """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it."""
+        await self._wait_for(lambda: self.killed or self._loops_ended())
+        if len(self.reports) > 1 and not self.killed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_SECONDS):
+                    await self._wait_for(lambda: self.killed)
+        for rank in sorted(self.killed):
+            return f"{self._label(rank)} was killed{self._log_hint(rank)}"
+        rank, cause = self._loops_ended()[0]
+        return f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
+
+    # -- calls -------------------------------------------------------------------------------------------------
 
     async def set_secret(self, values: tuple[bytes, ...]) -> None:
         """Makes the ranks members of the cluster, or gives them the values that are valid now. Raises errors of Ray."""
         await asyncio.gather(*(actor.set_secret.remote(values) for actor in self._actors))
-
-    async def start(self) -> ReplicaStarted:
-        """Rank 0's facts once all ranks are ready. Raises StartFailedError with the sentence of the causing rank."""
-        rendezvous = None
-        if len(self._actors) > 1:
-            call = self._actors[0].open_rendezvous.remote(self._start_args(0))
-            rendezvous = (await self._start_outcome(0, call)).rendezvous
-        calls = [asyncio.ensure_future(self._start_rank(rank, rendezvous)) for rank in range(len(self._actors))]
-        try:
-            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if any(call.done() and call.exception() is not None for call in calls):
-                await asyncio.wait(calls, timeout=CAUSE_SECONDS)
-            errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
-            if errors:
-                raise min(errors, key=_error_rank)
-            return calls[0].result()
-        finally:
-            for call in calls:
-                call.cancel()
-
-    async def progress(self) -> Progress | None:
-        """Progress of the slowest rank; None when it is unknown."""
-        try:
-            async with asyncio.timeout(2):
-                reports = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
-        except (TimeoutError, ray.exceptions.RayError):
-            return None
-        return Progress(*min(reports, key=lambda report: report[1])) if reports else None
-
-    async def wait_for_death(self) -> str:
-        """Returns when the first rank ends. The sentence names a killed rank before ranks that ended because of it.
-
-        Raises an error of Ray when it does not answer: the ranks may be alive.
-        """
-        waits = [asyncio.ensure_future(self._wait_for_rank(rank)) for rank in range(len(self._actors))]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(waits, timeout=DEATH_SECONDS if len(waits) > 1 else 0)
-            ends = [wait.result() for wait in waits if wait.done()]
-            return next((sentence for killed, sentence in ends if killed), ends[0][1])
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def profile(self, steps: int, seconds: float) -> list[ProfileOutcome]:
         """Profiles all ranks at the same time; returns the outcomes in rank order. Never raises."""
@@ -177,44 +148,70 @@ class RankGroup:
                 await asyncio.gather(*calls, return_exceptions=True)  # a dead rank has nothing to stop
 
     def kill(self) -> None:
-        """Ends every process of the build."""
+        """Ends every process of the build. It blocks."""
         for rank in range(len(self._actors)):
             ray_names.kill_actor(self.name.rank(rank), self._cluster)
-        for place in self._places:
-            if place.process is not None:
-                place.process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
 
-    async def _start_rank(self, rank: int, rendezvous: Rendezvous | None) -> ReplicaStarted:
-        outcome = await self._start_outcome(rank, self._actors[rank].start.remote(self._start_args(rank, rendezvous)))
-        if outcome.started is None:
-            raise StartFailedError(f"{self._label(rank)} reported nothing about its start", final=True)
-        return outcome.started
+    # -- the watch ---------------------------------------------------------------------------------------------
 
-    def _start_args(self, rank: int, rendezvous: Rendezvous | None = None) -> bytes:
-        """Encoded."""
-        binding = bind_gpus([(place.node, place.gpus) for place in self._places])[rank]
-        args = StartArgs(rendezvous) if binding is None else StartArgs(rendezvous, binding.visible, binding.index)
-        return msgspec.msgpack.encode(args)
+    async def _watch(self, rank: int) -> None:
+        seen = -1
+        while rank not in self.killed and not self.is_foreign:
+            try:
+                encoded = await self._actors[rank].report.remote(seen, REPORT_SECONDS)
+                report = msgspec.msgpack.decode(encoded, type=RankReport)
+            except msgspec.ValidationError:
+                self.is_foreign = True
+            except ray.exceptions.ActorUnavailableError:  # the network, or Ray's GCS: the rank may be alive
+                await asyncio.sleep(UNAVAILABLE_SECONDS)
+                continue
+            except _KILLED:
+                self.killed.add(rank)
+            except ray.exceptions.RayError:  # Ray does not answer
+                await asyncio.sleep(UNAVAILABLE_SECONDS)
+                continue
+            else:
+                if self.reports[rank] is None and report.node == str(ray.util.get_node_ip_address()):
+                    self._processes[rank] = ProcessId.of(report.pid)
+                self.reports[rank], seen = report, report.version
+                self._log_folder = self._log_folder or (str(Path(report.log_path).parent) if report.log_path else "")
+                if report.stage is Stage.STARTING:
+                    self._changed.set()
+                    await asyncio.sleep(STARTING_SECONDS)
+            self._changed.set()
 
-    async def _start_outcome(self, rank: int, call: Coroutine[Any, Any, bytes]) -> StartOutcome:
-        try:
-            encoded = await call
-        except ray.exceptions.RayActorError as error:
-            raise StartFailedError(
-                f"{self._label(rank)} was killed while it started; if memory is short, lower --kv-cache-memory, "
-                f"--replicas, or take a smaller model{self._log_hint(rank)}",
-                final=False,
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise StartFailedError(
-                f"{self._label(rank)} failed to start: {error}{self._log_hint(rank)}", final=False
-            ) from error
-        outcome = msgspec.msgpack.decode(encoded, type=StartOutcome)
-        if outcome.error:
-            raise StartFailedError(
-                outcome.error, final=outcome.final, secondary=outcome.secondary, lacks_resources=outcome.lacks_resources
-            )
-        return outcome
+    async def _wait_for(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _started(self) -> ReplicaStarted | None:
+        up = [report for report in self.reports if report is not None and report.stage in UP]
+        return up[0].started if len(up) == len(self.reports) else None
+
+    def _failed(self) -> list[StartFailedError]:
+        """One of each rank that has failed."""
+        found = []
+        for rank, report in enumerate(self.reports):
+            if report is not None and report.stage in ENDED:
+                flags = {"secondary": report.secondary, "lacks_resources": report.lacks_resources}
+                found.append(StartFailedError(report.error, final=report.final, **flags))
+            elif rank in self.killed:
+                found.append(self._killed_at_start(rank))
+        return found
+
+    def _killed_at_start(self, rank: int) -> StartFailedError:
+        return StartFailedError(
+            f"{self._label(rank)} was killed while it started; if memory is short, lower --kv-cache-memory, "
+            f"--replicas, or take a smaller model{self._log_hint(rank)}",
+            final=False,
+        )
+
+    def _loops_ended(self) -> list[tuple[int, str]]:
+        reports = enumerate(self.reports)
+        return [(rank, report.error) for rank, report in reports if report is not None and report.stage in ENDED]
 
     async def _profile_rank(self, rank: int, steps: int, seconds: float) -> ProfileOutcome:
         try:
@@ -223,19 +220,6 @@ class RankGroup:
             return ProfileOutcome(error=f"{self._label(rank)} was killed while it was profiled")
         return msgspec.msgpack.decode(encoded, type=ProfileOutcome)
 
-    async def _wait_for_rank(self, rank: int) -> tuple[bool, str]:
-        """Returns when the rank ends: whether it was killed, and the sentence."""
-        while True:
-            try:
-                cause = await self._actors[rank].wait.remote(WAIT_SECONDS)
-            except ray.exceptions.ActorUnavailableError:  # the network, or Ray's GCS: the rank may be alive
-                await asyncio.sleep(UNAVAILABLE_SECONDS)
-            except _KILLED:
-                return True, f"{self._label(rank)} was killed{self._log_hint(rank)}"
-            else:
-                if cause is not None:
-                    return False, f"{self._label(rank)} ended: {cause}{self._log_hint(rank)}"
-
     def _log_hint(self, rank: int) -> str:
         """The end of a sentence about a rank."""
         if not self._log_folder:
@@ -243,12 +227,10 @@ class RankGroup:
         return f"; its log: {rank_log_path(Path(self._log_folder), self.name.replica_id, rank)}"
 
     def _label(self, rank: int) -> str:
-        pid = f" (process {self._places[rank].pid})" if self._places else ""
-        return f"rank {rank} of {self.name.replica_id}{pid}"
+        report = self.reports[rank]
+        return f"rank {rank} of {self.name.replica_id}" + (f" (process {report.pid})" if report is not None else "")
 
 
-def _error_rank(error: BaseException) -> int:
+def _distance_to_cause(error: StartFailedError) -> int:
     """Smallest for the error closest to the cause: a named error, then a killed rank, then a rank that lost another."""
-    if not isinstance(error, StartFailedError):
-        return 0
     return 3 if error.secondary else 1 if error.final else 2

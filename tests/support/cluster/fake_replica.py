@@ -1,10 +1,12 @@
 """A replica without an engine: it starts at once and sends health; its model's name selects its behaviour.
 
-Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits during the start.
+Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits during the start,
+"slow" starts for SLOW_SECONDS.
 """
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -18,6 +20,8 @@ from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
+
+SLOW_SECONDS = 25.0
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
@@ -59,6 +63,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         if self.config.model == "crash":
             os._exit(9)
         self.report("loading nothing", 0.5)
+        if self.config.model == "slow":
+            time.sleep(SLOW_SECONDS)
         address = self._listen() if self.rank == 0 else ""
         return ReplicaStarted(
             address=address,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import RankReport, fingerprint
+from headrace_cluster.core.rank_config import RankReport, Stage, fingerprint
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from support.simulation.world import World
@@ -27,6 +27,7 @@ class RankProcess:
         self.node = node
         self.started: ReplicaStarted | None = None
         self.secrets: tuple[bytes, ...] = ()  # fingerprints
+        self.loading = False  # or loaded
         self.loaded = False
         self.role = Role(config.role)
         self.role_number = 0
@@ -60,11 +61,19 @@ class RankProcess:
             pp=self.config.pp,
             role=str(self.role),
             role_number=self.role_number,
+            stage=self.stage,
             started=self.started,
-            draining=self.draining,
             held=self.held,
-            ended=self.cause is not None,
         )
+
+    @property
+    def stage(self) -> Stage:
+        """As production's rank reports it."""
+        if self.cause is not None:
+            return Stage.ENDED
+        if self.started is not None:
+            return Stage.DRAINING if self.draining else Stage.READY
+        return Stage.STARTING if self.loading else Stage.WAITING
 
     def set_role(self, role: Role, number: int) -> None:
         """As production's rank: not after a newer decision."""

@@ -10,8 +10,6 @@ from headrace_cluster.core.driver import (
     NOTE_SECONDS,
     PLACE_POLL_SECONDS,
     REPORT_SECONDS,
-    REPORT_TRIES,
-    RETRY_SECONDS,
     ROLE_SECONDS,
     STOP_SECONDS,
     AdoptedBuild,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from support.simulation.sim_controller import SimController
 
 T = TypeVar("T")
+RETRY_SECONDS = 0.5  # between two questions to a rank that cannot be reached
 SECRETS = (b"a fingerprint of the secret",)
 
 
@@ -102,11 +101,8 @@ class SimDriver:
         }
         ranks = await self.call_gcs(lambda: dict(self._ray.ranks))
         reports: dict[tuple[ReplicaName, int], RankReport | None] = dict.fromkeys(ranks)
-        for _ in range(REPORT_TRIES):
-            silent = [key for key, report in reports.items() if report is None]
-            found = await asyncio.gather(*(self._report(ranks[key]) for key in silent))
-            reports |= zip(silent, found, strict=True)
-            reports = {key: report for key, report in reports.items() if report is not None or ranks[key].alive}
+        reports |= zip(ranks, await asyncio.gather(*map(self._report, ranks.values())), strict=True)
+        reports = {key: report for key, report in reports.items() if report is not None or ranks[key].alive}
         groups = await self.call_gcs(lambda: set(self._ray.groups))
         plan = plan_adoption(reports, groups, self._expected, SECRETS, snapshot)
         self._cluster.checks.adopted(self._controller, plan, reports)
@@ -114,7 +110,7 @@ class SimDriver:
             await self.call_gcs(lambda: self._ray.kill(ranks[key], "not adopted"))  # noqa: B023
         for name in plan.ended_groups:
             await self.call_gcs(lambda: self._ray.remove_group(name))  # noqa: B023
-        for build in (*(build.name for build in plan.state.builds), *plan.state.silent):
+        for build in (*(build.name for build in plan.state.builds), *plan.state.silent, *plan.state.starting):
             self._groups[build] = [ranks[key] for key in sorted(ranks) if key[0] == build]
         return plan.state
 
@@ -139,10 +135,12 @@ class SimDriver:
         return None
 
     async def start(self, name: ReplicaName) -> ReplicaStarted:
-        """Each rank loads for a while; rank 0 makes the engine when all have."""
+        """Each rank loads for a while, once it has the secret; rank 0 makes the engine when all have."""
         ranks, world = self._groups[name], self._world
         for rank in ranks:
-            world.at(world.random.uniform(*self._ray.load_seconds), lambda rank=rank: self._load(rank), rank)  # type: ignore[misc]
+            if not rank.loading:
+                rank.loading, rank.secrets = True, SECRETS
+                world.at(world.random.uniform(*self._ray.load_seconds), lambda rank=rank: self._load(rank), rank)  # type: ignore[misc]
         while True:
             await asyncio.sleep(PLACE_POLL_SECONDS)
             causes = [rank.cause for rank in ranks if rank.cause is not None]
@@ -163,7 +161,6 @@ class SimDriver:
             raise SimRayError("the rank does not reply")
 
     def _load(self, rank: RankProcess) -> None:
-        rank.secrets = SECRETS
         if self._ray.failing_starts:
             self._ray.failing_starts -= 1
             rank.end_loop("too little memory")
