@@ -324,10 +324,9 @@ SIMULATED = {  # decisions that the simulation runs as in production
     "headrace_router.core.fleet.Fleet",
     "headrace_router.core.choice_run.ChoiceRun",
     "headrace_router.core.policy.LeastLoad",
-    "headrace_cluster.controller.supervisor.Supervisor",
+    "headrace_cluster.controller.control_loop.ControlLoop",
+    "headrace_cluster.controller.operations.replica_operations",
     "headrace_cluster.controller.control_service.ControlService",
-    "headrace_cluster.controller.record_keeper.RecordKeeper",
-    "headrace_cluster.core.adoption.plan_adoption",
     "headrace_cluster.core.backoff.Restarts",
 }
 REPLACED = {  # what the simulation has its own of: devices, threads, sockets

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.controller.record_keeper import RecordKeeper
-from headrace_cluster.core.snapshot import Lease
+from headrace_cluster.controller.control_loop import ControlLoop
+from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
@@ -42,11 +42,11 @@ class _Record:
         self.leases = [Lease(id="before")]
         self.hangs = threading.Event()
 
-    def snapshot(self) -> None:
-        """There is none."""
+    def words(self) -> Words:
+        return Words()
 
-    def save_snapshot(self, snapshot: object) -> None:
-        self.saved.append(snapshot)
+    def save_words(self, words: Words) -> None:
+        self.saved.append(words)
 
     def lease(self) -> Lease:
         while self.hangs.is_set():
@@ -77,7 +77,7 @@ def record(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> _Record:
 async def _opened(record: _Record) -> AsyncIterator[tuple[Controller, Callable[[], Awaitable[bytes]]]]:
     """A controller, and the status line of its answer to GET /status."""
     spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
-    controller = Controller(spec, Lease(id="ours", epoch=2), SecretFile(secret_file()), "k")
+    controller = Controller(spec, Lease(id="ours", epoch=2), Words(), SecretFile(secret_file()), "k")
     opened = await controller.open()
 
     async def answers() -> bytes:
@@ -100,7 +100,7 @@ def test_a_background_task_that_fails_is_repeated(
     record: _Record, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     """Otherwise the record or the secret would end without a word."""
-    for owner, name in ((RecordKeeper, "run"), (SecretFile, "watch")):
+    for owner, name in ((ControlLoop, "save"), (SecretFile, "watch")):
         _fail_once(monkeypatch, owner, name)
 
     async def scenario() -> None:

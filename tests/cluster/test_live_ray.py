@@ -371,7 +371,7 @@ def test_a_start_survives_any_number_of_controllers(tmp_path: Path, joined_ray: 
 
     def control() -> LiveServe:
         controllers.append(live := LiveServe(home, ray={"address": joined_ray.address}, models=models))
-        _eventually(lambda: any(str(live.process.pid) in path.read_text() for path in home.glob("*.json")), 90)
+        _eventually(lambda: any(str(live.process.pid) in path.read_text() for path in home.glob("serve-*.json")), 90)
         _eventually(live.controller, START_SECONDS)
         return live
 

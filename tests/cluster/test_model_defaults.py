@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import fingerprint
+from headrace_cluster.core.rank_config import config_digest
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import defaults_rows
 from headrace_cluster.ray.calls import RayCalls
@@ -25,7 +25,7 @@ def _config(spec: ClusterSpec, place: int = 0) -> ReplicaConfig:
     driver = RayDriver(spec, MEMBER.secret, RayCalls(), "127.0.0.1")
     sent = driver._config(ReplicaName(f"{model.name}-0", 1), model, Role.BOTH, threads=1)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=ReplicaConfig)
-    assert fingerprint(received) == fingerprint(sent)
+    assert config_digest(received, 0) == config_digest(sent, 0)
     return received
 
 
@@ -39,8 +39,8 @@ def test_each_model_has_its_own_defaults() -> None:
 
 def test_a_replica_with_other_defaults_is_not_adopted() -> None:
     plain, warm = parse_spec({}), parse_spec({"models": [{"defaults": {"temperature": 0.5}}]})
-    assert fingerprint(_config(plain)) != fingerprint(_config(warm))
-    assert fingerprint(_config(warm)) == fingerprint(_config(parse_spec(warm.model_dump())))
+    assert config_digest(_config(plain), 0) != config_digest(_config(warm), 0)
+    assert config_digest(_config(warm), 0) == config_digest(_config(parse_spec(warm.model_dump())), 0)
 
 
 def test_the_flag_has_precedence_over_the_variable_and_the_file(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import ray
 import ray.util
 
-from headrace_cluster.core.rank_config import NODE_HOST, Binding, RankReport, Stage, bind_gpus, fingerprint
+from headrace_cluster.core.rank_config import NODE_HOST, Binding, RankReport, Stage, bind_gpus, config_digest
 from headrace_cluster.ray.rank_actor import RankActor
+from headrace_proto.role import Role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import ReplicaConfig
 from support.cluster.fake_replica import FakeReplica
@@ -29,7 +31,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RankActor]]:
     made: list[RankActor] = []
 
     def actor(config: ReplicaConfig = CONFIG) -> RankActor:
-        made.append(RankActor(msgspec.msgpack.encode(config), 0, "space", FAKE))
+        made.append(RankActor(msgspec.msgpack.encode(config), 0, b"digest", "space", FAKE))
         return made[-1]
 
     yield actor
@@ -64,29 +66,28 @@ def test_a_rank_starts_by_itself_once_it_has_the_secret_and_reports_each_change(
     actor = make()
     before = _report(actor)
     assert (before.node, before.gpus, before.stage, before.secrets) == ("127.0.0.1", ["3"], Stage.WAITING, ())
-    # Of the controller's config, although the rank has set its own address in it.
-    assert before.fingerprint == fingerprint(dataclasses.replace(CONFIG, generation=9))
+    assert before.digest == b"digest"
     assert actor.report(before.version, 0.05) == actor.report(), "nothing has changed"
     up = _start(actor)
     assert up.started is not None and up.started.address.startswith("127.0.0.1:")
-    assert (up.role, up.held, up.secrets) == ("both", None, MEMBER.secret.fingerprints)
+    assert (up.role, up.secrets) == ("both", MEMBER.secret.fingerprints)
     actor.set_secret((b"the next secret", SECRET))
     assert _replica(actor).secret.values == (b"the next secret", SECRET), "it serves on with it"
-    actor.set_role("decode", 1)
-    actor.drain(False)
+    actor.set_role("decode")
+    assert (_report(actor).role, _replica(actor).role) == ("decode", "decode")
+    actor.drain(30.0)
+    actor.drain(3.0)
     drains = _report(actor)
-    assert (drains.role, drains.stage, drains.held) == ("decode", Stage.DRAINING, False)
-    actor.drain(True)
-    assert _report(actor).held is True and _replica(actor).draining
+    assert drains.stage is Stage.DRAINING and _replica(actor).draining
+    assert 20.0 < drains.drain_seconds <= 30.0, "of the first call; any controller sees what is left"
 
 
-def test_a_call_for_a_role_that_arrives_late_changes_nothing(make: Callable[..., RankActor]) -> None:
-    actor = make()
-    _start(actor)
-    assert _report(actor).role_number == 0
-    for role, number, expected in (("decode", 2, "decode"), ("prefill", 1, "decode"), ("both", 2, "both")):
-        actor.set_role(role, number)
-        assert (_report(actor).role, _replica(actor).role, _report(actor).role_number) == (expected, expected, 2)
+def test_a_digest_covers_what_cannot_change_at_run_time() -> None:
+    same = dataclasses.replace(CONFIG, generation=7, role=Role.DECODE, cpu_threads=3)
+    assert config_digest(same, 0) == config_digest(CONFIG, 0) != config_digest(CONFIG, 1)
+    others: list[dict[str, Any]] = [{"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}]
+    for change in others:
+        assert config_digest(dataclasses.replace(CONFIG, **change), 0) != config_digest(CONFIG, 0)
 
 
 def test_all_gpus_of_a_node_are_visible_to_its_ranks() -> None:
@@ -128,8 +129,10 @@ def test_a_failed_start_is_reported_with_its_sentence(make: Callable[..., RankAc
     failed = _await(actor, Stage.FAILED)
     assert failed.error.startswith("too little memory")
     assert (failed.final, failed.lacks_resources) == (True, True), "two builds side by side may be the cause"
+    first = make(dataclasses.replace(CONFIG, tp=2))
+    first._note(stage=Stage.FAILED)
     with pytest.raises(RankLostError):
-        actor.meet(1, "node", [])
+        first.meet(1, "node", [])
 
 
 def test_the_end_of_a_replica_is_reported_with_its_cause(make: Callable[..., RankActor]) -> None:

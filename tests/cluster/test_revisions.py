@@ -7,7 +7,7 @@ import pytest
 from headrace_cluster.core.revisions import kept_revisions, moved_note, resolved_revisions, with_commits
 from headrace_cluster.ray import private
 from headrace_cluster.ray.cluster_record import ClusterRecord
-from headrace_cluster.ray.controller import prepare_lease
+from headrace_cluster.ray.controller import prepare
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -40,11 +40,11 @@ def _attach(written: ClusterSpec, commit: str | None) -> tuple[str | None, list[
     """
     spec = _pinned(written, commit) if commit is not None else written
     found = resolved_revisions(written, spec)
-    leased, lease = prepare_lease(spec, found)
-    ClusterRecord(spec.cluster).save_lease(lease)
+    leased, _, words = prepare(spec, found)
+    ClusterRecord(spec.cluster).save_words(words)
     hub, local = leased.models
     assert local.revision is None
-    notes = [note for name, now in found.items() if (note := moved_note(now, lease.revisions[name]))]
+    notes = [note for name, now in found.items() if (note := moved_note(now, words.revisions[name]))]
     return hub.revision, notes
 
 

@@ -36,8 +36,7 @@ def test_the_only_replicas_are_rolled_under_load(
         eventually(lambda: len(outcomes) >= before + len(bodies), 120, "that the new builds serve")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[-2:] == ["headrace: a: 1 of 1 rolled", "headrace: b: 1 of 1 rolled"]
-    assert "headrace: a-0: its next build starts beside it" in lines
+    assert lines[-1] == "headrace: 2 of 2 rolled"
     assert _status(serve) == [("a-0", 2, "ready"), ("b-0", 2, "ready")]
     bad = [outcome for _, outcome in outcomes if not outcome.complete or len(outcome.token_ids) != TOKENS]
     assert not bad, bad[:3]

@@ -45,8 +45,14 @@ class AdminClient:
             self._address = AdminAddress("127.0.0.1", port, key, _ca_context if _ca() else lambda: None)
         else:
             raise no_match_error(choice, state.running())
-        # Selects this server among all others.
-        self.selecting_flag = f"--cluster {choice.url}" if choice.url else f"--admin-port {self._address.port}"
+        self._url = choice.url
+
+    def command(self, words: str) -> str:
+        """The text of another command for the same server."""
+        if self._url:
+            key_file = os.environ.get("HEADRACE_SERVER_KEY_FILE", "FILE")
+            return f"{program_name()} --cluster {self._url} --admin-key-file {key_file} {words}"
+        return f"{program_name()} {words} --admin-port {self._address.port}"
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS

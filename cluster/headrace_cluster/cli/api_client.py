@@ -133,7 +133,10 @@ def api_client(
         tls = tls_of(server)
         return ApiClient(*split_address(server.http_url), api_key, tls and present(tls, client_cert))
     if server is not None:
-        raise NotRunningError(f"{describe(server)} runs without a router: `{program_name()} router` starts one")
+        raise NotRunningError(
+            f"the routers of {describe(server)} are started elsewhere: name one with --port, or --host and --port; "
+            f"`{program_name()} status` lists them"
+        )
     if host is None and choice.given and (choice.port is None or choice.names or choice.admin_port is not None):
         raise no_match_error(choice, state.running())
     scheme, _, name = (host or "127.0.0.1").rpartition("://")

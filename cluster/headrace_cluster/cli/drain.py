@@ -25,7 +25,7 @@ def drain_replica(
     """Returns once the replica is drained. Raises NotRunningError; ServerError with the sentence of the server."""
     client = AdminClient(choice)
     entry = await_drained(client, replica, seconds, force=force)
-    undrain = f"{program_name()} undrain {replica} {client.selecting_flag}"
+    undrain = client.command(f"undrain {replica}")
     _print_result(entry, f"{replica} is drained; bring it back with: {undrain}", as_json=as_json)
 
 
@@ -38,7 +38,7 @@ def await_drained(client: AdminClient, replica: str, seconds: float | None, *, f
     """Starts a drain; returns the replica's status entry when it is done. Raises ServerError."""
     body = {"replica": replica, "seconds": seconds, "force": force}
     begun = _begin_drain(client, {name: value for name, value in body.items() if value is not None})
-    _warn_unrecorded(begun)
+    warn_unrecorded(begun)
 
     def done(entry: Entry) -> bool:
         if entry["state"] != "drained" and entry["generation"] != begun["generation"]:
@@ -51,7 +51,7 @@ def await_drained(client: AdminClient, replica: str, seconds: float | None, *, f
 def await_ready(client: AdminClient, replica: str) -> Entry:
     """Has a drained replica built again; returns its status entry when it is ready. Raises ServerError."""
     begun = client.call("POST", "/undrain", {"replica": replica})
-    _warn_unrecorded(begun)
+    warn_unrecorded(begun)
 
     def done(entry: Entry) -> bool:
         again = entry["generation"] > begun["generation"]
@@ -104,7 +104,8 @@ def watch_replica(
     raise ServerError(f"{replica} is not done after {seconds:g} s; see `{program_name()} status`")
 
 
-def _warn_unrecorded(begun: dict[str, Any]) -> None:
+def warn_unrecorded(begun: dict[str, Any]) -> None:
+    """The next controller may not know of it."""
     if not begun.get("recorded", True):
         show_message(
             "Ray's GCS does not answer: if the controller is lost before it does, this command has to be repeated",

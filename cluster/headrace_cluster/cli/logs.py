@@ -15,6 +15,7 @@ from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.local.run_logs import in_use, runs, server_of
+from headrace_cluster.local.state import describe
 from headrace_cluster.program import program_name
 from headrace_proto.log_file import previous
 
@@ -37,6 +38,11 @@ def find_run(choice: ServerChoice, part: str | None = None) -> Path:
     server = choose(choice, entries)
     if server is not None:
         return Path(server.log_folder)
+    without = [entry for entry in state.running() if not (entry.log_folder or entry.starting) and choice.matches(entry)]
+    if without:
+        raise NotRunningError(
+            f"{describe(without[0])} keeps no log files (logs.files: off): see its stderr, and Ray's logs for its ranks"
+        )
     kept = runs()
     matching = [run for run in kept if _matches(run, choice)]
     if not matching:

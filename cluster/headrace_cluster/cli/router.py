@@ -3,6 +3,7 @@
 import sys
 
 from headrace_cluster.errors import SpecError
+from headrace_cluster.launch.display import show_message
 from headrace_cluster.launch.router_process import EXIT_CONFIG, decode_config, router_config
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.program import program_name
@@ -15,14 +16,14 @@ from headrace_router.config import RouterConfig
 def run_router(spec: ClusterSpec, controller: str) -> int:
     """Runs until SIGTERM. Raises HeadraceError."""
     if spec.control.secret_file is None:
-        raise SpecError(
-            "a router needs the cluster's secret: --secret-file FILE, the same one as of the controller "
-            f"(`{program_name()} serve` shows the path of its own)"
-        )
+        raise SpecError("a router needs the cluster's secret: --secret-file FILE, the same one as of the controller")
     if not port_of(controller):
         raise SpecError(f"--controller must be HOST:PORT, not '{controller}'")
     check_exposure(spec.routers.host, spec.auth)
     check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)
+    own = spec.routers
+    addresses = f"HTTP {own.host}:{own.port}, gRPC {own.host}:{own.grpc_port}"
+    show_message(f"a router starts: {addresses}, controller {controller}")
     return _run(router_config(spec, controller, spec.control.secret_file))
 
 

@@ -57,6 +57,9 @@ async def start_control_server(
     try:
         bound = member.listen(server, address)
     except RuntimeError as error:
-        raise ListenError(f"the controller cannot listen on {address}; choose another with --control-port") from error
+        raise ListenError(
+            f"the controller cannot listen on {address}; choose another with --control-port; "
+            "beside another cluster in the same Ray it also needs a name of its own: --cluster NAME"
+        ) from error
     await server.start()
     return server, bound

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from headrace_cluster.core.record import State
+from headrace_cluster.core.build import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc

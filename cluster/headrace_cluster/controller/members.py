@@ -6,10 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace_cluster.controller.explaining import MAX_QUESTIONS, Explaining
+from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import State
+from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, RouterReach
 from headrace_cluster.core.router_reports import RouterReports
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 
@@ -94,3 +96,40 @@ class Membership:
                 current = self._list
             seen = current.version
             yield current
+
+
+def member_list(spec: ClusterSpec, created: int, planner: Planner) -> tuple[list[pb.Member], list[pb.ModelEntry]]:
+    """What routers are to know. created: unix seconds, the date of the models in /v1/models.
+
+    A build whose ranks have not replied to this controller yet is listed without an address: routers that receive from
+    it keep it.
+    """
+    members = [found for build in planner.builds.values() if (found := _member(build)) is not None]
+    return members, [
+        pb.ModelEntry(
+            name=model.name,
+            aliases=model.aliases,
+            created=created,
+            revision=model.revision or "",
+            drained=_drained(planner, model.name),
+        )
+        for model in spec.models
+    ]
+
+
+def _member(build: Build) -> pb.Member | None:
+    if build.foreign or not (build.silent or build.started):
+        return None
+    identity = replica_pb2.ReplicaIdentity(replica_id=build.replica_id, generation=build.name.generation)
+    started = build.started
+    if started is None:
+        return pb.Member(identity=identity, state=replica_pb2.REPLICA_STATE_READY)
+    identity.boot_id, identity.model, identity.dtype = started.boot_id, started.model, started.dtype
+    identity.revision, identity.role = started.revision, build.role.number
+    return pb.Member(identity=identity, address=started.address, state=PROTO_STATES[build.state])
+
+
+def _drained(planner: Planner, model: str) -> bool:
+    """Whether an operator drained all replicas of the model that answer requests."""
+    found = [wanted.drained for wanted in planner.wanted.values() if wanted.model.name == model and wanted.role.decodes]
+    return bool(found) and all(found)

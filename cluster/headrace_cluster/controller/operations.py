@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_cluster.controller.explaining import Explaining
-from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.errors import RoleError
+from headrace_cluster.controller.control_loop import ControlLoop
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.operators import Operators
+from headrace_cluster.controller.profiles import Profiles
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 MAX_DRAIN_SECONDS = 24 * 3600
@@ -44,9 +45,9 @@ class DrainBody(_Body):
 
 
 class RolloutBody(_Body):
-    """Of POST /rollout. seconds: as for a drain. allow_gap: even if no replica serves the model meanwhile."""
+    """Of POST /rollout. replicas: empty = all. seconds: as for a drain. allow_gap: even if none serves meanwhile."""
 
-    replica: str
+    replicas: list[str] = []
     seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
     allow_gap: bool = False
 
@@ -72,49 +73,38 @@ class ExplainBody(_Body):
     request: str = Field(min_length=1, max_length=160)
 
 
-def explain_operation(explaining: Explaining) -> Operation:
-    """Where the time of a request went, from the routers."""
+def replica_operations(loop: ControlLoop, membership: Membership) -> list[Operation]:
+    """What operators may do. Each responds at once, or as soon as it is done; the status shows the progress.
 
-    async def explain(body: ExplainBody) -> dict[str, Any]:
-        return await explaining.explain(body.request)
-
-    return Operation("/explain", ExplainBody, explain)
-
-
-def replica_operations(supervisor: Supervisor, saved: Callable[[], Awaitable[None]]) -> list[Operation]:
-    """All operations of a supervisor. A drain continues after its response: the status shows its progress.
-
-    saved: see RecordKeeper. An operation responds once the next controller would know of it; `recorded` is false if
-    Ray's GCS has not saved it within SAVE_SECONDS.
+    `recorded`: the next controller would know of it; false if Ray's GCS has not saved it within SAVE_SECONDS.
     """
+    operators, profiles = Operators(loop, membership), Profiles(loop)
 
     async def recorded(document: dict[str, Any]) -> dict[str, Any]:
         try:
             async with asyncio.timeout(SAVE_SECONDS):
-                await saved()
-        except TimeoutError:
+                await loop.save()
+        except Exception:  # it is repeated in the background
             return document | {"recorded": False}
         return document | {"recorded": True}
 
     async def profile(body: ProfileBody) -> dict[str, Any]:
-        return await supervisor.profiles.record(body.replica, body.steps, body.seconds)
+        return await profiles.record(body.replica, body.steps, body.seconds)
 
     async def role(body: RoleBody) -> dict[str, Any]:
-        try:
-            document = await supervisor.roles.change(body.replica, body.role)
-        except RoleError:
-            await recorded({})  # that the role stays: the call to the replica may still arrive
-            raise
-        return await recorded(document)
+        return await recorded(await operators.change_role(body.replica, body.role))
 
     async def drain(body: DrainBody) -> dict[str, Any]:
-        return await recorded(supervisor.drains.begin(body.replica, body.seconds, force=body.force))
+        return await recorded(operators.drain(body.replica, body.seconds, force=body.force))
 
     async def rollout(body: RolloutBody) -> dict[str, Any]:
-        return await recorded(supervisor.drains.roll(body.replica, body.seconds, allow_gap=body.allow_gap))
+        return await recorded(operators.roll(body.replicas, body.seconds, allow_gap=body.allow_gap))
 
     async def undrain(body: UndrainBody) -> dict[str, Any]:
-        return await recorded(supervisor.drains.end(body.replica))
+        return await recorded(operators.undrain(body.replica))
+
+    async def explain(body: ExplainBody) -> dict[str, Any]:
+        return await membership.explaining.explain(body.request)
 
     return [
         Operation("/profile", ProfileBody, profile),
@@ -122,4 +112,5 @@ def replica_operations(supervisor: Supervisor, saved: Callable[[], Awaitable[Non
         Operation("/drain", DrainBody, drain),
         Operation("/rollout", RolloutBody, rollout),
         Operation("/undrain", UndrainBody, undrain),
+        Operation("/explain", ExplainBody, explain),
     ]

@@ -56,6 +56,10 @@ class Retries:
         log.error(sentence, exc_info=error if failures == 1 else None)
         self._problems[label] = _Problem(sentence, self._clock())
 
+    def forget(self, label: str) -> None:
+        """Work that failed has succeeded."""
+        self._problems.pop(label, None)
+
     @property
     def problems(self) -> list[str]:
         """What failed lately, a sentence each."""

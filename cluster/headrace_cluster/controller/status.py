@@ -1,68 +1,174 @@
-"""Documents of the admin API: the status that `headrace status --json` prints, and the result of a profile."""
+"""What a controller shows: the document of `headrace status --json`, the view of `serve`, the result of a profile."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace_cluster.core.driver import RankFacts
-from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome
-from headrace_cluster.core.record import Record, State
-from headrace_cluster.core.view import BUILT_AGAIN
+from headrace_cluster.controller.control_loop import ControlLoop
+from headrace_cluster.controller.members import Membership
+from headrace_cluster.core.build import Build, State
+from headrace_cluster.core.planner import Planner
+from headrace_cluster.core.rank_config import ProfileOutcome, Stage
+from headrace_cluster.core.view import BUILT_AGAIN, ReplicaProgress, RouterPlace, View
+from headrace_cluster.program import program_name
 from headrace_proto import control_pb2, replica_pb2
 
+OUTDATED = "it is built again in turn"
 
-def replica_status(
-    record: Record,
-    ranks: Iterable[RankFacts],
-    health: replica_pb2.ReplicaHealth | None,
-    note: str,
-    beside: Sequence[dict[str, Any]] = (),
-    roll_failed: str = "",
-) -> dict[str, Any]:
-    """One replica. `note` explains a state other than ready.
 
-    connected: every router has a stream to it. beside: its builds that start or drain beside this one.
-    roll_failed: why its last next build did not take over.
-    """
+def status_document(loop: ControlLoop, membership: Membership) -> dict[str, Any]:
+    """The document that `headrace status --json` prints."""
+    now, planner = loop.clock(), loop.planner
+    unreached = membership.unreached
     return {
-        "id": record.replica_id,
-        "model": record.model.name,
-        "revision": health.identity.revision if health is not None else "",
-        "role": str(record.role),
-        "tp": record.model.tp,
-        "pp": record.model.pp,
-        "state": str(record.state),
-        "load": _load(health),
-        "ranks": [{"rank": r.rank, "pid": r.pid, "node": r.node, "device": r.device} for r in ranks],
-        "generation": record.generation,
-        "note": note,
-        "connected": record.connected is not None,
-        "beside": list(beside),
-        "roll_failed": roll_failed,
+        "replicas": [_replica(loop, name, now) for name in _replica_ids(planner)],
+        "routers": [
+            router_status(router, unreached.get(router.id, ""), membership.placements(router.id))
+            for router in sorted(membership.routers.values(), key=lambda router: router.metrics)
+        ],
+        "problems": [
+            *(build.foreign for build in planner.builds.values() if build.foreign),
+            *loop.retries.problems,
+            *unreached.values(),
+        ],
     }
 
 
-def build_status(record: Record, health: replica_pb2.ReplicaHealth | None, note: str) -> dict[str, Any]:
-    """A build of a replica beside the current one."""
-    return {"generation": record.generation, "state": str(record.state), "load": _load(health), "note": note}
+def view(loop: ControlLoop, membership: Membership, *, stop_requested: bool) -> View:
+    """For the process that shows the cluster."""
+    planner, now = loop.planner, loop.clock()
+    current = {name: planner.current(name) for name in _replica_ids(planner)}
+    return View(
+        ready=planner.ready,
+        fatal=planner.fatal,
+        unable=dict(planner.unable),
+        problems=status_document(loop, membership)["problems"],
+        stop_requested=stop_requested,
+        progress=[_progress(build) for build in current.values() if build is not None and _starts(build)],
+        started={build.replica_id: build.started for build in current.values() if build is not None and build.started},
+        roles={name: str(build.role if build else planner.wanted[name].role) for name, build in current.items()},
+        routers=[RouterPlace(r.id, r.pid, r.http, r.grpc, r.metrics) for r in membership.routers.values()],
+        failures={name: why for name in planner.wanted if (why := _down_reason(planner, name, now))},
+        in_flight=in_flight(loop),
+    )
+
+
+def in_flight(loop: ControlLoop) -> int:
+    """Requests that replicas run or queue, builds that drain beside their next one included."""
+    return sum(build.requests for build in loop.planner.builds.values() if build.state is not State.DEAD)
+
+
+def _replica_ids(planner: Planner) -> list[str]:
+    """Those that are wanted, then others that still have a build."""
+    others = sorted({build.replica_id for build in planner.builds.values()} - planner.wanted.keys())
+    return [*planner.wanted, *others]
+
+
+def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
+    """One replica. note: explains a state other than ready.
+
+    connected: every router has a stream to it. beside: its builds that start or drain beside this one. roll_failed: why
+    its last next build did not take over.
+    """
+    planner = loop.planner
+    wanted, build, slot = planner.wanted.get(name), planner.current(name), planner.slots.get(name)
+    model = wanted.model if wanted is not None else None
+    health = loop.health.get(build.name) if build is not None else None
+    reports = build.reports if build is not None else {}
+    return {
+        "id": name,
+        "model": build.model if build is not None else model.name if model is not None else "",
+        "revision": health.identity.revision if health is not None else "",
+        "role": str(build.role if build is not None else wanted.role if wanted is not None else ""),
+        "tp": build.tp if build is not None else model.tp if model is not None else 1,
+        "pp": build.pp if build is not None else model.pp if model is not None else 1,
+        "state": str(_state(planner, name)),
+        "load": _load(health),
+        "ranks": [
+            {"rank": rank, "pid": report.pid, "node": report.node, "device": _device(build, rank)}
+            for rank, report in sorted(reports.items())
+        ],
+        "generation": build.name.generation if build is not None else loop.words.generations.get(name, 0),
+        "note": _note(planner, name, now),
+        "connected": build is not None and build.connected is not None,
+        "beside": [
+            {
+                "generation": other.name.generation,
+                "state": str(other.state),
+                "load": _load(loop.health.get(other.name)),
+                "note": other.cause or _progress(other).stage,
+            }
+            for other in planner.builds_of(name)
+            if other is not build
+        ],
+        "roll_failed": slot.refusal if slot is not None else "",
+    }
+
+
+def _state(planner: Planner, name: str) -> State:
+    build = planner.current(name)
+    if build is not None:
+        return build.state
+    return State.DRAINED if name in planner.wanted and planner.wanted[name].drained else State.DEAD
+
+
+def _note(planner: Planner, name: str, now: float) -> str:
+    wanted, build, slot = planner.wanted.get(name), planner.current(name), planner.slots.get(name)
+    if wanted is not None and wanted.drained and build is None:
+        return f"drained; `{program_name()} undrain {name}` brings it back"
+    if build is not None and build.leave_until is not None:
+        if wanted is not None and not wanted.drained:
+            return "draining: it is built again next"
+        left = build.leave_until - now
+        return f"draining: what still runs in {left:.0f} s moves" if left > 0 else "draining: it is being stopped"
+    if slot is not None and (loop := slot.crash_loop(now)):
+        return loop
+    if build is None or build.state is State.DEAD:
+        return (build.cause if build is not None else "") or (slot.cause if slot is not None else "")
+    if build.state is State.READY:
+        outdated = wanted is not None and build.digest != wanted.digest
+        waits = f"; it waits: {slot.waits}" if slot is not None and slot.waits else ""
+        return build.cause or (f"{OUTDATED}{waits}" if outdated else "")
+    return build.cause or _progress(build).stage or (slot.cause if slot is not None else "")
+
+
+def _down_reason(planner: Planner, name: str, now: float) -> str:
+    """Why a replica that was up is down, else empty. `serve` prints it once, so it has no stages and no seconds."""
+    wanted, build, slot = planner.wanted[name], planner.current(name), planner.slots.get(name)
+    if wanted.drained:
+        return _note(planner, name, now) if build is None else "draining"
+    if build is not None and build.state in (State.READY, State.DRAINING):
+        return ""
+    if build is not None and build.state is State.UNHEALTHY:
+        return build.cause
+    if slot is None:
+        return ""
+    return slot.crash_loop(now) or slot.cause or (BUILT_AGAIN if slot.served else "")
+
+
+def _starts(build: Build) -> bool:
+    return build.state in (State.PENDING, State.STARTING)
+
+
+def _progress(build: Build) -> ReplicaProgress:
+    """Of its slowest rank."""
+    starting = [report for report in build.reports.values() if report.stage is Stage.STARTING]
+    if build.state is State.PENDING or not starting:
+        stage = "placing it" if build.state is State.PENDING else "waiting for its processes"
+        return ReplicaProgress(build.replica_id, build.cause or (stage if _starts(build) else ""), 0.0)
+    slowest = min(starting, key=lambda report: report.fraction)
+    return ReplicaProgress(build.replica_id, slowest.progress, slowest.fraction)
+
+
+def _device(build: Build | None, rank: int) -> str:
+    started = build.reports[rank].started if build is not None else None
+    return started.device if started is not None else ""
 
 
 def _load(health: replica_pb2.ReplicaHealth | None) -> dict[str, Any]:
     load = health.load if health is not None else replica_pb2.Load()
     usage = load.kv_usage if math.isfinite(load.kv_usage) else 0.0  # JSON has no other numbers
     return {"running": load.running, "waiting": load.waiting, "kv_usage": round(usage, 4)}
-
-
-def down_reason(record: Record, note: str) -> str:
-    """Why a replica that was up is down, else empty. `serve` prints it once, so it has no stages and no seconds."""
-    if record.held:
-        return note if record.state is State.DRAINED else "draining"
-    if record.state in (State.READY, State.DRAINING) or not record.generation:
-        return ""
-    if record.state is not State.UNHEALTHY and not record.cause:
-        return BUILT_AGAIN if record.ever_ready else ""
-    return note
 
 
 def router_status(
@@ -88,21 +194,19 @@ def router_status(
     return {"id": router.id, "pid": router.pid, **addresses, "note": note, "placement": placement}
 
 
-def profile_document(
-    name: ReplicaName, ranks: Iterable[RankFacts], outcomes: Iterable[ProfileOutcome]
-) -> dict[str, Any]:
+def profile_document(build: Build, outcomes: Sequence[ProfileOutcome]) -> dict[str, Any]:
     """The path of each rank's trace, or why it has none; and the operators of rank 0 by time."""
     entries: list[dict[str, Any]] = []
     operators: list[dict[str, Any]] = []
-    for rank, outcome in zip(ranks, outcomes, strict=True):
-        entry: dict[str, Any] = {"rank": rank.rank, "node": rank.node}
+    for rank, outcome in enumerate(outcomes):
+        entry: dict[str, Any] = {"rank": rank, "node": build.reports[rank].node if rank in build.reports else ""}
         report = outcome.report
         if report is None:
             entries.append(entry | {"error": outcome.error})
             continue
         entry |= {"path": report.path, "steps": report.steps, "seconds": round(report.seconds, 3)}
         entries.append(entry | {"note": report.note})
-        if rank.rank == 0:
+        if rank == 0:
             operators = [
                 {
                     "name": operator.name,
@@ -113,4 +217,4 @@ def profile_document(
                 }
                 for operator in report.operators
             ]
-    return {"id": name.replica_id, "generation": name.generation, "traces": entries, "operators": operators}
+    return {"id": build.replica_id, "generation": build.name.generation, "traces": entries, "operators": operators}

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from headrace_cluster.core.build import SERVING, Build, State
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import UP, Record, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 
@@ -22,44 +22,43 @@ class HealthJudge:
         self._silence: dict[ReplicaName, Silence] = {}  # a next build may take over between `look` and `judge`
         self._replaced: list[float] = []  # when, within the last minute
 
-    def look(self, records: Iterable[Record], now: float) -> None:
+    def look(self, builds: Iterable[Build], now: float) -> None:
         """Compares all replicas."""
-        up = [record for record in records if record.state in UP]
+        up = [build for build in builds if build.state in SERVING]
         self._silence = judge_silence(up, self._router_reports, now)
 
-    @property
-    def may_be_cut_off(self) -> bool:
-        """Whether the controller may be the reason of the silence: then it judges no next build by its silence."""
-        return any(silence in (Silence.UNKNOWN, Silence.ALL_SILENT) for silence in self._silence.values())
-
-    def judge(self, record: Record, now: float) -> str:
+    def judge(self, build: Build, now: float) -> str:
         """Sets whether a replica that is up is unhealthy. Returns why it is to be replaced now; empty if it is not."""
-        silence = self._silence.get(record.name)
+        silence = self._silence.get(build.name)
         if silence is not None:
             # Without the seconds so far: `serve` prints each sentence once.
-            silent = f"{record.replica_id} has sent no health message for more than {record.silence_limit:g} s"
-            record.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
+            silent = f"{build.replica_id} has sent no health message for more than {build.silence_limit:g} s"
+            build.cause = silent if silence is Silence.LOST else f"{silent}; {silence.value}"
         if silence in (Silence.LOST, Silence.ALL_SILENT):
-            record.enter(State.UNHEALTHY, now)
+            build.enter(State.UNHEALTHY, now)
         elif silence is Silence.RECEIVED:
-            record.enter(State.READY, now)
+            build.enter(State.READY, now)
         elif silence is Silence.UNKNOWN:
-            record.since = now  # its time as unhealthy begins when that is certain
+            build.since = now  # its time as unhealthy begins when that is certain
         limit = self._health.replace_seconds * (ALL_SILENT_FACTOR if silence is Silence.ALL_SILENT else 1)
-        if record.state is not State.UNHEALTHY or now - record.since <= limit:
+        if build.state is not State.UNHEALTHY or now - build.since <= limit:
             return ""
         if not self.may_stop(now):
-            record.cause = record.cause.removesuffix(_WAITS) + _WAITS
+            build.cause = build.cause.removesuffix(_WAITS) + _WAITS
             return ""
-        return f"{record.replica_id} was unhealthy for {now - record.since:.0f} s"
+        return f"{build.replica_id} was unhealthy for {now - build.since:.0f} s"
 
-    def judge_start(self, record: Record, now: float) -> str:
-        """Why a build that is not ready yet is to be replaced now; empty if it is not."""
-        waited = now - record.since
-        if record.silent and waited > SILENT_SECONDS and self.may_stop(now):
-            return f"the ranks of {record.replica_id} did not reply for {waited:.0f} s"
-        if not record.silent and waited > self._health.start_seconds:
-            return f"{record.replica_id} was not ready after {self._health.start_seconds:g} s"
+    def judge_start(self, build: Build, now: float, *, others_reply: bool) -> str:
+        """Why a build that is not ready yet is to be replaced now; empty if it is not.
+
+        others_reply: ranks of another build do; else this controller may be cut off.
+        """
+        waited = now - build.since
+        if not build.silent and waited > self._health.start_seconds:
+            return f"{build.replica_id} was not ready after {self._health.start_seconds:g} s"
+        heard = self._router_reports.receives(build.name, now)
+        if build.silent and waited > SILENT_SECONDS and others_reply and not heard and self.may_stop(now):
+            return f"the ranks of {build.replica_id} did not reply for {waited:.0f} s"
         return ""
 
     def may_stop(self, now: float) -> bool:

@@ -48,15 +48,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     node: str
     gpus: list[str]  # assigned by Ray
-    fingerprint: bytes
+    digest: bytes  # of what it was built for
     secrets: tuple[bytes, ...]  # fingerprints of the values that it accepts; none: it has not received any
     model: str
     tp: int
     pp: int
     role: str
-    role_number: int | None = None  # of the decision that gave it this role; none: it does not say
     started: ReplicaStarted | None = None  # once it was ready
-    held: bool | None = None  # an operator drained it; false: it drains to be replaced; none: it does not say
+    drain_seconds: float = 0.0  # left for requests in flight, while it drains
     progress: str = ""  # of the start, in words
     fraction: float = 0.0  # of that part of the start, 0..1
     error: str = ""  # why it failed or ended, in a sentence
@@ -81,13 +80,14 @@ def bind_gpus(places: Sequence[tuple[str, Sequence[str]]]) -> list[Binding]:
     ]
 
 
-def fingerprint(config: ReplicaConfig) -> bytes:
-    """16 bytes, equal for configs that describe the same replica.
+def config_digest(config: ReplicaConfig, roll: int, version: str = "") -> bytes:
+    """16 bytes, equal for configs that describe the same replica, in the same version of Headrace.
 
     All fields count except the generation, the role (it may change at run time) and what is derived from the machine.
+    roll: the number of the replica's last roll. version: of the package.
     """
     same = replace(config, generation=0, role=Role.BOTH, cpu_threads=None)
-    return blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
+    return blake2b(msgspec.msgpack.encode((version, roll, same)), digest_size=16).digest()
 
 
 def replica_config(model: ModelSpec, **own: Any) -> ReplicaConfig:

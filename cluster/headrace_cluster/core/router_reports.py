@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from headrace_cluster.core.build import Build
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import Record
 
 FRESH_SECONDS = 3.0  # that a router's report counts; it sends the next one earlier
 
@@ -41,27 +41,27 @@ class RouterReports:
         return any(found) if found else None
 
 
-def judge_silence(up: Sequence[Record], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:
+def judge_silence(up: Sequence[Build], router_reports: RouterReports, now: float) -> dict[ReplicaName, Silence]:
     """By build, for each in `up` that has been silent for too long.
 
     One that alone is silent, while one that was up with it sends messages, has failed. Otherwise the controller may be
     cut off, unless routers report the same. Routers that receive from no replica at all prove little: they may be cut
     off together with it.
     """
-    silent = [record for record in up if now - record.last_health > record.silence_limit]
-    heard_since = [record.up_since for record in up if now - record.last_health <= record.silence_limit]
-    received = {record.name: router_reports.receives(record.name, now) for record in silent}
+    silent = [build for build in up if now - build.last_health > build.silence_limit]
+    heard_since = [build.up_since for build in up if now - build.last_health <= build.silence_limit]
+    received = {build.name: router_reports.receives(build.name, now) for build in silent}
     many = len(silent) > 1 and 2 * len(silent) >= len(up)
     any_received = bool(heard_since) or any(received.values())
 
-    def judge(record: Record) -> Silence:
-        by_router = received[record.name]
+    def judge(build: Build) -> Silence:
+        by_router = received[build.name]
         if by_router:
             return Silence.RECEIVED
         if by_router is not None:
             return Silence.LOST if any_received else Silence.ALL_SILENT
         # A build that came up later proves nothing: it may be on this side of a cut.
-        witnessed = any(since <= record.last_health for since in heard_since)
+        witnessed = any(since <= build.last_health for since in heard_since)
         return Silence.LOST if witnessed and not many else Silence.UNKNOWN
 
-    return {record.name: judge(record) for record in silent}
+    return {build.name: judge(build) for build in silent}

@@ -8,6 +8,7 @@ from headrace_cluster.local import state
 from headrace_cluster.local.ports import free_port_after, is_taken
 from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.cluster_member import SecretFile
 from headrace_proto.errors import ListenError
 from headrace_router.access.auth import check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import check_tls_files, load_tls_files
@@ -31,6 +32,14 @@ def check_tls(spec: ClusterSpec) -> None:
     """Whether the files of TLS can be used. Raises TlsFileError, PrivateFileError."""
     if spec.tls.enabled:
         check_tls_files(spec.tls, load_tls_files(spec.tls))
+
+
+def check_secrets(spec: ClusterSpec) -> None:
+    """Whether the files of the controller's secrets can be used. Raises SecretFileError, PrivateFileError."""
+    if spec.control.secret_file is not None:
+        SecretFile(spec.control.secret_file)
+    if spec.admin.key_file is not None:
+        SecretFile(spec.admin.key_file, "the admin key file")
 
 
 def check_keys(spec: ClusterSpec) -> None:

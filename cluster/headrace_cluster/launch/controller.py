@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+import structlog
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
@@ -31,6 +32,8 @@ from headrace_proto.address import host_port
 from headrace_proto.cluster_member import SecretFile
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, add_log_file, configure_logs
+
+log = structlog.get_logger(__name__)
 
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
@@ -83,7 +86,7 @@ def _control(spec: ClusterSpec, replica_class: str) -> bool:
             )
             display.update("Ray", f"joining {spec.ray.address}", 0.2)
             from headrace_cluster.ray import connection
-            from headrace_cluster.ray.controller import Controller, prepare_lease
+            from headrace_cluster.ray.controller import Controller, prepare
 
             dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
             logs = ""
@@ -94,14 +97,14 @@ def _control(spec: ClusterSpec, replica_class: str) -> bool:
                 show_message(f"logs: {logs}")
                 record.add_logs(folder)
         found = resolved_revisions(spec, checked)
-        leased, lease = prepare_lease(checked, found)
+        leased, lease, words = prepare(checked, found)
         for name, now in found.items():
-            if note := moved_note(now, lease.revisions[name]):
+            if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
 
         async def run() -> bool:
             controller = Controller(
-                leased, lease, secret_file, record.state.admin_key, log_folder=logs, replica_class=replica_class
+                leased, lease, words, secret_file, record.state.admin_key, log_folder=logs, replica_class=replica_class
             )
             opened = await controller.open()
             if note := attached_note(opened):
@@ -133,7 +136,7 @@ def run_from_stdin(parent: int) -> None:
     """The controller of a `serve`: its ControllerConfig comes through a pipe once Ray is up. Ends the process."""
     set_parent_death_signal(parent)
     from headrace_cluster.ray import connection
-    from headrace_cluster.ray.controller import Controller, prepare_lease
+    from headrace_cluster.ray.controller import Controller, prepare
 
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerConfig)
     spec = ClusterSpec.model_validate_json(config.spec)
@@ -142,7 +145,7 @@ def run_from_stdin(parent: int) -> None:
 
     async def run() -> None:
         controller = Controller(
-            *prepare_lease(spec, {}),
+            *prepare(spec, {}),
             SecretFile(Path(config.secret_file)),
             config.admin_key,
             log_folder=config.log_folder,
@@ -157,8 +160,11 @@ def run_from_stdin(parent: int) -> None:
     try:
         connection.join(spec)
         asyncio.run(run())
+    except HeadraceError as error:
+        log.error(str(error))
+        status = 1
     except Exception as error:
-        log_unexpected(error)
+        log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
         status = 1
     os._exit(status)
 

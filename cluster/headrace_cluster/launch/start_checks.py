@@ -18,7 +18,7 @@ from headrace_cluster.core.placement import (
 )
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.errors import ReplicaFailedError
-from headrace_cluster.launch.address_checks import check_keys, check_ports, check_tls
+from headrace_cluster.launch.address_checks import check_keys, check_ports, check_secrets, check_tls
 from headrace_cluster.local.machine import Machine, this_machine
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
@@ -40,6 +40,7 @@ def check_start(
     """
     report("checking its files")
     check_tls(spec)
+    check_secrets(spec)
     if with_router:
         check_keys(spec)
     machine = this_machine() if spec.ray.address is None else None

@@ -71,7 +71,8 @@ def open_connection(host: str, port: int, timeout: float, context: ssl.SSLContex
 def tls_failure(address: str, error: Exception) -> CertificateError | None:
     """The error for a TLS connection that failed; None if TLS is not the reason. address: host:port."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        remedy = "" if error.verify_code in _DATES else "; name the authority that signed it with --ca FILE"
+        remedy = "; name the authority that signed it with --ca FILE or HEADRACE_CA"
+        remedy = "" if error.verify_code in _DATES else remedy
         return CertificateError(f"the certificate of {address} is not accepted ({error.verify_message}){remedy}")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return CertificateError(f"no TLS connection to {address} ({_reason(error)}); does this port use TLS?")

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace_cluster.core.snapshot import ControllerSnapshot, Lease
+from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.ray import private
 
 
@@ -10,16 +10,16 @@ class ClusterRecord:
     """Of one cluster. Every call blocks, and raises an error of Ray when the GCS does not answer."""
 
     def __init__(self, cluster: str) -> None:
-        self._snapshot_key, self._lease_key = f"{cluster}/snapshot", f"{cluster}/lease"
+        self._words_key, self._lease_key = f"{cluster}/words", f"{cluster}/lease"
 
-    def snapshot(self) -> ControllerSnapshot | None:
-        """The last controller's; None without an earlier one."""
-        encoded = private.get_value(self._snapshot_key)
-        return msgspec.msgpack.decode(encoded, type=ControllerSnapshot) if encoded else None
+    def words(self) -> Words:
+        """As the last controller kept them; empty without one."""
+        encoded = private.get_value(self._words_key)
+        return msgspec.msgpack.decode(encoded, type=Words) if encoded else Words()
 
-    def save_snapshot(self, snapshot: ControllerSnapshot) -> None:
-        """Replaces the snapshot."""
-        private.put_value(self._snapshot_key, msgspec.msgpack.encode(snapshot))
+    def save_words(self, words: Words) -> None:
+        """Replaces them."""
+        private.put_value(self._words_key, msgspec.msgpack.encode(words))
 
     def lease(self) -> Lease | None:
         """Of the controller that acts; None without one."""
@@ -32,5 +32,5 @@ class ClusterRecord:
 
     def remove(self) -> None:
         """The cluster has ended."""
-        for key in (self._snapshot_key, self._lease_key):
+        for key in (self._words_key, self._lease_key):
             private.delete_value(key)

@@ -10,17 +10,16 @@ from typing import Any
 import structlog
 
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
+from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.operations import explain_operation, replica_operations
-from headrace_cluster.controller.record_keeper import RecordKeeper
-from headrace_cluster.controller.status import down_reason
-from headrace_cluster.controller.supervisor import Supervisor
+from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.status import status_document, view
 from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS
 from headrace_cluster.core.revisions import Revisions, kept_revisions, with_commits
-from headrace_cluster.core.snapshot import ControllerSnapshot, Lease
-from headrace_cluster.core.view import Opened, ReplicaProgress, RouterPlace, View
+from headrace_cluster.core.view import Opened, View
+from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.local import state
 from headrace_cluster.ray import connection
@@ -39,16 +38,17 @@ NODE_SECONDS = 5.0  # between two looks at whether this node is part of Ray; it 
 log = structlog.get_logger(__name__)
 
 
-def prepare_lease(spec: ClusterSpec, found: Revisions) -> tuple[ClusterSpec, Lease]:
-    """What `Controller.open` needs to take over the cluster.
+def prepare(spec: ClusterSpec, found: Revisions) -> tuple[ClusterSpec, Lease, Words]:
+    """What `Controller` needs to take over the cluster. It blocks.
 
     found: the revisions of the spec that were resolved; the commits that an earlier controller loaded precede them in
     the spec that is returned.
     """
-    earlier = ClusterRecord(spec.cluster).lease()
-    epoch, before = (earlier.epoch + 1, earlier.revisions) if earlier else (1, {})
-    lease = Lease(id=state.new_key(), epoch=epoch, revisions=kept_revisions(spec, found, before))
-    return with_commits(spec, lease.revisions), lease
+    record = ClusterRecord(spec.cluster)
+    earlier, words = record.lease(), record.words()
+    words.revisions = kept_revisions(spec, found, words.revisions)
+    lease = Lease(id=state.new_key(), epoch=earlier.epoch + 1 if earlier else 1)
+    return with_commits(spec, words.revisions), lease, words
 
 
 class LeaseLostError(Exception):
@@ -65,6 +65,7 @@ class Controller:
         self,
         spec: ClusterSpec,
         lease: Lease,
+        words: Words,
         secret_file: SecretFile,
         admin_key: str,
         *,
@@ -75,6 +76,7 @@ class Controller:
         """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster."""
         self._spec = spec
         self._lease = lease
+        self._words = words
         self._admin_key = admin_key
         self._supervised = supervised
         self._secret_file = secret_file
@@ -82,12 +84,18 @@ class Controller:
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
         self._calls = calls = RayCalls()
-        driver = RayDriver(spec, secret_file.secret, calls, NODE_HOST, replica_class, log_folder)
-        self._supervisor = Supervisor(spec, driver, self._membership, partial(watch_health, self._member))
-        self._servers = contextlib.AsyncExitStack()  # that listen
         self._record = ClusterRecord(spec.cluster)
+        self._loop = ControlLoop(
+            spec,
+            words,
+            RayDriver(spec, secret_file.secret, calls, NODE_HOST, replica_class, log_folder),
+            self._membership,
+            partial(watch_health, self._member),
+            lambda: secret_file.secret.fingerprints,
+            lambda words: calls.run(self._record.save_words, words),
+        )
+        self._servers = contextlib.AsyncExitStack()  # that listen
         self._tasks: list[asyncio.Task[Any]] = []
-        self._keeping: asyncio.Task[None] | None = None
         self.stop_requested = False  # of the whole cluster
         self.taken = False  # by another controller
         self.node_lost = False  # Ray goes on without this node
@@ -106,24 +114,20 @@ class Controller:
         self._servers.push_async_callback(grpc.stop, grace=0.2)
         self._servers.callback(admin.close)
         try:
-            adopted = await self._supervisor.adopt(await self._calls.run(self._record.snapshot))
+            adopted, outdated = await self._loop.open()
             # Not before: one with a wrong secret adopts nothing, and must not end the one with the right secret.
-            await self._calls.run(self._take_lease)
+            self._words.update(await self._calls.run(self._take_lease))
         except BaseException:
             await self._servers.aclose()
             raise
         self._calls.before = self._check_lease
-        self._supervisor.start()
-        keeper = RecordKeeper(self._supervisor, self._save)
-        self._keeping = self._repeat("the record", keeper.run)
+        self._loop.start()
         self._repeat("the watch over the lease", self._watch_lease)
         self._repeat("the watch over this node", self._watch_node)
-        watch = partial(self._secret_file.watch, self._supervisor.send_secret, log.warning)
-        self._repeat("the watch over the secret file", watch)
+        self._repeat("the watch over the secret file", partial(self._secret_file.watch, lambda: None, log.warning))
         if self._key_file is not None:
             self._repeat("the watch over the admin key file", partial(self._key_file.watch, lambda: None, log.warning))
-        operations = replica_operations(self._supervisor, keeper.saved)
-        operations.append(explain_operation(self._membership.explaining))
+        operations = replica_operations(self._loop, self._membership)
         documents = {"/status": self._status, "/view": self.view}
         app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
         tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
@@ -135,7 +139,7 @@ class Controller:
             control_port=port,
             admin_port=admin_port,
             adopted=adopted,
-            outdated=sum(record.outdated for record in self._supervisor.reconciler.builds()),
+            outdated=outdated,
         )
 
     def stop(self) -> None:
@@ -146,31 +150,11 @@ class Controller:
 
     def view(self) -> View:
         """For the process that shows it."""
-        reconciler, overview = self._supervisor.reconciler, self._supervisor.overview
-        status = overview.status()
-        return View(
-            ready=reconciler.ready,
-            fatal=reconciler.fatal,
-            unable=dict(reconciler.unable),
-            problems=status["problems"],
-            stop_requested=self.stop_requested,
-            progress=[ReplicaProgress(key, p.stage, p.fraction) for key, p in overview.progress().items()],
-            started=overview.started(),
-            roles={record.replica_id: str(record.role) for record in reconciler.records.values()},
-            routers=[RouterPlace(r.id, r.pid, r.http, r.grpc, r.metrics) for r in self._membership.routers.values()],
-            failures={
-                entry["id"]: reason
-                for entry in status["replicas"]
-                if (reason := down_reason(reconciler.records[entry["id"]], entry["note"]))
-            },
-            in_flight=overview.in_flight,
-        )
+        return view(self._loop, self._membership, stop_requested=self.stop_requested)
 
     async def close(self) -> None:
         """Drains and ends every replica, then the servers, then what is left of the cluster by name."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-        await self._supervisor.stop()
+        await self._loop.stop()
         await self._servers.aclose()
         self._calls.before = None
         await self._calls.run(self._record.remove)
@@ -182,7 +166,7 @@ class Controller:
 
     def _repeat(self, label: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Runs it until this process ends; the status shows its failures."""
-        task = asyncio.create_task(self._supervisor.retries.run(label, work))
+        task = asyncio.create_task(self._loop.retries.run(label, work))
         self._tasks.append(task)
         return task
 
@@ -195,14 +179,15 @@ class Controller:
                 self.taken = True
                 self.ended.set()
 
-    def _take_lease(self) -> None:
-        """Raises ControllerTakenError: one that was started later has it by now."""
+    def _take_lease(self) -> Words:
+        """The record as it is then. Raises ControllerTakenError: one that was started later has the lease by now."""
         found = self._record.lease()
         if found is not None and found.epoch >= self._lease.epoch:
             raise ControllerTakenError(
                 f"another controller took over the cluster '{self._spec.cluster}' while this one started; this one ends"
             )
         self._record.save_lease(self._lease)
+        return self._record.words()
 
     def _check_lease(self) -> None:
         """Before every call: this process may have been paused while another one took over. Raises LeaseLostError."""
@@ -218,8 +203,5 @@ class Controller:
         self.node_lost = True
         self.ended.set()
 
-    async def _save(self, snapshot: ControllerSnapshot) -> None:
-        await self._calls.run(self._record.save_snapshot, snapshot)
-
     def _status(self) -> dict[str, Any]:
-        return self._supervisor.status() | {"controller": {"pid": os.getpid()}}
+        return status_document(self._loop, self._membership) | {"controller": {"pid": os.getpid()}}

@@ -1,57 +1,56 @@
-"""Runs ranks as Ray actors: a placement group per replica with a bundle per stage, a named detached actor per rank."""
+"""Runs ranks as Ray actors: a placement group per build with a bundle per stage, a named detached actor per rank."""
 
 import asyncio
+import contextlib
 import os
-import time
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import placement_group, placement_group_table
+import ray.util
+from ray.util.placement_group import get_placement_group, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
-from headrace_cluster.core.driver import (
-    LATE_POLL_SECONDS,
-    NOTE_SECONDS,
-    PLACE_POLL_SECONDS,
-    STOP_SECONDS,
-    AdoptedBuild,
-    AdoptedState,
-    Progress,
-    RankFacts,
-)
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import rank_gpus, threads_per_rank, waiting_sentence
+from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import (
     REPLICA_CLASS,
     ProfileOutcome,
-    fingerprint,
+    RankReport,
+    Stage,
+    config_digest,
     replica_config,
 )
-from headrace_cluster.core.record import DesiredReplica
-from headrace_cluster.core.snapshot import ControllerSnapshot
-from headrace_cluster.errors import PlacementError, RoleError
+from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
-from headrace_cluster.ray import resources as ray_resources
-from headrace_cluster.ray.calls import RayCalls, RayHangsError
+from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.rank_actor import RankActor
-from headrace_cluster.ray.rank_group import RankGroup
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.logs import LogConfig
 from headrace_proto.role import Role
-from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
+from headrace_worker.core.config import ReplicaConfig
 
+REPORT_SECONDS = 20.0  # of one call that waits for another report; then it is repeated
+STARTING_SECONDS = 0.2  # between two reports of a start, whose progress changes often
+UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
+
+_VERSION = version("headrace")
 _CALLS = 8  # of a rank at a time: a report that is waited for, a profile, and short ones
+# Other errors of Ray do not show that a rank has ended.
+_KILLED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ActorPlacementGroupRemoved)
 
 
 class RayDriver:
-    """A `ReplicaDriver` on the Ray that this process is connected to."""
+    """A `RankDriver` on the Ray that this process is connected to."""
 
     def __init__(
         self,
@@ -69,52 +68,69 @@ class RayDriver:
         self._replica_class = replica_class
         self._log_folder = log_folder
         self._on_gpus: set[str] = set()  # models with a replica on GPUs
-        self._groups: dict[ReplicaName, RankGroup] = {}
-        self._expected: dict[str, bytes] = {}  # fingerprint of each replica of the spec
+        self._actors: dict[tuple[ReplicaName, int], Any] = {}  # handles
+        self._processes: dict[tuple[ReplicaName, int], ProcessId] = {}  # of ranks on this node
 
-    async def launch(
-        self,
-        name: ReplicaName,
-        model: ModelSpec,
-        role: Role,
-        on_wait: Callable[[str], None],
-        seconds: float | None = None,
-    ) -> list[RankFacts]:
-        """See ReplicaDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
-        gpus = await self._rank_gpus(model)
+    def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
+        """See RankDriver."""
+        return config_digest(self._config(ReplicaName(replica_id, 0), model, Role.BOTH, 0), roll, _VERSION)
+
+    async def look(self) -> Seen:
+        """See RankDriver."""
+        seen, found = await self._calls.run(self._find, set(self._actors))
+        self._actors |= found
+        return seen
+
+    def _find(self, known: set[tuple[ReplicaName, int]]) -> tuple[Seen, dict[tuple[ReplicaName, int], Any]]:
+        """With the handles of ranks that are not known."""
+        cluster = self._spec.cluster
+        ranks = ray_names.ranks(cluster)
+        handles = {key: ray_names.find_actor(key[0].rank(key[1]), cluster) for key in ranks - known}
+        found = {key: actor for key, actor in handles.items() if actor is not None}
+        return Seen(ray_names.groups(cluster), ranks & (known | found.keys())), found
+
+    async def place(self, name: ReplicaName, model: ModelSpec) -> None:
+        """See RankDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
+        await self._calls.run(self._place, name, model)
+
+    def _place(self, name: ReplicaName, model: ModelSpec) -> None:
+        if name in ray_names.groups(self._spec.cluster):
+            return
         # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
-        share = {"CPU": model.cpu_share} | ({"GPU": gpus} if gpus else {})
-        stage = {kind: amount * model.tp for kind, amount in share.items()}
-        place = await self._calls.run(
-            placement_group,
-            [stage] * model.pp,
+        share = {"CPU": model.cpu_share} | ({"GPU": 1} if self._uses_gpus(model) else {})
+        placement_group(
+            [{kind: amount * model.tp for kind, amount in share.items()}] * model.pp,
             strategy="PACK",
             name=name.group(self._spec.cluster),
             lifetime="detached",
             bundle_label_selector=[dict(model.node_labels)] * model.pp if model.node_labels else None,
         )
-        began = time.monotonic()
-        while not await self._is_placed(place):
-            waited = time.monotonic() - began
-            if waited > NOTE_SECONDS or (seconds is not None and waited > seconds):
-                reason = await self._waiting_reason(model, gpus)
-                if seconds is not None and waited > seconds:
-                    await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
-                    raise PlacementError(f"{name.replica_id}: {reason}")
-                on_wait(reason)
-            await asyncio.sleep(PLACE_POLL_SECONDS if waited < NOTE_SECONDS else LATE_POLL_SECONDS)
-        on_wait("")
-        threads = model.cpu_threads
-        if threads is None:
-            threads = await self._calls.run(self._threads_per_rank, place)
+
+    async def waiting_reason(self, model: ModelSpec) -> str:
+        """See RankDriver."""
+        return await self._calls.run(
+            lambda: waiting_sentence(model, int(self._uses_gpus(model)), ray.available_resources())
+        )
+
+    def _uses_gpus(self, model: ModelSpec) -> bool:
+        """With the device `auto`, a model that once ran on GPUs waits for one: a node of them may be lost."""
+        have = int(ray.cluster_resources().get("GPU", 0))
+        if rank_gpus(model, have or (model.name in self._on_gpus)):
+            self._on_gpus.add(model.name)
+        return model.name in self._on_gpus
+
+    async def fill(self, name: ReplicaName, model: ModelSpec, role: Role, digest: bytes) -> None:
+        """See RankDriver. Each rank is a call of its own: there may be many."""
+        place, threads = await self._calls.run(self._prepare, name, model)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
+        space, gpus = naming.namespace(self._spec.cluster), int(model.name in self._on_gpus)
         actor_class = ray.remote(RankActor)
-        space = naming.namespace(self._spec.cluster)
 
         def create(rank: int) -> Any:
             options = actor_class.options(
                 name=name.rank(rank),
                 namespace=space,
+                get_if_exists=True,
                 lifetime="detached",
                 num_cpus=model.cpu_share,
                 num_gpus=gpus,
@@ -123,107 +139,84 @@ class RayDriver:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
                 runtime_env={"env_vars": self._rank_environment(threads)},
             )
-            return options.remote(config, rank, space, self._replica_class, self._logs(name, rank))
+            return options.remote(config, rank, digest, space, self._replica_class, self._logs(name, rank))
 
-        actors = [await self._calls.run(create, rank) for rank in range(model.ranks)]
-        group = self._groups[name] = RankGroup(name, self._spec.cluster, actors, self._log_folder)
-        return await group.locate()
+        for rank in range(model.ranks):
+            self._actors[name, rank] = await self._calls.run(create, rank)
 
-    async def _is_placed(self, place: Any) -> bool:
-        """Not while Ray does not answer: it keeps the request meanwhile."""
-        try:
-            table: dict[str, Any] = await self._calls.run(placement_group_table, place)
-        except RayHangsError:
-            return False
-        return str(table.get("state", "")) == "CREATED"
-
-    async def _waiting_reason(self, model: ModelSpec, gpus: int) -> str:
-        try:
-            return waiting_sentence(model, gpus, await self._calls.run(ray.available_resources))
-        except RayHangsError as error:
-            return f"waiting for a place: {error}"
-
-    async def _rank_gpus(self, model: ModelSpec) -> int:
-        """With the device `auto`, a model that once ran on GPUs waits for one: a node of them may be lost."""
-        have = int((await self._calls.run(ray.cluster_resources)).get("GPU", 0))
-        if rank_gpus(model, have or (model.name in self._on_gpus)):
-            self._on_gpus.add(model.name)
-            return 1
-        return 0
-
-    async def adopt(self, replicas: Iterable[DesiredReplica], snapshot: ControllerSnapshot | None) -> AdoptedState:
-        """See ReplicaDriver."""
-        for replica in replicas:
-            config = self._config(ReplicaName(replica.replica_id, 0), replica.model, replica.role, 0)
-            self._expected[replica.replica_id] = fingerprint(config)
-        adopted_state, groups = await ray_resources.adopt(
-            self._calls, self._spec.cluster, self._expected, self._secret.fingerprints, snapshot
-        )
-        self._note_gpus(adopted_state.builds)
-        self._groups |= {group.name: group for group in groups}
-        return adopted_state
-
-    async def report(self, name: ReplicaName) -> AdoptedBuild | None:
-        """See ReplicaDriver."""
-        build = await ray_resources.ask(self._groups[name], self._expected, self._secret.fingerprints)
-        self._note_gpus([build] if build is not None else [])
-        return build
-
-    def _note_gpus(self, builds: Iterable[AdoptedBuild]) -> None:
-        self._on_gpus |= {build.model for build in builds if build.ranks[0].device.startswith("cuda")}
-
-    async def start(self, name: ReplicaName) -> ReplicaStarted:
-        """See ReplicaDriver."""
-        await self._groups[name].set_secret(self._secret.values)
-        return await self._groups[name].started()
-
-    async def send_secret(self, name: ReplicaName) -> None:
-        """See ReplicaDriver."""
-        await self._groups[name].set_secret(self._secret.values)
-
-    async def progress(self, name: ReplicaName) -> Progress | None:
-        """See ReplicaDriver."""
-        group = self._groups.get(name)
-        return group.progress if group is not None else None
-
-    async def wait_for_death(self, name: ReplicaName) -> str:
-        """See ReplicaDriver."""
-        return await self._groups[name].ended()
-
-    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
-        """See ReplicaDriver."""
-        group = self._groups.get(name)
-        return await group.profile(steps, seconds) if group is not None else []
-
-    async def set_role(self, name: ReplicaName, role: Role, number: int) -> None:
-        """See ReplicaDriver."""
-        group = self._groups.get(name)
-        if group is None:
-            raise RoleError(f"{name.replica_id} has just ended: ask again when it is ready")
-        await group.set_role(role, number)
-
-    async def drain(self, name: ReplicaName, *, held: bool) -> None:
-        """See ReplicaDriver."""
-        group = self._groups.get(name)
-        if group is not None:
-            await group.drain(held)
-
-    async def stop(self, name: ReplicaName, seconds: float = STOP_SECONDS) -> None:
-        """See ReplicaDriver."""
-        group = self._groups.get(name)
-        if group is not None:
-            await group.stop(seconds)
-            await self._calls.run(group.kill)
-            group.close()
-        await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
-        self._groups.pop(name, None)
-
-    # -- configuration of a rank ------------------------------------------------------------------------------
-
-    def _threads_per_rank(self, place: Any) -> int:
+    def _prepare(self, name: ReplicaName, model: ModelSpec) -> tuple[Any, int]:
+        """The placement group, and the threads of a rank."""
+        place = get_placement_group(name.group(self._spec.cluster))
+        if model.cpu_threads is not None:
+            return place, model.cpu_threads
         cores = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
         placed = placement_group_table(place).get("bundles_to_node_id", {}).values()
-        return threads_per_rank(cores, placed, sum(pool.ranks for model in self._spec.models for pool in model.pools))
+        ranks = sum(pool.ranks for each in self._spec.models for pool in each.pools)
+        return place, threads_per_rank(cores, placed, ranks)
+
+    async def watch(self, name: ReplicaName, rank: int, receive: Callable[[RankReport], None]) -> None:
+        """See RankDriver."""
+        actor, seen = self._actors[name, rank], -1
+        while True:
+            try:
+                encoded = await actor.report.remote(seen, REPORT_SECONDS)
+            except ray.exceptions.ActorUnavailableError:  # the network, or Ray's GCS: the rank may be alive
+                await asyncio.sleep(UNAVAILABLE_SECONDS)
+                continue
+            except _KILLED:
+                return
+            report = msgspec.msgpack.decode(encoded, type=RankReport)
+            if seen < 0 and report.node == str(ray.util.get_node_ip_address()):
+                process = ProcessId.of(report.pid)
+                self._processes |= {(name, rank): process} if process is not None else {}
+            if report.gpus:
+                self._on_gpus.add(report.model)
+            seen = report.version
+            receive(report)
+            if report.stage is Stage.STARTING:
+                await asyncio.sleep(STARTING_SECONDS)
+
+    async def send_secret(self, name: ReplicaName, rank: int) -> None:
+        """See RankDriver."""
+        await self._actors[name, rank].set_secret.remote(self._secret.values)
+
+    async def set_role(self, name: ReplicaName, role: Role) -> None:
+        """See RankDriver. Rank 0 represents the replica."""
+        await self._actors[name, 0].set_role.remote(str(role))
+
+    async def drain(self, name: ReplicaName, seconds: float) -> None:
+        """See RankDriver. A rank that has ended has no requests."""
+        calls = [actor.drain.remote(seconds) for actor in self._of(name)]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            unavailable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            if isinstance(error, BaseException) and (unavailable or not isinstance(error, _KILLED)):
+                raise error
+
+    async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
+        """See RankDriver."""
+        return await asyncio.gather(*(_profile(actor, steps, seconds) for actor in self._of(name)))
+
+    async def end(self, name: ReplicaName, seconds: float) -> None:
+        """See RankDriver."""
+        calls = [asyncio.ensure_future(_stop(actor)) for actor in self._of(name)]
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=seconds)
+            for call in late:
+                call.cancel()
+        for key in [key for key in self._actors if key[0] == name]:
+            await self._calls.run(ray_names.kill_actor, name.rank(key[1]), self._spec.cluster)
+            if (process := self._processes.get(key)) is not None:
+                process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
+        await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
+        for key in [key for key in self._actors if key[0] == name]:
+            del self._actors[key]
+            self._processes.pop(key, None)
+
+    def _of(self, name: ReplicaName) -> list[Any]:
+        """Handles of a build's ranks, in order."""
+        return [actor for key, actor in sorted(self._actors.items(), key=lambda item: item[0]) if key[0] == name]
+
+    # -- configuration of a rank ------------------------------------------------------------------------------
 
     def _rank_environment(self, threads: int) -> dict[str, str]:
         # Libraries read these when they load, so they are set before the process starts; Ray would set one thread.
@@ -262,3 +255,17 @@ def _absolute(path: str) -> str:
     """A path that exists here, for ranks, which have another working directory; others unchanged."""
     found = Path(path).expanduser()
     return str(found.resolve()) if found.exists() else path
+
+
+async def _stop(actor: Any) -> None:
+    """A dead rank has nothing to stop."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        await actor.stop.remote()
+
+
+async def _profile(actor: Any, steps: int, seconds: float) -> ProfileOutcome:
+    try:
+        encoded = await actor.profile.remote(steps, seconds)
+    except ray.exceptions.RayError:
+        return ProfileOutcome(error="the rank was killed while it was profiled")
+    return msgspec.msgpack.decode(encoded, type=ProfileOutcome)

@@ -36,23 +36,23 @@ def remove_group(name: str) -> None:
     remove_placement_group(group)
 
 
-def rank_actors(cluster: str) -> dict[tuple[ReplicaName, int], Any]:
-    """The handles of a cluster's live ranks, by build and rank."""
+def ranks(cluster: str) -> set[tuple[ReplicaName, int]]:
+    """A cluster's live ranks, by build and rank."""
     space = naming.namespace(cluster)
     names = [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == space]
-    found = {rank: find_actor(name, cluster) for name in names if (rank := naming.parse_rank(name)) is not None}
-    return {rank: actor for rank, actor in found.items() if actor is not None}
+    return {rank for name in names if (rank := naming.parse_rank(name)) is not None}
 
 
-def groups(cluster: str) -> set[ReplicaName]:
-    """The builds that have a placement group."""
-    names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return {build for name in names if (build := naming.parse_group(name, cluster)) is not None}
+def groups(cluster: str) -> dict[ReplicaName, bool]:
+    """The builds that have a placement group, and whether it has a place."""
+    found = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    states = {naming.parse_group(group["name"], cluster): group["state"] == "CREATED" for group in found}
+    return {name: placed for name, placed in states.items() if name is not None}
 
 
 def end_cluster(cluster: str) -> None:
     """Ends every rank and placement group of a cluster."""
-    for name, rank in rank_actors(cluster):
+    for name, rank in ranks(cluster):
         kill_actor(name.rank(rank), cluster)
     for name in groups(cluster):
         remove_group(name.group(cluster))

@@ -17,13 +17,11 @@ from headrace_cluster.core.rank_config import (
     ENDED,
     NODE_HOST,
     REPLICA_CLASS,
-    UP,
     Binding,
     ProfileOutcome,
     RankReport,
     Stage,
     bind_gpus,
-    fingerprint,
 )
 from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
@@ -44,11 +42,18 @@ class RankActor:
     """
 
     def __init__(
-        self, config: bytes, rank: int, namespace: str, replica_class: str = REPLICA_CLASS, logs: bytes = b""
+        self,
+        config: bytes,
+        rank: int,
+        digest: bytes,
+        namespace: str,
+        replica_class: str = REPLICA_CLASS,
+        logs: bytes = b"",
     ) -> None:
-        """config: an encoded ReplicaConfig. namespace: of the cluster's actors, where rank 0 has a name.
+        """config: an encoded ReplicaConfig. digest: of what is wanted, for reports.
 
-        logs: an encoded LogConfig; empty: the logging is not changed.
+        namespace: of the cluster's actors, where rank 0 has a name. logs: an encoded LogConfig; empty: the logging is
+        not changed.
         """
         import ray
         import ray.util
@@ -65,16 +70,16 @@ class RankActor:
             pid=os.getpid(),
             node=node,
             gpus=[str(gpu) for gpu in ray.get_gpu_ids()],
-            fingerprint=fingerprint(self._config),
+            digest=digest,
             secrets=(),
             model=self._config.model,
             tp=self._config.tp,
             pp=self._config.pp,
             role=self._config.role,
-            role_number=0,
             log_path=log_path,
         )
         self._changed = threading.Condition()  # of the report
+        self._drains_until = 0.0
         if self._config.host == NODE_HOST:
             self._config = replace(self._config, host=node)
         self._secret = ClusterSecret(())
@@ -96,7 +101,8 @@ class RankActor:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._newest.version != seen, seconds)
-            return msgspec.msgpack.encode(self._newest)
+            left = max(0.0, self._drains_until - time.monotonic())
+            return msgspec.msgpack.encode(msgspec.structs.replace(self._newest, drain_seconds=left))
 
     def set_secret(self, values: tuple[bytes, ...]) -> None:
         """Starts the replica, the first time. What has started keeps the keys of its cache when the secret changes."""
@@ -107,31 +113,27 @@ class RankActor:
     def meet(self, rank: int, node: str, gpus: Sequence[str]) -> bytes:
         """On rank 0, for the other ranks: an encoded Binding once all ranks are there; empty until then.
 
-        Raises RankLostError once rank 0 has failed.
+        Raises RankLostError if rank 0 has failed before.
         """
-        if self._newest.stage in ENDED:
-            raise RankLostError("rank 0 has failed")
         self._meeting.add(rank, node, gpus)
         binding = self._meeting.binding(rank)
+        if binding is None and self._newest.stage in ENDED:
+            raise RankLostError("rank 0 has failed")
         return msgspec.msgpack.encode(binding) if binding is not None else b""
 
-    def set_role(self, role: str, number: int) -> None:
-        """Sets how routers use the replica from now on. For rank 0.
-
-        number: of the decision; a call with an earlier number than the last one changes nothing.
-        """
+    def set_role(self, role: str) -> None:
+        """Sets how routers use the replica from now on. For rank 0."""
         with self._changed:
-            if number < (self._newest.role_number or 0):
-                return
             self._replica.set_role(role)
-            self._note(role=role, role_number=number)
+            self._note(role=role)
 
-    def drain(self, held: bool) -> None:
-        """Stops accepting requests, once it does. held: whether an operator drains it."""
+    def drain(self, seconds: float) -> None:
+        """Stops accepting requests, once it does; those in flight have so many seconds, of the first call."""
         with self._changed:
-            if self._newest.stage in UP:
+            if self._newest.stage is Stage.READY:
+                self._drains_until = time.monotonic() + seconds
                 self._replica.drain()
-                self._note(stage=Stage.DRAINING, held=held)
+                self._note(stage=Stage.DRAINING)
 
     def profile(self, steps: int, seconds: float) -> bytes:
         """Records the next steps; returns an encoded ProfileOutcome once the trace is written or has failed."""

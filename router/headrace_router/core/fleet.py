@@ -152,12 +152,16 @@ class Fleet(Generic[C]):
             return
         self._version = members.epoch, members.version
         listed: dict[tuple[str, str, int], Member] = {}
+        kept: set[tuple[str, int]] = set()  # which the controller knows by name only: it has just started
         for member in members.members:
+            if not member.address:
+                kept.add((member.identity.replica_id, member.identity.generation))
             if member.state in (REPLICA_STATE_DEAD, REPLICA_STATE_STARTING) or not member.address:
                 continue
             listed[member.address, member.identity.replica_id, member.identity.generation] = member
         for key, link in self._links.items():
-            link.state.list_as(listed.pop(key, None))
+            if key[1:] not in kept:
+                link.state.list_as(listed.pop(key, None))
         self._unlisted = {key: link for key, link in self._links.items() if link.state.listing is None}
         for key, member in listed.items():
             self._links[key] = self._open_link(member)

@@ -73,6 +73,8 @@ async def watch_controller(
                 try:
                     async for members in stub.Watch(WatchRequest(router=info), metadata=member.metadata):
                         fleet.update(members)
+                        if warned:
+                            log.warning("the controller is reachable again", address=address)
                         backoff, warned, listed = FIRST_BACKOFF, False, True
                 finally:
                     report.cancel()

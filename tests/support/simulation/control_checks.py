@@ -3,9 +3,8 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from headrace_cluster.core.adoption import AdoptionPlan, Reports
+from headrace_cluster.core.build import SERVING, Build
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import Record, State
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.role import Role
@@ -81,7 +80,7 @@ class ControlChecks:
     def rank_ended(self, rank: RankProcess, cause: str) -> None:
         """A rank's process has ended."""
         self._ended.setdefault(rank.address, self._world.now)
-        if self.harmless and cause not in ("stopped", "not adopted", "its placement group was removed"):
+        if self.harmless and cause not in ("stopped", "its placement group was removed"):
             self._world.fail(f"{rank.name} ended in a schedule without faults of replicas: {cause}")
 
     def stopping(self, controller: "SimController", name: ReplicaName) -> None:
@@ -109,7 +108,7 @@ class ControlChecks:
         if not self.harmless or self._cluster.stopping or replica is None or replica.draining:
             return
         serving = {build.replica_id for build in self._up if build != name and self._serves(build)}
-        desired = {replica.replica_id for replica in controller.supervisor.reconciler.desired}
+        desired = set(controller.planner.wanted)
         replaced = {name.replica_id} if serving - {name.replica_id} else set()
         if missing := desired - serving - self.operated - replaced:
             self._world.fail(f"the controller drains {name} while {sorted(missing)} do not serve")
@@ -119,16 +118,10 @@ class ControlChecks:
         return replica is not None and not replica.draining and not replica.stopped
 
     def _replaced_in_order(self, controller: "SimController", name: ReplicaName) -> bool:
-        record = self._record(controller, name)
-        if record is None or "was not ready after" in record.cause:  # not the current build, or never used
+        build = controller.planner.builds.get(name)
+        if build is None or "was not ready after" in build.cause:  # it was never used
             return True
-        return record.held or record.rolling or record.outdated or record.state is State.DRAINING
-
-    @staticmethod
-    def _record(controller: "SimController", name: ReplicaName) -> Record | None:
-        """Also of a build that was just declared dead."""
-        records = controller.supervisor.reconciler.builds()
-        return next((record for record in records if record.name == name), None)
+        return build.leave_until is not None or "every router was connected" in build.cause
 
     def _receives(self, router: "ManagedRouter", name: ReplicaName) -> bool:
         """Whether a router receives from a build, and its reports have arrived, for longer than these count."""
@@ -136,43 +129,12 @@ class ControlChecks:
         since = max(heard_since, router.control.connected_since, router.frozen_until)
         return self._world.now - since > REPORTED_SECONDS
 
-    def adopted(self, controller: "SimController", plan: AdoptionPlan, reports: Reports) -> None:
-        """A controller has chosen what continues: of each replica, the last two builds that are up.
-
-        The newest one may not have every router yet, and the one before may have requests. A build whose ranks do not
-        reply is not ended for that.
-        """
-        kept = {build.name for build in plan.state.builds}
-        for name in sorted({name for (name, _), report in reports.items() if report is None}):
-            if self._is_up(name) and name in plan.ended_groups and not self._another_continues(name, kept):
-                self._world.fail(f"{name} is up, and a new controller ends it because its ranks do not reply")
-        whole = [name for name in self._up if self._is_whole(name, reports)]
-        for name in whole:
-            newer = [other for other in whole if other.replica_id == name.replica_id and other > name]
-            settled = self._world.now - self._up[name] >= LISTED_SECONDS
-            if name not in kept and settled and len(newer) < 2 and name in self._cluster.ray.groups:
-                self._world.fail(f"{name} is up, and a new controller does not adopt it")
-
-    def _another_continues(self, name: ReplicaName, kept: set[ReplicaName]) -> bool:
-        return any(other.replica_id == name.replica_id and other != name for other in kept)
-
-    def _is_up(self, name: ReplicaName) -> bool:
-        """Whether all its ranks are up, perhaps stopped for a while."""
-        ranks = self._cluster.ranks_of(name)
-        up = [rank for rank in ranks if rank.started is not None and rank.cause is None]
-        return bool(up) and len(up) == up[0].config.tp and len(up) == len(ranks)
-
-    def _is_whole(self, name: ReplicaName, reports: Reports) -> bool:
-        """Whether all its ranks are up, and were when they reported."""
-        found = [reports.get((name, rank.rank)) for rank in self._cluster.ranks_of(name)]
-        answered = all(report is not None and report.started is not None for report in found)
-        return self._is_up(name) and answered
-
     # -- routers -----------------------------------------------------------------------------------------------
 
     def listed(self, router: "ManagedRouter", members: control.MemberList) -> None:
         """A router receives a list: no build that serves is missing."""
         listed = {member.address for member in members.members}
+        unknown = {(m.identity.replica_id, m.identity.generation) for m in members.members if not m.address}
         now = self._world.now
         if max(self._cluster.network.open_at("controller", router.name), router.frozen_until) > now - LISTED_SECONDS:
             return  # lists of an earlier time arrive late
@@ -180,18 +142,19 @@ class ControlChecks:
             replica = self._cluster.build(name.replica_id, name.generation)
             if replica is None or replica.draining or replica.stopped or now - since < LISTED_SECONDS:
                 continue
-            current = [record for record in self._known(name) if record.name == name]
-            serves = bool(current) and current[0].state in (State.READY, State.UNHEALTHY)
-            if replica.address not in listed and serves and now - current[0].since > LISTED_SECONDS:
+            current = self._known(name)
+            serves = current is not None and current.state in SERVING and now - current.since > LISTED_SECONDS
+            kept = (name.replica_id, name.generation) in unknown
+            if replica.address not in listed and serves and not kept:
                 self._world.fail(f"{router.name} receives a list without {name}, which serves")
         for member in members.members:
             disturbed = self._disturbed.get(member.address, 0.0) > now - LISTED_SECONDS
             if self.harmless and member.state == pb.REPLICA_STATE_UNHEALTHY and not disturbed:
                 self._world.fail(f"the controller lists {member.address} as unhealthy, which no fault explains")
 
-    def _known(self, name: ReplicaName) -> list[Record]:
+    def _known(self, name: ReplicaName) -> Build | None:
         controller = self._cluster.controller
-        return [] if controller is None else list(controller.supervisor.reconciler.builds())
+        return None if controller is None else controller.planner.builds.get(name)
 
     def placed(self, router: "ManagedRouter", address: str) -> None:
         """A router places a request: not on a replica that has been dead or frozen for long."""

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.record import State
-from headrace_cluster.errors import DrainError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_proto.errors import HeadraceError
 from support.simulation.managed_cluster import ManagedCluster
 from support.simulation.rank_process import address_of
 from support.simulation.sim_operator import SimOperator
@@ -133,19 +132,16 @@ class ControlFaults:
     def roll(self) -> None:
         """An operator builds a replica again."""
         controller = self._cluster.controller
-        if controller is None or not controller.alive or controller.frozen or not controller.opened_in_order:
+        if controller is None or not controller.answers:
             return
-        reconciler, random = controller.supervisor.reconciler, self._world.random
-        records = list(reconciler.records.values())
-        ready = [record.replica_id for record in records if record.state is State.READY]
-        if not ready:
-            return
-        replica_id = random.choice(ready)
-        self.log(f"{replica_id} is rolled")
-        try:
-            controller.call(lambda: controller.supervisor.drains.roll(replica_id, allow_gap=False))
-        except DrainError as error:
-            self.log(str(error))
+        ready = [name for name in controller.planner.wanted if controller.planner.is_ready(name)]
+        if ready:
+            replica_id = self._world.random.choice(ready)
+            self.log(f"{replica_id} is rolled")
+            controller.operate("/rollout", {"replicas": [replica_id]}, self._rolled)
+
+    def _rolled(self, error: HeadraceError | None, recorded: bool) -> None:
+        self.log(f"the rollout: {error or 'accepted'}{'' if recorded else ', not recorded'}")
 
     def change_roles(self) -> None:
         """An operator changes roles; the controller is killed meanwhile, or not."""
@@ -179,7 +175,7 @@ class ControlFaults:
     def _lose_leaving(self, tries: int) -> None:
         """The controller is killed once an old build drains beside its next one, or not at all."""
         controller = self._cluster.controller
-        if controller is not None and controller.supervisor.reconciler.surges.leaving:
+        if controller is not None and any(build.leaving for build in controller.planner.builds.values()):
             self.kill_controller()
         elif tries:
             self._cluster.fault_later(0.05, lambda: self._lose_leaving(tries - 1))

@@ -14,7 +14,6 @@ from random import Random
 
 import structlog
 
-from headrace_cluster.core.record import State
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.control_checks import FREED_SECONDS
@@ -157,20 +156,22 @@ class ControlSchedule:
             return "requests have not ended"
         if controller is None or not controller.alive or controller.frozen or not cluster.live_routers:
             return "there is no controller, or no router"
-        reconciler = controller.supervisor.reconciler
-        records = list(reconciler.builds())
-        if any(record.state is not State.READY or record.rolling for record in records) or len(records) != self.count:
-            return f"replicas are not ready: {[(record.name, str(record.state), record.cause) for record in records]}"
-        if any(record.outdated and record.replica_id not in reconciler.surges.failed for record in records):
+        planner = controller.planner
+        builds = list(planner.builds.values())
+        if any(not build.serves for build in builds) or len(builds) != self.count:
+            return f"replicas are not ready: {[(build.name, str(build.state), build.cause) for build in builds]}"
+        # A build that failed ends the change of its model.
+        stopped = any(planner.slots[name].refused == wanted.digest for name, wanted in planner.wanted.items())
+        if not stopped and any(build.digest != planner.wanted[build.replica_id].digest for build in builds):
             return "replicas run as an earlier spec describes them"
-        names = {record.name for record in records}
+        names = {build.name for build in builds}
         if names != {name for name, _ in cluster.ray.ranks} or names != set(cluster.ray.groups):
             return f"Ray has {sorted({name for name, _ in cluster.ray.ranks})}, {sorted(cluster.ray.groups)}"
-        for record in records:
-            if record.role not in cluster.checks.roles[record.replica_id]:
-                return f"{record.name} has the role {record.role}, which no operator gave it"
-            if any(rank.role is not record.role for rank in cluster.ranks_of(record.name) if rank.rank == 0):
-                return f"the rank of {record.name} has another role"
+        for build in builds:
+            if build.role not in cluster.checks.roles[build.replica_id]:
+                return f"{build.name} has the role {build.role}, which no operator gave it"
+            if any(rank.role is not build.role for rank in cluster.ranks_of(build.name) if rank.rank == 0):
+                return f"the rank of {build.name} has another role"
         for router in cluster.live_routers:
             used = {state.replica_id for state in router.fleet.replicas if state.takes_work and not state.stalled}
             if used != {name.replica_id for name in names}:

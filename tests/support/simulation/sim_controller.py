@@ -1,24 +1,23 @@
-"""A controller's process: production supervisor, member list and record, on a simulated Ray."""
+"""A controller's process: production's control loop, member list and record, on a simulated Ray."""
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import ControlService
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import Operation, replica_operations
-from headrace_cluster.controller.record_keeper import RecordKeeper
-from headrace_cluster.controller.supervisor import Supervisor
-from headrace_cluster.core.snapshot import ControllerSnapshot
+from headrace_cluster.core.words import Words
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.errors import HeadraceError
 from support.simulation.health_stream import HealthStream
+from support.simulation.rank_process import SECRETS
 from support.simulation.sim_driver import SimDriver
 from support.simulation.virtual_loop import VirtualLoop
 from support.simulation.world import Fifo
@@ -26,7 +25,7 @@ from support.simulation.world import Fifo
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
 
-SNAPSHOT = "snapshot"
+RECORD = "words"
 
 
 class SimController:
@@ -40,20 +39,27 @@ class SimController:
         self.spec = spec
         self.cluster = cluster
         self.listening = False
+        self.acts = False  # it has the lease
         self.loop = VirtualLoop(cluster.world, self, rate)  # type: ignore[abstract]
         self._opening: asyncio.Task[None] | None = None
         self._operations: dict[str, Operation] = {}
         with self.loop.entered():
             self._membership = Membership(self.loop.time)
             self.service = ControlService(self._membership)
-            self.supervisor = Supervisor(
+            self._driver = SimDriver(self)
+            self.words = Words()
+            self.control = ControlLoop(
                 spec,
-                SimDriver(self),
+                self.words,
+                self._driver,
                 self._membership,
                 self._watch_health,
+                lambda: SECRETS,
+                self._save,
                 self.loop.time,
                 cluster.world.random.random,
             )
+        self.planner = self.control.planner
 
     @property
     def frozen(self) -> bool:
@@ -73,31 +79,33 @@ class SimController:
         return True
 
     @property
-    def opened_in_order(self) -> bool:
-        """Whether it reconciles."""
-        return self.supervisor._loop is not None
-
-    @property
     def answers(self) -> bool:
         """Whether operators' calls arrive."""
-        return self.alive and not self.frozen and self.opened_in_order
+        return self.alive and not self.frozen and self.acts
 
     async def _open(self) -> None:
-        driver = cast(SimDriver, self.supervisor._driver)
+        """As `Controller.open`."""
         self.listening = True
-        record = await driver.call_gcs(lambda: self.cluster.ray.values.get(SNAPSHOT))
-        snapshot = msgspec.msgpack.decode(record, type=ControllerSnapshot) if record else None
-        adopted = await self.supervisor.adopt(snapshot)
+        self.words.update(await self._driver.call_gcs(self._record))
+        adopted = await self.control.open()
+        self.words.update(await self._driver.call_gcs(self._take_lease))
         if self.cluster.world.tracing:
-            self.cluster.world.log(f"a controller adopts {adopted} builds; record: {snapshot}")
-        self.supervisor.start()
-        keeper = RecordKeeper(self.supervisor, partial(self._save, driver))
-        self.loop.create_task(keeper.run())
-        self._operations = {each.path: each for each in replica_operations(self.supervisor, keeper.saved)}
+            self.cluster.world.log(f"a controller takes up {adopted[0]} builds; record: {self.words}")
+        self.acts = True
+        self.control.start()
+        self._operations = {each.path: each for each in replica_operations(self.control, self._membership)}
 
-    async def _save(self, driver: SimDriver, snapshot: ControllerSnapshot) -> None:
-        encoded = msgspec.msgpack.encode(snapshot)
-        await driver.call_gcs(lambda: self.cluster.ray.values.update({SNAPSHOT: encoded}))
+    def _record(self) -> Words:
+        encoded = self.cluster.ray.values.get(RECORD)
+        return msgspec.msgpack.decode(encoded, type=Words) if encoded else Words()
+
+    def _take_lease(self) -> Words:
+        self.cluster.ray.lease = self
+        return self._record()
+
+    async def _save(self, words: Words) -> None:
+        encoded = msgspec.msgpack.encode(words)
+        await self._driver.call_gcs(lambda: self.cluster.ray.values.update({RECORD: encoded}))
 
     def kill(self) -> None:
         """At once; the streams of routers end."""
@@ -110,7 +118,9 @@ class SimController:
         with self.loop.entered():
             work()
 
-    def operate(self, path: str, body: dict[str, str], respond: Callable[[HeadraceError | None, bool], None]) -> None:
+    def operate(
+        self, path: str, body: dict[str, object], respond: Callable[[HeadraceError | None, bool], None]
+    ) -> None:
         """One call of the admin API. respond: gets its error, or whether the next controller would know of it."""
 
         async def call() -> None:
@@ -128,7 +138,7 @@ class SimController:
     def stop(self) -> "asyncio.Task[None]":
         """Ends the cluster in order."""
         with self.loop.entered():
-            return asyncio.create_task(self.supervisor.stop())
+            return asyncio.create_task(self.control.stop())
 
     # -- routers -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headrace_cluster.core.record import State
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import Role
 from support.simulation.control_checks import LISTED_SECONDS
@@ -30,8 +29,8 @@ class SimOperator:
         controller, checks = self._cluster.controller, self._cluster.checks
         if controller is None or not controller.answers:
             return
-        records = controller.supervisor.reconciler.records.values()
-        ready = [record.replica_id for record in records if record.state is State.READY and not record.held]
+        planner = controller.planner
+        ready = [name for name, wanted in planner.wanted.items() if planner.is_ready(name) and not wanted.drained]
         free = [replica_id for replica_id in ready if replica_id not in checks.operated]
         if free:
             replica_id = self._world.random.choice(free)
@@ -51,9 +50,7 @@ class SimOperator:
         controller = self._cluster.controller
         if controller is None or not controller.answers:
             return
-        free = [
-            replica_id for replica_id in controller.supervisor.reconciler.records if replica_id not in self._changing
-        ]
+        free = [replica_id for replica_id in controller.planner.wanted if replica_id not in self._changing]
         if free:
             replica_id, role = self._world.random.choice(free), self._world.random.choice(tuple(Role))
             self._changing.add(replica_id)
@@ -73,10 +70,10 @@ class SimOperator:
     def _await_ready(self, replica_id: str, recorded: bool) -> None:
         """Routers know a little later that it serves again. A drain whose end was not recorded may be back."""
         controller = self._cluster.controller
-        record = None if controller is None else controller.supervisor.reconciler.records.get(replica_id)
-        if record is not None and record.state is State.READY and not record.rolling:
+        wanted = None if controller is None else controller.planner.wanted.get(replica_id)
+        if controller is not None and controller.planner.is_ready(replica_id):
             self._cluster.fault_later(LISTED_SECONDS, lambda: self._cluster.checks.operated.discard(replica_id))
-        elif record is not None and record.held and not recorded:
+        elif wanted is not None and wanted.drained and not recorded:
             self._undrain(replica_id)
         else:
             self._cluster.fault_later(0.5, lambda: self._await_ready(replica_id, recorded))

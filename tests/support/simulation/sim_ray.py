@@ -46,7 +46,9 @@ class SimRay:
     groups: dict[ReplicaName, SimGroup] = field(default_factory=dict)
     ranks: dict[tuple[ReplicaName, int], RankProcess] = field(default_factory=dict)  # those that are alive
     names: set[ReplicaName] = field(default_factory=set)  # of all groups that there were
+    dying: dict[tuple[ReplicaName, int], RankProcess] = field(default_factory=dict)  # whose end is not known yet
     values: dict[str, bytes] = field(default_factory=dict)
+    lease: object = None  # the controller that acts
     silent_until: float = 0.0  # the GCS answers nothing
     failing_until: float = 0.0  # it answers errors
     failing_starts: int = 0  # of the next ranks, that end while they load
@@ -87,16 +89,17 @@ class SimRay:
                 self.kill(rank, "its placement group was removed")
             self.place()
 
-    def create_rank(self, group: SimGroup, rank: int, config: ReplicaConfig) -> RankProcess:
-        """Raises SimRayError when the name is in use, or its place is lost."""
-        if (group.name, rank) in self.ranks:
-            self.world.fail(f"rank {rank} of {group.name} is created twice")
-        if group.node is None or group.node.lost:
+    def create_rank(self, name: ReplicaName, rank: int, config: ReplicaConfig, digest: bytes) -> None:
+        """Raises SimRayError when its place is lost."""
+        group = self.groups.get(name)
+        if (name, rank) in self.ranks:
+            self.world.fail(f"rank {rank} of {name} is created twice")
+        if group is None or group.node is None or group.node.lost:
             raise SimRayError("the node of this rank is lost")
         self._pids += 1
-        process = RankProcess(self.world, group.name, rank, config, self._pids, group.node.name)
-        self.ranks[group.name, rank] = process
-        return process
+        process = RankProcess(self.world, name, rank, config, digest, self._pids, group.node.name)
+        process.answers_from = self.world.now + self.world.random.uniform(*PROCESS_SECONDS)
+        self.ranks[name, rank] = process
 
     # -- ends --------------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class SimRay:
         if not rank.alive:
             return
         rank.alive = False
-        del self.ranks[rank.build, rank.rank]
+        self.dying[rank.build, rank.rank] = self.ranks.pop((rank.build, rank.rank))
         self.ended(rank, cause)
         self.world.at(self.world.random.uniform(*detect), lambda: self._report_death(rank))
 
@@ -124,4 +127,5 @@ class SimRay:
         if self.world.now < self.silent_until:
             self.world.at(self.silent_until - self.world.now, lambda: self._report_death(rank))
         else:
+            del self.dying[rank.build, rank.rank]
             rank.report_death()

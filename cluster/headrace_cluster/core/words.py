@@ -1,0 +1,49 @@
+"""What operators said at run time, and what must not be used twice: kept in Ray's GCS for the next controller.
+
+A word overrides the spec until the spec's own value changes. All else is seen: what runs says what it is.
+"""
+
+import msgspec
+
+from headrace_cluster.core.revisions import ResolvedRevision
+
+
+class RoleWord(msgspec.Struct, frozen=True):
+    """The role of a replica."""
+
+    role: str
+    spec: str  # the role in the spec at that time
+
+
+class Roll(msgspec.Struct, frozen=True):
+    """That a replica is built again, as it is."""
+
+    number: int  # a part of the digest that is wanted
+    seconds: float  # for requests in flight
+    allow_gap: bool = False  # it may end before its next build is ready
+
+
+class Words(msgspec.Struct, kw_only=True):
+    """The record of one cluster, changed in place by its one controller. Dictionaries are by replica id."""
+
+    created: int = 0  # unix seconds: the date of the models in /v1/models
+    served: bool = False  # a replica was ready: from now on one that does not start does not end the cluster
+    revisions: dict[str, ResolvedRevision] = {}  # by model
+    generations: dict[str, int] = {}  # the newest of each replica: no number is used again
+    drained: dict[str, float] = {}  # seconds for requests in flight
+    roles: dict[str, RoleWord] = {}
+    rolls: dict[str, Roll] = {}
+
+    def update(self, newer: "Words") -> None:
+        """What the controller before has written since this was read."""
+        self.created, self.served = newer.created, newer.served
+        self.drained, self.roles, self.rolls = newer.drained, newer.roles, newer.rolls
+        for replica_id, generation in newer.generations.items():
+            self.generations[replica_id] = max(generation, self.generations.get(replica_id, 0))
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right of one controller to act: the newest one has it."""
+
+    id: str  # random, of one process
+    epoch: int = 1  # one more than that of the controller before

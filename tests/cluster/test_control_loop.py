@@ -1,0 +1,322 @@
+"""The loop over a driver with fake replicas: what it shows and lists, and that no failed call ends a replica."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from headrace_cluster.controller import control_loop
+from headrace_cluster.controller.control_service import start_control_server
+from headrace_cluster.controller.members import member_list
+from headrace_cluster.controller.profiles import Profiles
+from headrace_cluster.controller.status import router_status
+from headrace_cluster.core.backoff import Backoff
+from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.rank_config import ProfileOutcome
+from headrace_cluster.errors import AdoptionError, ProfileError
+from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
+from headrace_proto.channel_options import NO_PROXY
+from headrace_proto.errors import ListenError, MemoryTooSmallError
+from headrace_worker.profiling.report import Operator, ProfileReport
+from support.cluster.fake_driver import FakeDriver
+from support.cluster.fake_loop import Controlled, controlled
+from support.members import MEMBER, METADATA
+
+Eventually = Callable[..., Awaitable[Any]]
+
+FIRST, SECOND = (ReplicaName("smollm2-0", generation) for generation in (1, 2))
+
+
+class GcsError(Exception):
+    """What a call of Ray raises when its GCS does not answer."""
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_loop, "REPEAT", Backoff(0.05, 0.1))
+    monkeypatch.setattr(control_loop, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(control_loop, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(control_loop, "FIRST_SECONDS", 0.5)
+
+
+def test_status_and_stop(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with controlled(driver, replicas=2) as control:
+            await eventually(lambda: control.planner.ready)
+            driver.replicas[FIRST].running = 3
+            await eventually(lambda: control.status()["replicas"][0]["load"]["running"] == 3)
+            document = json.loads(json.dumps(control.status()))
+            replica = document["replicas"][0]
+            assert {key: replica[key] for key in ("id", "model", "revision", "role", "state", "ranks")} == {
+                "id": "smollm2-0",
+                "model": "smollm2",
+                "revision": "r1",
+                "role": "both",
+                "state": "ready",
+                "ranks": [{"rank": 0, "pid": 1001, "node": "here", "device": "cpu"}],
+            }
+            assert set(replica["load"]) == {"running", "waiting", "kv_usage"}
+            assert [entry["id"] for entry in document["replicas"]] == ["smollm2-0", "smollm2-1"]
+            stopping = asyncio.create_task(control.loop.stop())
+            await eventually(lambda: control.states() == ["draining", "draining"] or len(driver.ranks) == 1)
+            await asyncio.sleep(0.2)
+            assert FIRST in driver.ranks, "it has a request in flight"
+            driver.replicas[FIRST].running = 0
+            await asyncio.wait_for(stopping, 3)
+        assert driver.ranks == driver.groups == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_replica_is_removed_from_the_list_and_built_again(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            lists = control.membership.watch()
+            await eventually(lambda: control.planner.ready)
+            first = await _until(lists, lambda members: _ready(members) == [1])
+            driver.kill(FIRST)
+            await _until(lists, lambda members: _ready(members) == [])
+            again = await _until(lists, lambda members: _ready(members) == [2])
+            assert again.epoch == first.epoch and again.version > first.version
+            assert again.members[0].address != first.members[0].address
+            assert [(entry.name, list(entry.aliases)) for entry in again.models] == [("smollm2", ["small"])]
+            # The old build is ended before the new one is placed: both need the same memory.
+            calls = [call for call in driver.calls if call[0] in ("place", "end")]
+            assert calls[:3] == [("place", FIRST), ("end", FIRST), ("place", SECOND)]
+
+    asyncio.run(scenario())
+
+
+def test_a_router_watches_and_what_it_hears_counts(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            server, port = await start_control_server(control.membership, MEMBER, "127.0.0.1", 0)
+            with pytest.raises(ListenError, match="--control-port"):
+                await start_control_server(control.membership, MEMBER, "127.0.0.1", port)
+            await eventually(lambda: control.planner.ready)
+            replica = control_pb2.HeardReplica(replica_id="smollm2-0", generation=1, heard=True)
+            report = control_pb2.RouterReport(router_id="r-1", replicas=[replica])
+            async with MEMBER.channel(f"127.0.0.1:{port}", NO_PROXY) as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
+                router = control_pb2.RouterInfo(id="r-1", pid=7, http="127.0.0.1:1", grpc="127.0.0.1:2")
+                call = stub.Watch(control_pb2.WatchRequest(router=router), metadata=METADATA)
+                assert (await call.read()).members[0].identity.replica_id == "smollm2-0"
+                assert [entry["id"] for entry in control.status()["routers"]] == ["r-1"]
+
+                async def keep_reporting() -> None:
+                    while True:
+                        await stub.Report(report, metadata=METADATA)
+                        await asyncio.sleep(0.1)
+
+                reporting = asyncio.create_task(keep_reporting())
+                driver.replicas[FIRST].health_paused.set()
+                await eventually(lambda: "routers receive from it" in control.status()["replicas"][0]["note"])
+                assert control.states() == ["ready"] and not driver.named("end")
+                report.replicas[0].heard = False
+                await eventually(lambda: SECOND in driver.ranks)
+                reporting.cancel()
+                call.cancel()
+                await eventually(lambda: control.status()["routers"] == [])
+            await server.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_first_start_is_fatal(driver: FakeDriver, eventually: Eventually) -> None:
+    driver.failures = [MemoryTooSmallError("too little memory")]
+
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            await eventually(lambda: control.planner.fatal == "too little memory")
+            assert control.status()["replicas"][0]["note"] == "too little memory"
+
+    asyncio.run(scenario())
+
+
+def test_without_a_place_the_reason_is_shown_and_the_others_serve(driver: FakeDriver, eventually: Eventually) -> None:
+    driver.without_place = {"smollm2-1"}
+
+    async def scenario() -> None:
+        async with controlled(driver, replicas=2) as control:
+            await eventually(lambda: control.states() == ["ready", "pending"])
+            await eventually(lambda: "needs 1 GPU" in control.status()["replicas"][1]["note"])
+            driver.without_place.clear()
+            await eventually(lambda: control.planner.ready)
+
+    asyncio.run(scenario())
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["look", "place", "fill", "watch", "secret", "end", "save"])
+def test_a_call_that_fails_is_repeated_and_shown_and_ends_nothing(
+    driver: FakeDriver, eventually: Eventually, method: str
+) -> None:
+    async def scenario() -> None:
+        async with controlled(driver, replicas=2) as control:
+            await eventually(lambda: control.planner.ready)
+            driver.errors[method] = [GcsError("no GCS"), GcsError("no GCS")]
+            driver.kill(FIRST)
+            await eventually(lambda: any("no GCS" in problem for problem in control.status()["problems"]))
+            await eventually(lambda: not driver.errors[method] and control.planner.ready and SECOND in driver.ranks)
+            assert set(driver.named("end")) == {FIRST}, "of smollm2-0, and of no other replica"
+            if method != "watch":  # which goes on
+                await eventually(lambda: control.status()["problems"] == [])
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_fails_is_repeated(
+    driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with controlled(driver, replicas=2) as control:
+            await eventually(lambda: control.planner.ready)
+            decide = control.planner.actions
+
+            def fail(now: float) -> list[Any]:
+                raise KeyError("a bug")
+
+            monkeypatch.setattr(control.planner, "actions", fail)
+            (problem,) = await eventually(lambda: control.status()["problems"])
+            assert "a turn of the controller failed" in problem and not driver.named("end")
+            driver.kill(FIRST)
+            monkeypatch.setattr(control.planner, "actions", decide)
+            await eventually(lambda: SECOND in driver.replicas and control.planner.ready)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_controller_takes_up_what_runs(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        first = Controlled(driver, replicas=2)
+        await first.loop.open()
+        first.loop.start()
+        driver.start_gate.clear()
+        await eventually(lambda: len(driver.named("secret")) == 2)
+        first.die()
+        driver.start_gate.set()
+        await eventually(lambda: all(rank.report.started for rank in driver.ranks.values()))
+        async with controlled(driver, words=first.words, replicas=2) as second:
+            await eventually(lambda: second.planner.ready)
+            assert len(driver.named("place")) == 2 and not driver.named("end"), "they became ready without a controller"
+            second.die()
+            driver.unresponsive = {FIRST}
+            third = Controlled(driver, second.words, replicas=2)
+            assert await third.loop.open() == (1, 0)
+            members, _ = member_list(third.loop.spec, 0, third.planner)
+            assert sorted(bool(member.address) for member in members) == [False, True], "routers keep the other one"
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_with_another_secret_ends_without_an_effect(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            await eventually(lambda: control.planner.ready)
+            other = Controlled(driver)
+            other.planner._secrets = lambda: (b"another",)
+            with pytest.raises(AdoptionError, match=r"another secret: pass its file with --secret-file"):
+                await other.loop.open()
+            assert control.planner.ready and not driver.named("end")
+
+    asyncio.run(scenario())
+
+
+# -- documents ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_replica_claims_to_be_is_not_published(driver: FakeDriver, eventually: Eventually) -> None:
+    """Its reports would count for another build."""
+
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            await eventually(lambda: control.planner.ready)
+            driver.replicas[FIRST].config = driver.replicas[FIRST].config.__class__(
+                replica_id="m-9", generation=9, model="x" * 1000, source=""
+            )
+            await asyncio.sleep(0.2)
+            ((member,), _) = member_list(control.loop.spec, 5, control.planner)
+            assert (member.identity.replica_id, member.identity.generation) == ("smollm2-0", 1)
+            assert member.ByteSize() < 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("usage", [float("nan"), float("inf"), -float("inf"), 0.25])
+def test_numbers_that_json_does_not_have(driver: FakeDriver, eventually: Eventually, usage: float) -> None:
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            await eventually(lambda: control.planner.ready and FIRST in control.loop.health)
+            control.loop.health[FIRST] = replica_pb2.ReplicaHealth(load=replica_pb2.Load(running=1, kv_usage=usage))
+            document = json.loads(json.dumps(control.status(), allow_nan=False))
+            assert document["replicas"][0]["load"]["kv_usage"] == (0.25 if usage == 0.25 else 0.0)
+
+    asyncio.run(scenario())
+
+
+def test_how_a_router_places_requests_is_shown() -> None:
+    from headrace_cluster.cli.status import placement_lines
+
+    placed = control_pb2.ModelPlacement(
+        model="m", policy="predicted", prompt_tokens=200, cached_tokens=150, placements=8, cache_placements=6,
+        unknown_caches={"m-1": "its events are missing"},
+    )  # fmt: skip
+    idle = control_pb2.ModelPlacement(model="n", policy="predicted")
+    document = router_status(control_pb2.RouterInfo(id="r-1"), "", [placed, idle])
+    assert [line for entry in document["placement"] for line in placement_lines(entry)] == [
+        "m: placed by predicted, 75% of prompt tokens cached, 6 of 8 placements followed a cache",
+        "m: the KV blocks of m-1 are not known: its events are missing",
+        "n: placed by predicted, no request yet",
+    ]
+
+
+def test_a_profile_of_the_selected_replica(driver: FakeDriver, eventually: Eventually) -> None:
+    operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
+    report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
+
+    async def scenario() -> None:
+        async with controlled(driver, replicas=2) as control:
+            profiles = Profiles(control.loop)
+            await eventually(lambda: control.planner.ready)
+            driver.profiles = [ProfileOutcome(report)]
+            document = json.loads(json.dumps(await profiles.record("smollm2-0", 4, 1.0)))
+            trace = {
+                "rank": 0,
+                "node": "here",
+                "path": report.path,
+                "steps": 4,
+                "seconds": 0.25,
+                "note": "4 of 9 steps",
+            }
+            assert (document["id"], document["generation"], document["traces"]) == ("smollm2-0", 1, [trace])
+            (operator,) = document["operators"]
+            assert (operator["name"], operator["milliseconds"], operator["share"]) == ("aten::mm", 3.457, 0.75)
+            driver.profiles = [ProfileOutcome(error="serve with --profile DIR")]
+            for name, words in (
+                ("smollm2-0", "--profile DIR"),
+                ("other", "no replica 'other'"),
+                (None, "which replica"),
+            ):
+                with pytest.raises(ProfileError, match=words):
+                    await profiles.record(name, 4, 1.0)
+
+    asyncio.run(scenario())
+
+
+async def _until(
+    lists: AsyncIterator[control_pb2.MemberList], condition: Callable[[control_pb2.MemberList], bool]
+) -> control_pb2.MemberList:
+    async with asyncio.timeout(20):
+        async for members in lists:
+            if condition(members):
+                return members
+    raise AssertionError
+
+
+def _ready(members: control_pb2.MemberList) -> list[int]:
+    ready = replica_pb2.REPLICA_STATE_READY
+    return [member.identity.generation for member in members.members if member.state == ready]
