@@ -1,21 +1,24 @@
 """Background tasks of the controller's process: one that fails is repeated and shown, on a fake driver."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace_cluster.controller.control_loop import ControlLoop
+from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
 from headrace_cluster.ray.controller import Controller, LeaseLostError
-from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto.cluster_member import SecretFile
 from support.cluster.fake_driver import FakeDriver
 from support.members import secret_file
@@ -73,11 +76,16 @@ def record(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> _Record:
     return record
 
 
+SPEC = {"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}}
+
+
 @asynccontextmanager
-async def _opened(record: _Record) -> AsyncIterator[tuple[Controller, Callable[[], Awaitable[bytes]]]]:
+async def _opened(
+    record: _Record, file: SpecFile | None = None
+) -> AsyncIterator[tuple[Controller, Callable[[], Awaitable[bytes]]]]:
     """A controller, and the status line of its answer to GET /status."""
-    spec = parse_spec({"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}})
-    controller = Controller(spec, Lease(id="ours", epoch=2), Words(), SecretFile(secret_file()), "k")
+    spec, lease = parse_spec(SPEC), Lease(id="ours", epoch=2)
+    controller = Controller(spec, lease, Words(), SecretFile(secret_file()), "k", spec_file=file)
     opened = await controller.open()
 
     async def answers() -> bytes:
@@ -110,6 +118,28 @@ def test_a_background_task_that_fails_is_repeated(
             await eventually(lambda: record.saved)
             assert b"200" in await answers()
             assert not controller.ended.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_changed_spec_file_changes_the_replicas(
+    record: _Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(controller_module, "SPEC_SECONDS", 0.01)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps(SPEC))
+
+    def build() -> ClusterSpec:
+        return parse_spec(json.loads(path.read_text()))
+
+    async def scenario() -> None:
+        async with _opened(record, SpecFile(path, build(), build, lambda spec: spec)) as (controller, _):
+            await eventually(lambda: controller.view().ready)
+            path.write_text(json.dumps(SPEC | {"models": [{"replicas": 3}]}))
+            await eventually(lambda: len(controller.view().started) == 3)
+            path.write_text(json.dumps(SPEC | {"models": [{"replicas": "many"}]}))
+            await eventually(lambda: "is not used" in " ".join(controller._status()["problems"]))
+            assert len(controller.view().started) == 3
 
     asyncio.run(scenario())
 

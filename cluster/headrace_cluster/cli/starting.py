@@ -45,6 +45,16 @@ def serve(given: dict[str, Any], config: o.Config = None) -> None:
     raise typer.Exit(Serve(_spec(given, config)).run())
 
 
+def _joined(spec: Any) -> Any:
+    """As `headrace controller` uses it."""
+    ray, control = spec.ray, spec.control
+    if ray.address is None:
+        ray = ray.model_copy(update={"address": "auto"})
+    if control.port is None:  # routers find the next one at the same port
+        control = control.model_copy(update={"port": CONTROL_PORT})
+    return spec.model_copy(update={"ray": ray, "control": control})
+
+
 @app.command()
 @o.takes_settings("models", "tls", "admin", "control", "ray", "cluster", "logs")
 def controller(
@@ -54,17 +64,15 @@ def controller(
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
     """Start controller and replicas in a Ray that runs: on this node, or at --ray-address."""
-    from headrace_cluster.launch.controller import run_controller, run_from_stdin
+    from headrace_cluster.launch.controller import SpecSource, run_controller, run_from_stdin
 
     if config_stdin:
         return run_from_stdin(parent)
-    spec = _spec(given, config)
-    ray, control = spec.ray, spec.control
-    if ray.address is None:
-        ray = ray.model_copy(update={"address": "auto"})
-    if control.port is None:  # routers find the next one at the same port
-        control = control.model_copy(update={"port": CONTROL_PORT})
-    run_controller(spec.model_copy(update={"ray": ray, "control": control}))
+    from headrace_cluster.spec.settings import build_spec, config_file
+
+    spec = _joined(_spec(given, config))
+    file = config_file(config)
+    run_controller(spec, file and SpecSource(file, lambda: _joined(build_spec(given, config))))
 
 
 @app.command()

@@ -6,12 +6,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import structlog
 
+from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig
@@ -21,7 +25,7 @@ from headrace_cluster.launch.cluster_display import ClusterDisplay
 from headrace_cluster.launch.display import log_unexpected, show_message, start_display, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
-from headrace_cluster.launch.start_checks import check_start
+from headrace_cluster.launch.start_checks import check_models, check_start
 from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.run_logs import RunFolder, log_path
@@ -38,14 +42,22 @@ log = structlog.get_logger(__name__)
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
 
-def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class SpecSource:
+    """The file that a spec came from, and how to read it again with the same flags."""
+
+    path: Path
+    build: Callable[[], ClusterSpec]
+
+
+def run_controller(spec: ClusterSpec, source: SpecSource | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
     """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
 
-    However it ends, replicas and streams go on, and the next controller takes them up. Raises SpecError.
+    However it ends, replicas and streams go on, and the next controller goes on with them. Raises SpecError.
     """
     status = 1
     try:
-        stopped = _control(spec, replica_class)
+        stopped = _control(spec, source, replica_class)
         goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
         show_message("stopped" if stopped else goes_on)
         status = 0
@@ -60,7 +72,7 @@ def run_controller(spec: ClusterSpec, replica_class: str = REPLICA_CLASS) -> NoR
     os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
 
 
-def _control(spec: ClusterSpec, replica_class: str) -> bool:
+def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -> bool:
     """Whether an operator has ended the cluster. Raises HeadraceError."""
     use_log_format(spec.logs.format)
     began = time.monotonic()
@@ -102,9 +114,19 @@ def _control(spec: ClusterSpec, replica_class: str) -> bool:
             if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
 
+        check = partial(check_models, warn=log.warning)
+        file = SpecFile(source.path, spec, source.build, lambda found: check(found)[0]) if source is not None else None
+
         async def run() -> bool:
             controller = Controller(
-                leased, lease, words, secret_file, record.state.admin_key, log_folder=logs, replica_class=replica_class
+                leased,
+                lease,
+                words,
+                secret_file,
+                record.state.admin_key,
+                log_folder=logs,
+                replica_class=replica_class,
+                spec_file=file,
             )
             opened = await controller.open()
             if note := attached_note(opened):

@@ -51,15 +51,7 @@ def check_start(
                 address_on(model.rank_interface)
             if model.chat_template is not None:
                 read_template(Path(model.chat_template).expanduser())
-    located = [_locate(spec, model, warn) for model in spec.models]
-    spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
-    needs = {
-        model.name: need
-        for model, source in located
-        if source is not None
-        for pool in {(pool.tp, pool.pp): pool for pool in model.pools}.values()
-        if (need := _check_headers(spec, model, source, pool, machine)) is not None
-    }
+    spec, needs = check_models(spec, warn, machine)
     check_ports(spec, with_router=with_router)
     if machine is None:
         return spec
@@ -70,6 +62,24 @@ def check_start(
         if excess is not None:
             warn(excess)
     return spec
+
+
+def check_models(
+    spec: ClusterSpec, warn: Callable[[str], None], machine: Machine | None = None
+) -> tuple[ClusterSpec, dict[str, MemoryNeed]]:
+    """The spec with commits, and what models need of this machine's memory, by name. machine: None = a Ray of others.
+
+    Raises a HeadraceError.
+    """
+    located = [_locate(spec, model, warn) for model in spec.models]
+    spec = spec.model_copy(update={"models": tuple(model for model, _ in located)})
+    return spec, {
+        model.name: need
+        for model, source in located
+        if source is not None
+        for pool in {(pool.tp, pool.pp): pool for pool in model.pools}.values()
+        if (need := _check_headers(spec, model, source, pool, machine)) is not None
+    }
 
 
 def _locate(spec: ClusterSpec, model: ModelSpec, warn: Callable[[str], None]) -> tuple[ModelSpec, ModelSource | None]:

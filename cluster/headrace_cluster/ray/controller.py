@@ -15,9 +15,10 @@ from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.controller.status import status_document, view
 from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS
-from headrace_cluster.core.revisions import Revisions, kept_revisions, with_commits
+from headrace_cluster.core.revisions import Revisions, kept_revisions, resolved_revisions, with_commits
 from headrace_cluster.core.view import Opened, View
 from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError
@@ -32,6 +33,7 @@ from headrace_proto.cluster_member import ClusterMember, SecretFile
 from headrace_router.access.auth import is_loopback
 from headrace_router.access.tls_files import TlsFiles
 
+SPEC_SECONDS = 2.0  # between two looks at the spec file
 LEASE_SECONDS = 1.0  # between two looks at the lease
 NODE_SECONDS = 5.0  # between two looks at whether this node is part of Ray; it has left when two do not find it
 
@@ -72,23 +74,29 @@ class Controller:
         log_folder: str = "",
         replica_class: str = REPLICA_CLASS,
         supervised: bool = False,
+        spec_file: SpecFile | None = None,
     ) -> None:
-        """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster."""
+        """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster.
+
+        spec_file: is read again when it changes.
+        """
         self._spec = spec
         self._lease = lease
         self._words = words
         self._admin_key = admin_key
         self._supervised = supervised
+        self._spec_file = spec_file
         self._secret_file = secret_file
         self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
         self._calls = calls = RayCalls()
         self._record = ClusterRecord(spec.cluster)
+        self._driver = RayDriver(spec, secret_file.secret, calls, NODE_HOST, replica_class, log_folder)
         self._loop = ControlLoop(
             spec,
             words,
-            RayDriver(spec, secret_file.secret, calls, NODE_HOST, replica_class, log_folder),
+            self._driver,
             self._membership,
             partial(watch_health, self._member),
             lambda: secret_file.secret.fingerprints,
@@ -127,6 +135,8 @@ class Controller:
         self._repeat("the watch over the secret file", partial(self._secret_file.watch, lambda: None, log.warning))
         if self._key_file is not None:
             self._repeat("the watch over the admin key file", partial(self._key_file.watch, lambda: None, log.warning))
+        if self._spec_file is not None:
+            self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
         operations = replica_operations(self._loop, self._membership)
         documents = {"/status": self._status, "/view": self.view}
         app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
@@ -170,6 +180,21 @@ class Controller:
         self._tasks.append(task)
         return task
 
+    async def _watch_spec(self, file: SpecFile) -> None:
+        while True:
+            await asyncio.sleep(SPEC_SECONDS)
+            before = file.problem
+            found = await asyncio.to_thread(file.reread)
+            if file.problem and file.problem != before:
+                log.warning(file.problem)
+            if found is not None:
+                written, checked = found
+                resolved = resolved_revisions(written, checked)
+                self._words.revisions = kept_revisions(checked, resolved, self._words.revisions)
+                self._loop.spec = self._driver.spec = with_commits(checked, self._words.revisions)
+                self._loop.rethink()
+                log.warning("the spec file has changed: its models are used now")
+
     async def _watch_lease(self) -> None:
         while not self.taken:
             await asyncio.sleep(LEASE_SECONDS)
@@ -204,4 +229,7 @@ class Controller:
         self.ended.set()
 
     def _status(self) -> dict[str, Any]:
-        return status_document(self._loop, self._membership) | {"controller": {"pid": os.getpid()}}
+        document = status_document(self._loop, self._membership)
+        if self._spec_file is not None and self._spec_file.problem:
+            document["problems"].append(self._spec_file.problem)
+        return document | {"controller": {"pid": os.getpid()}}

@@ -61,7 +61,7 @@ class RayDriver:
         replica_class: str = REPLICA_CLASS,
         log_folder: str = "",
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._secret = secret
         self._calls = calls
         self._host = host
@@ -83,7 +83,7 @@ class RayDriver:
 
     def _find(self, known: set[tuple[ReplicaName, int]]) -> tuple[Seen, dict[tuple[ReplicaName, int], Any]]:
         """With the handles of ranks that are not known."""
-        cluster = self._spec.cluster
+        cluster = self.spec.cluster
         ranks = ray_names.ranks(cluster)
         handles = {key: ray_names.find_actor(key[0].rank(key[1]), cluster) for key in ranks - known}
         found = {key: actor for key, actor in handles.items() if actor is not None}
@@ -94,14 +94,14 @@ class RayDriver:
         await self._calls.run(self._place, name, model)
 
     def _place(self, name: ReplicaName, model: ModelSpec) -> None:
-        if name in ray_names.groups(self._spec.cluster):
+        if name in ray_names.groups(self.spec.cluster):
             return
         # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
         share = {"CPU": model.cpu_share} | ({"GPU": 1} if self._uses_gpus(model) else {})
         placement_group(
             [{kind: amount * model.tp for kind, amount in share.items()}] * model.pp,
             strategy="PACK",
-            name=name.group(self._spec.cluster),
+            name=name.group(self.spec.cluster),
             lifetime="detached",
             bundle_label_selector=[dict(model.node_labels)] * model.pp if model.node_labels else None,
         )
@@ -123,7 +123,7 @@ class RayDriver:
         """See RankDriver. Each rank is a call of its own: there may be many."""
         place, threads = await self._calls.run(self._prepare, name, model)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
-        space, gpus = naming.namespace(self._spec.cluster), int(model.name in self._on_gpus)
+        space, gpus = naming.namespace(self.spec.cluster), int(model.name in self._on_gpus)
         actor_class = ray.remote(RankActor)
 
         def create(rank: int) -> Any:
@@ -146,12 +146,12 @@ class RayDriver:
 
     def _prepare(self, name: ReplicaName, model: ModelSpec) -> tuple[Any, int]:
         """The placement group, and the threads of a rank."""
-        place = get_placement_group(name.group(self._spec.cluster))
+        place = get_placement_group(name.group(self.spec.cluster))
         if model.cpu_threads is not None:
             return place, model.cpu_threads
         cores = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
         placed = placement_group_table(place).get("bundles_to_node_id", {}).values()
-        ranks = sum(pool.ranks for each in self._spec.models for pool in each.pools)
+        ranks = sum(pool.ranks for each in self.spec.models for pool in each.pools)
         return place, threads_per_rank(cores, placed, ranks)
 
     async def watch(self, name: ReplicaName, rank: int, receive: Callable[[RankReport], None]) -> None:
@@ -204,10 +204,10 @@ class RayDriver:
             for call in late:
                 call.cancel()
         for key in [key for key in self._actors if key[0] == name]:
-            await self._calls.run(ray_names.kill_actor, name.rank(key[1]), self._spec.cluster)
+            await self._calls.run(ray_names.kill_actor, name.rank(key[1]), self.spec.cluster)
             if (process := self._processes.get(key)) is not None:
                 process.signal(signal.SIGKILL)  # a stopped process does not handle Ray's request
-        await self._calls.run(ray_names.remove_group, name.group(self._spec.cluster))
+        await self._calls.run(ray_names.remove_group, name.group(self.spec.cluster))
         for key in [key for key in self._actors if key[0] == name]:
             del self._actors[key]
             self._processes.pop(key, None)
@@ -233,7 +233,7 @@ class RayDriver:
     def _logs(self, name: ReplicaName, rank: int) -> bytes:
         """An encoded LogConfig. Generations of a replica append to the same file; without a folder they use stderr."""
         path = str(rank_log_path(Path(self._log_folder), name.replica_id, rank)) if self._log_folder else ""
-        logs = LogConfig(f"rank {rank}", name.replica_id, path, self._spec.logs.format)
+        logs = LogConfig(f"rank {rank}", name.replica_id, path, self.spec.logs.format)
         return msgspec.msgpack.encode(logs)
 
     def _config(self, name: ReplicaName, model: ModelSpec, role: Role, threads: int) -> ReplicaConfig:
@@ -247,7 +247,7 @@ class RayDriver:
             profile_dir=str(model.profile.expanduser().resolve()) if model.profile is not None else None,
             cpu_threads=threads,
             host=self._host,
-            internal_tls=self._spec.internal.tls_files,
+            internal_tls=self.spec.internal.tls_files,
         )
 
 

@@ -98,8 +98,7 @@ def build_spec(
     flags: by setting name; None = not given. warn: gets a sentence per source that sets nothing: most likely a mistake.
     """
     environ = os.environ if environ is None else environ
-    if config is None and environ.get("HEADRACE_CONFIG", "").strip():
-        config = Path(environ["HEADRACE_CONFIG"].strip())
+    config = config_file(config, environ)
     data = read_file(config) if config is not None else {}
     if config is not None and not data:
         warn(f"the config file {config} is empty: it sets nothing")
@@ -122,6 +121,12 @@ def build_spec(
             place = ("models", 0, *path[1:]) if path[0] == "models" else path
             origins[place] = setting.flag if flags.get(setting.name) is not None else setting.variable
     return parse_spec(data, origins)
+
+
+def config_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The spec file: of -f, else of HEADRACE_CONFIG."""
+    named = environ.get("HEADRACE_CONFIG", "").strip()
+    return given or (Path(named) if named else None)
 
 
 def _holds_keys(data: Mapping[str, Any]) -> bool:

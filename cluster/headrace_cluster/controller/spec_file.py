@@ -1,0 +1,59 @@
+"""The spec file of a controller, read again when its content changes: also when a link on its path is replaced."""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+from headrace_cluster.errors import SpecError
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+
+
+class SpecFile:
+    """Only models take effect while the controller runs; the rest does when it starts again."""
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ClusterSpec,
+        build: Callable[[], ClusterSpec],
+        check: Callable[[ClusterSpec], ClusterSpec],
+    ) -> None:
+        """spec: as it was written when the controller started. build: reads the file again, with the same flags.
+
+        check: of the models before they are used; returns the spec with commits of the Hub.
+        """
+        self._path = path
+        self._written = spec
+        self._build = build
+        self._check = check
+        self._content = self._digest()
+        self.problem = ""  # why the file, or a part of it, is not used
+
+    def reread(self) -> tuple[ClusterSpec, ClusterSpec] | None:
+        """The spec as it is written now, and with commits; None while nothing is to change. It blocks."""
+        content = self._digest()
+        if content == self._content:
+            return None
+        self._content, self.problem = content, ""
+        try:
+            found = self._build()
+            rest = [name for name in type(found).model_fields if name != "models" and self._differs(found, name)]
+            if found.cluster != self._written.cluster:
+                raise SpecError(f"it names another cluster, '{found.cluster}'")
+            written = self._written.model_copy(update={"models": found.models})
+            checked = self._check(written)
+        except Exception as error:
+            self.problem = f"the spec file {self._path} is not used, and what it had before stays: {error}"
+            return None
+        if rest:
+            self.problem = f"{', '.join(rest)} of the spec file {self._path}: a change takes effect with the next start"
+        return written, checked
+
+    def _differs(self, found: ClusterSpec, name: str) -> bool:
+        return bool(getattr(found, name) != getattr(self._written, name))
+
+    def _digest(self) -> bytes:
+        try:
+            return blake2b(self._path.read_bytes(), digest_size=16).digest()
+        except OSError:
+            return b""
