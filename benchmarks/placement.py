@@ -17,8 +17,8 @@ from typing import Any
 
 import machine
 
-from headrace_cluster.cli.simulate import load_trace
 from headrace_cluster.simulator.capacity import round_robin_capacity
+from headrace_cluster.simulator.command import load_trace
 from headrace_cluster.simulator.latency_model import latency_model
 from headrace_cluster.simulator.result import Result, Slo, result_of
 from headrace_cluster.simulator.simulation import Setup, Simulation

@@ -8,9 +8,14 @@ from typing import Any, cast
 import pytest
 
 from headrace_cluster.cli.api_client import ApiClient, ChatDelta
-from headrace_cluster.cli.chat.commands import run_command
-from headrace_cluster.cli.chat.conversation import ChatError, Conversation, without_controls
-from headrace_cluster.cli.chat.session import run_conversation, start_chat
+from headrace_cluster.cli.chat_session import (
+    ChatError,
+    Conversation,
+    run_command,
+    run_conversation,
+    start_chat,
+    without_controls,
+)
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 SUNNY = [ChatDelta("Sunny."), ChatDelta(finish_reason="stop")]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.cli import explain
+from headrace_cluster.cli import status as explain
 from headrace_cluster.errors import ServerError
 
 DOCUMENT: dict[str, Any] = {

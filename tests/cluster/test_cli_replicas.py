@@ -11,7 +11,7 @@ import pytest
 
 from headrace_cluster.cli import admin_client
 from headrace_cluster.cli.admin_client import AdminClient
-from headrace_cluster.cli.rollout import roll_out
+from headrace_cluster.cli.replicas import roll_out
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.cli.stop import stop_server
 from headrace_cluster.errors import NotRunningError, ServerError

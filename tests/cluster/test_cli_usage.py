@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from headrace_cluster.cli import main
 from headrace_cluster.cli.app import app
 from headrace_cluster.cli.foreign_flags import FLAGS, check_flags
-from headrace_cluster.cli.test import Step, run_tests
+from headrace_cluster.cli.project import Step, run_tests
 from headrace_cluster.cli.usage import FOREIGN_COMMANDS, UsageError, usage_sentence
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -118,7 +118,7 @@ def test_help_of_the_test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ran.append(rest)
         return 3
 
-    monkeypatch.setattr("headrace_cluster.cli.test.run_tests", run_tests)
+    monkeypatch.setattr("headrace_cluster.cli.project.run_tests", run_tests)
     for arguments in ("test --help", "test -h", "test --faults -h"):
         assert _main(arguments, monkeypatch) == 0
         shown = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_arguments_of_the_test_command(monkeypatch: pytest.MonkeyPatch, tmp_path
         ran.extend(step.command[3:] for step in steps)
         return [(step, 0, 0.0) for step in steps]
 
-    monkeypatch.setattr("headrace_cluster.cli.test._run", run)
+    monkeypatch.setattr("headrace_cluster.cli.project._run", run)
     (tmp_path / "test_here.py").touch()
     monkeypatch.chdir(tmp_path)
     assert run_tests(["--faults", "router", "-x"]) == run_tests(["--faults=router"]) == run_tests(["--faults"]) == 0

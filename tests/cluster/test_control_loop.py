@@ -10,7 +10,7 @@ import pytest
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
-from headrace_cluster.controller.profiles import Profiles
+from headrace_cluster.controller.operations import Profiles
 from headrace_cluster.controller.status import router_status
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName

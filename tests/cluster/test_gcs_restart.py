@@ -1,6 +1,6 @@
 """After a lost GCS of our own Ray: another one, with pauses between attempts. The clock is a number."""
 
-from headrace_cluster.ray.gcs_restart import BACKOFF, STABLE_SECONDS, GcsRestart
+from headrace_cluster.ray.local_ray import BACKOFF, STABLE_SECONDS, GcsRestart
 
 
 class _Bench:

@@ -13,7 +13,7 @@ from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS
+from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 from headrace_proto.errors import MemoryTooSmallError

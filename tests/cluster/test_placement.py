@@ -21,8 +21,8 @@ from headrace_cluster.core.placement import (
     waiting_sentence,
 )
 from headrace_cluster.errors import PlacementError
-from headrace_cluster.local import machine
-from headrace_cluster.local.machine import this_machine
+from headrace_cluster.launch import start_checks as machine
+from headrace_cluster.launch.start_checks import this_machine
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_worker.device.memory import available_cores, available_memory
 
@@ -131,7 +131,7 @@ def test_gpus_are_counted_by_the_drivers_library(tmp_path: Path, visible: str | 
     (tmp_path / "nvml.c").write_text(_NVML)
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nvml.c")], check=True)
-    code = "from headrace_cluster.local.machine import this_machine as m; print(m().gpus)"
+    code = "from headrace_cluster.launch.start_checks import this_machine as m; print(m().gpus)"
     environment = {"LD_LIBRARY_PATH": str(tmp_path)} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(count)]

@@ -11,8 +11,8 @@ import pytest
 
 from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.launch import router_process
-from headrace_cluster.launch.router_group import RouterGroup
+from headrace_cluster.launch import routers as router_process
+from headrace_cluster.launch.routers import RouterGroup
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.errors import ListenError
 from headrace_router.config import RouterConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.errors import RouterFailedError
-from headrace_cluster.launch.router_process import (
+from headrace_cluster.launch.routers import (
     RouterProcess,
     decode_config,
     encode_config,

@@ -1,8 +1,7 @@
 """A registered router that reaches no replica: changes of replicas wait for it, but not without end."""
 
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.router_reach import RouterReach
-from headrace_cluster.core.router_reports import RouterReports
+from headrace_cluster.core.router_reports import RouterReach, RouterReports
 
 NAMES = [ReplicaName("smollm2-0", 1), ReplicaName("smollm2-1", 1)]
 

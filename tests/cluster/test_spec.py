@@ -13,9 +13,8 @@ from ray._private.label_utils import validate_label_selector
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import format_bytes
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.model_spec import ModelSpec, default_name
+from headrace_cluster.spec.model_spec import ModelSpec, Pool, default_name
 from headrace_cluster.spec.plain_words import EXAMPLES
-from headrace_cluster.spec.pools import Pool
 from headrace_cluster.spec.section import parse_bytes
 from headrace_proto.role import Role
 

@@ -19,9 +19,8 @@ from safetensors.numpy import save_file
 
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import start_checks
-from headrace_cluster.launch.start_checks import check_start
+from headrace_cluster.launch.start_checks import Machine, check_start
 from headrace_cluster.local import state
-from headrace_cluster.local.machine import Machine
 from headrace_cluster.local.ports import free_port
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.state import ServeState

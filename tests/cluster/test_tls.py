@@ -19,8 +19,8 @@ from headrace_cluster.cli.api_client import ApiClient, api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerChoiceError, ServerError, SpecError
-from headrace_cluster.launch.address_checks import check_tls
 from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.launch.start_checks import check_tls
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.tls_client import trusted

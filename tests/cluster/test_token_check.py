@@ -11,7 +11,7 @@ import ray
 from headrace_cluster.errors import OpenRayError, RayStartError
 from headrace_cluster.local.ports import free_port
 from headrace_cluster.ray import connection
-from headrace_cluster.ray.token_check import check_token
+from headrace_cluster.ray.connection import check_token
 from headrace_cluster.spec.cluster_spec import parse_spec
 from support.child_environment import child_environment
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace_cluster.cli.answers import error_sentence, starting_error
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.display import show_message
@@ -162,3 +161,16 @@ def _ca_context() -> ssl.SSLContext:
 
 def _admin_address(server: ServeState, key: str = "") -> AdminAddress:
     return AdminAddress(*split_address(server.admin_url), key or server.admin_key, partial(tls_of, server))
+
+
+def starting_error(server: ServeState) -> NotRunningError:
+    """For a server that does not listen yet."""
+    return NotRunningError(f"{describe(server)} is starting and cannot answer yet; try again in a moment")
+
+
+def error_sentence(response: http.client.HTTPResponse) -> str:
+    """Of an answer that is an error."""
+    try:
+        return str(json.load(response)["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+        return f"the server answered with status {response.status}; is this the right port?"

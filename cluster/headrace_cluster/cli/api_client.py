@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_cluster.cli.answers import error_sentence, starting_error
+from headrace_cluster.cli.admin_client import error_sentence, starting_error
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, running_servers
 from headrace_cluster.errors import AnswerCutError, NotRunningError, ServerError, SpecError
 from headrace_cluster.local import state

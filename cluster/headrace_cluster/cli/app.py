@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from headrace_cluster.cli import operating, planning, project, starting
+from headrace_cluster.cli import operating, project, starting
+from headrace_cluster.simulator import cli as simulating
 
 app = typer.Typer(
     name="headrace",
@@ -19,7 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(starting.app)
 app.add_typer(operating.app)
-app.add_typer(planning.app)
+app.add_typer(simulating.app)
 app.add_typer(project.app)
 
 

@@ -33,7 +33,7 @@ def chat(
 ) -> None:
     """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
     from headrace_cluster.cli.api_client import api_client
-    from headrace_cluster.cli.chat.session import start_chat
+    from headrace_cluster.cli.chat_session import start_chat
 
     chosen = o.choice(port, admin_port, cluster)
     client = api_client(chosen, o.client_host(host), api_key, ca=ca, client_cert=client_cert)
@@ -65,7 +65,7 @@ def explain(
     cluster: o.ServerName = None,
 ) -> None:
     """Show where the time of a request went, and why its replica was chosen."""
-    from headrace_cluster.cli.explain import explain_request
+    from headrace_cluster.cli.status import explain_request
 
     explain_request(o.choice(port, admin_port, cluster), request, as_json=json_)
 
@@ -103,7 +103,7 @@ def role(
     cluster: o.ServerName = None,
 ) -> None:
     """Give a running replica another role, in place: nothing is loaded again, its requests continue."""
-    from headrace_cluster.cli.role import set_role
+    from headrace_cluster.cli.replicas import set_role
 
     set_role(o.choice(port, admin_port, cluster), replica, role, as_json=json_)
 
@@ -121,7 +121,7 @@ def drain(
     cluster: o.ServerName = None,
 ) -> None:
     """Drain a replica: its requests finish or move to others, then it ends and stays down."""
-    from headrace_cluster.cli.drain import drain_replica
+    from headrace_cluster.cli.replicas import drain_replica
 
     drain_replica(o.choice(port, admin_port, cluster), replica, seconds, force=force, as_json=json_)
 
@@ -135,7 +135,7 @@ def undrain(
     cluster: o.ServerName = None,
 ) -> None:
     """Bring a drained replica back; returns when it is ready."""
-    from headrace_cluster.cli.drain import undrain_replica
+    from headrace_cluster.cli.replicas import undrain_replica
 
     undrain_replica(o.choice(port, admin_port, cluster), replica, as_json=json_)
 
@@ -159,7 +159,7 @@ def rollout(
 
     A model's only replica ends when its next build, which starts beside it, is ready.
     """
-    from headrace_cluster.cli.rollout import roll_out
+    from headrace_cluster.cli.replicas import roll_out
 
     if not roll_out(o.choice(port, admin_port, cluster), replicas or [], seconds, allow_gap=allow_gap):
         raise typer.Exit(1)
@@ -175,7 +175,7 @@ def profile(
     cluster: o.ServerName = None,
 ) -> None:
     """Record the next steps of a replica that runs with --profile DIR, every rank for itself."""
-    from headrace_cluster.cli.profile import profile_replica
+    from headrace_cluster.cli.status import profile_replica
 
     profile_replica(o.choice(port, admin_port, cluster), replica, steps, seconds)
 

@@ -85,7 +85,7 @@ def router(
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
     """Start a router alone; it receives the list of replicas from a controller."""
-    from headrace_cluster.cli.router import run_from_stdin, run_router
+    from headrace_cluster.launch.routers import run_from_stdin, run_router
 
     if config_stdin:
         raise typer.Exit(run_from_stdin(parent))

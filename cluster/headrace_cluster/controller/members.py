@@ -9,8 +9,7 @@ from headrace_cluster.controller.explaining import MAX_QUESTIONS, Explaining
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
-from headrace_cluster.core.router_reach import START_SECONDS, WAIT_SECONDS, RouterReach
-from headrace_cluster.core.router_reports import RouterReports
+from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS, RouterReach, RouterReports
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2

@@ -1,6 +1,7 @@
-"""Operations on replicas in the admin API: their request bodies and handlers."""
+"""What operators may do: bodies of the admin API, refusals, and the words that go into the record."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,181 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.controller.operators import Operators
-from headrace_cluster.controller.profiles import Profiles
+from headrace_cluster.controller.status import profile_document
+from headrace_cluster.core.build import SERVING, Build, State
+from headrace_cluster.core.wanted import Wanted
+from headrace_cluster.core.words import RoleWord, Roll
+from headrace_cluster.errors import DrainError, ProfileError, RoleError
+from headrace_cluster.program import program_name
+from headrace_proto.errors import HeadraceError
+from headrace_proto.role import UnknownRoleError, parse_role
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
+
+
+class Profiles:
+    """For one event loop."""
+
+    def __init__(self, loop: ControlLoop) -> None:
+        self._loop = loop
+
+    async def record(self, replica_id: str | None, steps: int, seconds: float) -> dict[str, Any]:
+        """Records the next steps of every rank of a replica (None: of the only one).
+
+        Returns the document of POST /profile, with the paths of the traces. Raises ProfileError.
+        """
+        build = self._chosen(replica_id)
+        outcomes = await self._loop.driver.profile(build.name, steps, seconds)
+        if not any(outcome.report is not None for outcome in outcomes):
+            raise ProfileError(next((outcome.error for outcome in outcomes), f"{build.replica_id} has just ended"))
+        return profile_document(build, outcomes)
+
+    def _chosen(self, replica_id: str | None) -> Build:
+        planner = self._loop.planner
+        if replica_id is None and len(planner.wanted) != 1:
+            raise ProfileError(f"which replica? Name one of: {', '.join(planner.wanted)}")
+        name = replica_id or next(iter(planner.wanted))
+        if name not in planner.wanted:
+            raise ProfileError(f"there is no replica {name!r}; there are: {', '.join(planner.wanted)}")
+        build = planner.current(name)
+        if build is None or build.started is None:
+            raise ProfileError(f"{name} is {build.state if build else State.DEAD}: ask again when it is ready")
+        return build
+
+
+ROLE_SECONDS = 6.0  # for a replica to report its new role
+
+
+class Operators:
+    """For one event loop. A document has the replica's id and the generation of its build now."""
+
+    def __init__(self, loop: ControlLoop, membership: Membership) -> None:
+        self._loop = loop
+        self._planner = loop.planner
+        self._membership = membership
+        self._role_lock = asyncio.Lock()
+
+    def drain(self, replica_id: str, seconds: float | None = None, *, force: bool = False) -> dict[str, Any]:
+        """The replica ends and stays down; a second call changes nothing. Raises DrainError.
+
+        seconds: for requests in flight; those that still run then move to other replicas. None = the spec's value.
+        """
+        wanted = self._find(replica_id, DrainError)
+        seconds = self._loop.spec.health.drain_seconds if seconds is None else seconds
+        if not wanted.drained:
+            build = self._planner.current(replica_id)
+            losing = build is not None and build.role.decodes and build.state in SERVING
+            if losing and not force and not self._planner.another_answers(replica_id):
+                if problem := self._unconnected_peer(replica_id):
+                    raise DrainError(problem + self._unreached())
+                raise DrainError(
+                    f"without {replica_id} no ready replica of {wanted.model.name} could decode; bring up another "
+                    "one first, or pass --force"
+                )
+            self._loop.words.drained[replica_id] = seconds
+            self._loop.rethink()
+        return self._document(replica_id) | {"seconds": seconds}
+
+    def undrain(self, replica_id: str) -> dict[str, Any]:
+        """The next build starts after the drained one has ended. Raises DrainError."""
+        wanted = self._find(replica_id, DrainError)
+        if not wanted.drained:
+            raise DrainError(f"{replica_id} is {self._state(replica_id)}, not drained: there is nothing to bring back")
+        del self._loop.words.drained[replica_id]
+        self._planner.slots.pop(replica_id, None)  # what failed before it was drained does not count
+        self._loop.rethink()
+        return self._document(replica_id)
+
+    def roll(self, replicas: list[str], seconds: float | None = None, *, allow_gap: bool = False) -> dict[str, Any]:
+        """Builds replicas (empty: all that are not drained) again, one of a model at a time. Raises DrainError.
+
+        The new build first where there is room for both. seconds: for requests in flight, as for `drain`. allow_gap:
+        also while another replica of the model does not serve; and if none serves it and there is no room for two
+        builds, it ends before the next one starts.
+        """
+        for name in replicas:
+            if self._find(name, DrainError).drained:
+                raise DrainError(f"{name} is drained: bring it back with `{program_name()} undrain {name}`")
+        wanted = self._planner.wanted
+        chosen = [name for name in replicas or wanted if not wanted[name].drained]
+        if not chosen:
+            raise DrainError(f"every replica is drained: bring one back with `{program_name()} undrain`")
+        seconds = self._loop.spec.health.drain_seconds if seconds is None else seconds
+        rolls = self._loop.words.rolls
+        for name in chosen:
+            rolls[name] = Roll(rolls[name].number + 1 if name in rolls else 1, seconds, allow_gap)
+            self._planner.forgive(name)
+        self._loop.rethink()
+        return {
+            "replicas": {name: self._document(name)["generation"] for name in chosen},
+            "drained": [] if replicas else [name for name in wanted if wanted[name].drained],
+            "seconds": seconds,
+        }
+
+    async def change_role(self, replica_id: str, new_role: str) -> dict[str, Any]:
+        """Another role, in place; returns once the replica and the member list have it. Raises RoleError."""
+        began = time.monotonic()
+        async with self._role_lock:
+            wanted = self._find(replica_id, RoleError)
+            try:
+                role = parse_role(new_role)
+            except UnknownRoleError as error:
+                raise RoleError(str(error)) from None
+            build = self._planner.current(replica_id)
+            if build is None or not build.serves or wanted.drained:
+                raise RoleError(f"{replica_id} is {self._state(replica_id)}: its role can be changed while it is ready")
+            if len(self._planner.builds_of(replica_id)) > 1:
+                raise RoleError(f"{replica_id} is being rolled: its role can be changed when that is done")
+            if not role.decodes and not self._planner.another_answers(replica_id):
+                raise RoleError(
+                    self._unconnected_peer(replica_id)
+                    or f"{replica_id} is the only ready replica of {wanted.model.name} that can decode: as {role} it "
+                    "would leave no replica to serve requests; give another one the role decode or both first"
+                )
+            roles, before = self._loop.words.roles, self._loop.words.roles.get(replica_id)
+            roles[replica_id] = RoleWord(str(role), str(wanted.spec_role))
+            self._loop.rethink()
+            try:
+                async with asyncio.timeout(ROLE_SECONDS):
+                    await self._loop.until(lambda: build.reports[0].role == role == build.role)
+            except TimeoutError:
+                if before is None:
+                    del roles[replica_id]
+                else:
+                    roles[replica_id] = before
+                self._loop.rethink()
+                raise RoleError(f"{replica_id} does not answer: its role stays as it was") from None
+        seconds = round(time.monotonic() - began, 4)
+        return self._document(replica_id) | {"role": role, "before": wanted.role, "seconds": seconds}
+
+    def _find(self, replica_id: str, error: type[HeadraceError]) -> Wanted:
+        wanted = self._planner.wanted
+        if replica_id not in wanted:
+            raise error(f"there is no replica {replica_id!r}; there are: {', '.join(wanted)}")
+        return wanted[replica_id]
+
+    def _document(self, replica_id: str) -> dict[str, Any]:
+        build = self._planner.current(replica_id)
+        return {"id": replica_id, "generation": build.name.generation if build is not None else 0}
+
+    def _state(self, replica_id: str) -> State:
+        build = self._planner.current(replica_id)
+        if self._planner.wanted[replica_id].drained and build is None:
+            return State.DRAINED
+        return build.state if build is not None else State.DEAD
+
+    def _unconnected_peer(self, replica_id: str) -> str:
+        """A sentence if another replica can take the requests as soon as routers are connected to it; else empty."""
+        if self._planner.another_answers(replica_id):
+            return ""
+        for name in self._planner.peers(replica_id):
+            if any(build.serves and build.role.decodes for build in self._planner.builds_of(name)):
+                return f"not every router is connected to {name} yet; try again in a few seconds"
+        return ""
+
+    def _unreached(self) -> str:
+        """The end of a sentence: routers to which a replica cannot be connected."""
+        return "".join(f"; {sentence}" for sentence in self._membership.unreached.values())
+
 
 MAX_DRAIN_SECONDS = 24 * 3600
 SAVE_SECONDS = 2.0  # for Ray's GCS, until an operation responds without it

@@ -21,8 +21,7 @@ from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.cluster_display import ClusterDisplay
-from headrace_cluster.launch.display import log_unexpected, show_message, start_display, use_log_format
+from headrace_cluster.launch.display import ClusterDisplay, log_unexpected, show_message, start_display, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start

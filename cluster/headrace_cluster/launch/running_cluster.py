@@ -7,9 +7,8 @@ from typing import Protocol
 
 from headrace_cluster.core.view import RouterPlace, View
 from headrace_cluster.errors import ReplicaFailedError
-from headrace_cluster.launch.cluster_display import ClusterDisplay
-from headrace_cluster.launch.display import StartDisplay, show_message
-from headrace_cluster.launch.router_group import RouterGroup
+from headrace_cluster.launch.display import ClusterDisplay, StartDisplay, show_message
+from headrace_cluster.launch.routers import RouterGroup
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_proto.quantities import counted
 

@@ -19,7 +19,7 @@ from headrace_cluster.launch.display import (
     start_display,
     use_log_format,
 )
-from headrace_cluster.launch.router_group import RouterGroup
+from headrace_cluster.launch.routers import RouterGroup
 from headrace_cluster.launch.running_cluster import RunningCluster
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import StopSignals

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_cluster.core.view import RouterPlace
-from headrace_cluster.launch.router_group import reachable_address
+from headrace_cluster.launch.routers import reachable_address
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.ports import reachable

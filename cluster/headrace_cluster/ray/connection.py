@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+import grpc
+
 from headrace_cluster.core import naming
-from headrace_cluster.errors import RayStartError
+from headrace_cluster.errors import OpenRayError, RayStartError
 from headrace_cluster.ray import private
-from headrace_cluster.ray.token_check import check_token
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import port_of, split_address
+from headrace_proto.channel_options import NO_PROXY
 
 GCS_SECONDS = 20.0  # as long as Ray's own client retries: head and controller may be started together
 GCS_RETRY_SECONDS = 0.5
@@ -124,3 +126,25 @@ def first_line(error: Exception) -> str:
     """Of the message of an error of Ray."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")[:300]
+
+
+ANSWER_SECONDS = 10.0
+# Reads nothing and changes nothing. An empty message is a valid request.
+_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+# Without an answer nothing is known: of a GCS with Ray's own TLS, or of one that ended, which joining then reports.
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def check_token(address: str) -> None:
+    """address: host:port of a GCS. Raises OpenRayError if it answers a call without a token."""
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        call = channel.unary_unary(_METHOD, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            call(b"", timeout=ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() in {grpc.StatusCode.UNAUTHENTICATED, *_NO_ANSWER}:
+                return
+    raise OpenRayError(
+        f"the Ray at {address} needs no token: any process that reaches its ports can run code on every node. Start "
+        "it with RAY_AUTH_MODE=token and a token, or pass --ray-no-auth if the network itself restricts access"
+    )

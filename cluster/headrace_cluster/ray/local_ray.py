@@ -1,16 +1,21 @@
-"""The Ray of one `serve`: its processes on this machine, which end with it."""
+"""The Ray of one `serve`: its processes on this machine, which end with it, and another GCS when it is lost."""
 
 import os
+import random
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
+from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.errors import RayLostError, RayStartError
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import GuardedCleanup
 from headrace_cluster.local.run_logs import RAY_FOLDER, link_ray_logs
 from headrace_cluster.ray import private
 from headrace_cluster.ray.connection import first_line, set_ray_environment
-from headrace_cluster.ray.gcs_restart import GcsRestart
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 
 LOCALHOST = "127.0.0.1"
@@ -96,3 +101,42 @@ def _set_environment(token_file: Path, folder: Path) -> None:
     os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(16 << 20))
     os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     set_ray_environment()
+
+
+BACKOFF = Backoff(1.0, 30.0)  # between attempts; before the first attempt there is no pause
+STABLE_SECONDS = 60.0  # one that ran so long starts the pauses from the beginning
+
+log = structlog.get_logger(__name__)
+
+
+class GcsRestart:
+    """For the thread that started Ray: its processes end with that thread."""
+
+    def __init__(
+        self,
+        is_dead: Callable[[], bool],
+        start: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        """start: of another one; may raise."""
+        self._is_dead = is_dead
+        self._start = start
+        self._clock = clock
+        self._random = random
+        self._failures = 0
+        self._next = clock()
+
+    def poll(self) -> str:
+        """What was done, for the operator; empty: nothing."""
+        now = self._clock()
+        if now < self._next or not self._is_dead():
+            return ""
+        self._failures = 1 if now - self._next > STABLE_SECONDS else self._failures + 1
+        self._next = now + BACKOFF.seconds(self._failures, self._random)
+        try:
+            self._start()
+        except Exception as error:
+            log.error("the next GCS of Ray could not be started", exc_info=error)
+            return f"Ray's gcs_server ended, and the next one did not start ({type(error).__name__}); trying again"
+        return "Ray's gcs_server ended; another one was started, and requests were served meanwhile"

@@ -1,20 +1,36 @@
-"""One model of the spec, and how its replicas are built."""
+"""One model of the spec, its pools, and how its replicas are built."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from headrace_cluster.spec.json_object import json_object
-from headrace_cluster.spec.node_labels import NodeLabels
-from headrace_cluster.spec.pools import Pool
-from headrace_cluster.spec.section import Bytes, Count, PortRange, Section
+from headrace_cluster.spec.section import Bytes, Count, NodeLabels, PortRange, Section, json_object
 from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
 from headrace_worker.core.config import EMBEDDED_MODEL, ReplicaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Replicas of one role and one shape."""
+
+    role: Role
+    replicas: int
+    tp: int
+    pp: int
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes where its ranks run
+
+    @property
+    def ranks(self) -> int:
+        """Actors of the whole pool."""
+        return self.replicas * self.tp * self.pp
+
 
 _DEFAULTS = '{"max_tokens": 512, "temperature": 0.2}'
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"

@@ -1,9 +1,19 @@
-"""What all sections of the spec share: strict keys, and the types of sizes, ports and counts."""
+"""What all sections of the spec share: strict keys, and the types of sizes, ports, counts, labels and JSON objects."""
 
+import json
 import re
+from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -50,3 +60,35 @@ class Section(BaseModel):
         data = dump(self)
         own = type(self).__annotations__
         return {name: data[name] for name in sorted(data, key=lambda name: name not in own)}
+
+
+def json_object(value: object, example: str) -> object:
+    """The mapping of a JSON text; another value as it is. Raises ValueError with the example."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"write it as a JSON object, such as {example}")
+    return parsed
+
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_KEY = re.compile(rf"(?:[A-Za-z0-9][A-Za-z0-9.-]{{0,252}}/)?{_PART}")
+_VALUE = re.compile(rf"!?(?:{_PART}|in\({_PART}(?:, ?{_PART})*\))")
+
+
+def _checked(labels: dict[str, str]) -> dict[str, str]:
+    """Ray's syntax of a label selector, https://docs.ray.io/en/latest/ray-core/scheduling/labels.html."""
+    for key, value in labels.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key[:80]!r} is no name of a label, such as accelerator or example.com/pool")
+        if not _VALUE.fullmatch(value):
+            raise ValueError(f"{value[:80]!r} is no value of a label: write it as h100, !h100 or in(h100, h200)")
+    return labels
+
+
+_mapping = partial(json_object, example='{"gpu": "h100"}')
+NodeLabels = Annotated[dict[str, str], BeforeValidator(_mapping), AfterValidator(_checked)]

@@ -1,4 +1,4 @@
-"""The commands that need no server: what a cluster would do."""
+"""The commands of the simulator."""
 
 from pathlib import Path
 from typing import Annotated
@@ -72,7 +72,7 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Run a trace through simulated replicas, with production's scheduler, caches, placement and transfers."""
-    from headrace_cluster.cli import simulate as command
+    from headrace_cluster.simulator import command as command
     from headrace_cluster.simulator.result import Slo
     from headrace_cluster.simulator.simulation import Setup
 

@@ -1,4 +1,4 @@
-"""The line editor of a conversation: prompt_toolkit's, with the chat's keys, history and completion."""
+"""The line editor of `headrace chat`."""
 
 import contextlib
 import sys
