@@ -6,11 +6,9 @@ import json
 import pytest
 
 from headrace_cluster.controller import explaining
-from headrace_cluster.controller.explaining import MAX_DOCUMENT, MAX_QUESTIONS, Explaining
-from headrace_cluster.controller.members import Membership
-from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.controller.explaining import Explaining
 from headrace_cluster.errors import ExplainRefusedError, UnknownRequestError
-from headrace_proto.control_pb2 import HeardReplica, RequestAccount, RouterReport
+from headrace_proto.control_pb2 import RequestAccount
 
 
 async def _answer(table: Explaining, router: str, document: str) -> list[str]:
@@ -57,15 +55,6 @@ def test_what_nobody_asked_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(scenario())
 
 
-def test_a_report_with_more_accounts_than_questions_is_dropped() -> None:
-    membership = Membership()
-    for count, dropped in ((MAX_QUESTIONS, False), (MAX_QUESTIONS + 1, True)):
-        entry = HeardReplica(replica_id="m-0", generation=count, heard=True)
-        membership.report(RouterReport(router_id="r1", replicas=[entry], accounts=[RequestAccount()] * count))
-        received = membership.router_reports.receives(ReplicaName("m-0", count), membership._clock())
-        assert (received is None) == dropped
-
-
 def test_no_router_has_it() -> None:
     async def scenario() -> None:
         table = Explaining(lambda: ["r1"])
@@ -73,31 +62,6 @@ def test_no_router_has_it() -> None:
         await asyncio.sleep(0)
         await _answer(table, "r1", "")
         with pytest.raises(UnknownRequestError, match="no router has an account of 'id-1': each keeps its last 4,000"):
-            await asked
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        "{",
-        "[1]",
-        '{"a": NaN}',
-        '{"a": -Infinity}',
-        '{"a": [1e999]}',
-        '{"a": "\\ud800"}',
-        '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}",
-        '"' + "x" * MAX_DOCUMENT + '"',
-    ],
-)
-def test_what_is_no_document_is_no_account(document: str) -> None:
-    async def scenario() -> None:
-        table = Explaining(lambda: ["r1"])
-        asked = asyncio.create_task(table.explain("id-1"))
-        await asyncio.sleep(0)
-        await _answer(table, "r1", document)
-        with pytest.raises(UnknownRequestError):
             await asked
 
     asyncio.run(scenario())

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 from headrace_cluster.cli.admin_client import AdminClient
@@ -22,17 +21,8 @@ _STYLES = {
 
 
 def print_json(choice: ServerChoice) -> None:
-    """Prints the document; for a server of this user, with the sockets of its processes, Ray's included.
-
-    Without psutil, which only the extra `cluster` installs, there are no sockets in it.
-    """
-    client = AdminClient(choice)
-    document = client.call("GET", "/status")
-    if client.state is not None and client.state.process.alive and find_spec("psutil") is not None:
-        from headrace_cluster.local.sockets import listeners
-
-        document["sockets"] = [listener.document() for listener in listeners(client.state.pid)]
-    print(json.dumps(document, indent=2))
+    """Prints the document."""
+    print(json.dumps(AdminClient(choice).call("GET", "/status"), indent=2))
 
 
 def print_table(choice: ServerChoice) -> None:

@@ -3,18 +3,13 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
 from headrace_cluster.controller.members import Membership
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
-from headrace_proto.address import host_port, split_address
-from headrace_proto.channel_options import SERVER, Options
+from headrace_proto.address import host_port
+from headrace_proto.channel_options import SERVER
 from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.errors import ListenError
-
-# A report has about a hundred bytes for each replica; parsing and keeping it is work of the controller's event loop.
-MESSAGES: Options = (("grpc.max_receive_message_length", 256 << 10),)
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -25,13 +20,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.MemberList]:
         """Streams the list; the client is a registered router until the stream ends."""
-        router = request.router
-        try:
-            for address in filter(None, (router.http, router.grpc, router.metrics)):  # `headrace status` prints them
-                split_address(address)
-        except ValueError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an address of a router must be HOST:PORT")
-        routers = self._membership.routers
+        router, routers = request.router, self._membership.routers
         routers[router.id] = router
         try:
             async for members in self._membership.watch():
@@ -50,7 +39,7 @@ async def start_control_server(
     membership: Membership, member: ClusterMember, host: str, port: int, *, reserved: bool = False
 ) -> tuple[Any, int]:
     """The running server and its port. reserved: by the process that started this one. Raises ListenError."""
-    options = dict((*SERVER, *MESSAGES)) | {"grpc.so_reuseport": int(reserved)}
+    options = dict(SERVER) | {"grpc.so_reuseport": int(reserved)}
     server = member.server(tuple(options.items()))
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(membership), server)
     address = host_port(host, port)

@@ -24,9 +24,6 @@ STATES = {
 HealthWatch = Callable[[str, HealthSpec, Callable[[pb.ReplicaHealth], None]], Awaitable[None]]
 
 
-_SMALL_MESSAGES = (("grpc.max_receive_message_length", 256 << 10),)  # a replica's name, state and numbers
-
-
 async def watch_health(
     member: ClusterMember, address: str, health: HealthSpec, on_health: Callable[[pb.ReplicaHealth], None]
 ) -> None:
@@ -36,7 +33,7 @@ async def watch_health(
     """
     request = pb.HealthRequest(interval_ms=max(50, int(health.interval_seconds * 1e3)))
     while True:
-        async with member.channel(address, (*WATCHER, *_SMALL_MESSAGES)) as channel:
+        async with member.channel(address, WATCHER) as channel:
             stub: Any = replica_pb2_grpc.ReplicaStub(channel)
             try:
                 async for message in stub.WatchHealth(request, metadata=member.metadata):

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from headrace_cluster.controller.explaining import MAX_QUESTIONS, Explaining
+from headrace_cluster.controller.explaining import Explaining
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
@@ -13,8 +13,6 @@ from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS, Ro
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
-
-MAX_REPLICAS = 10_000  # in a router's report
 
 PROTO_STATES = {
     State.PENDING: replica_pb2.REPLICA_STATE_STARTING,
@@ -43,8 +41,6 @@ class Membership:
 
     def report(self, report: pb.RouterReport) -> None:
         """A router reports from which replicas it receives messages, and accounts that it was asked for."""
-        if len(report.replicas) > MAX_REPLICAS or len(report.accounts) > MAX_QUESTIONS:
-            return  # no router of ours sends so many
         self.explaining.receive(report.router_id, report.accounts)
         self._placements = {key: entries for key, entries in self._placements.items() if key in self.routers}
         self._placements[report.router_id] = list(report.models)

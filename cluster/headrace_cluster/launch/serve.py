@@ -27,12 +27,10 @@ from headrace_cluster.launch.start_checks import check_start
 from headrace_cluster.local import state
 from headrace_cluster.local.cleanup import Cleanup, GuardedCleanup
 from headrace_cluster.local.run_logs import RunFolder, log_path
-from headrace_cluster.local.sockets import exposed_note, listeners
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
-from headrace_proto.address import port_of
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, add_log_file
 
@@ -196,9 +194,6 @@ class Serve:
         seconds = time.monotonic() - self._began
         shown = banner(server, view.started, view.roles, seconds, keys=KeyRules.of(self._spec), verbose=logs.verbose)
         shown.show(logs.format)
-        own_ports = {port_of(server.control_address), server.admin_port}
-        if note := exposed_note(listeners(os.getpid()), {place.pid for place in cluster.places}, own_ports):
-            show_message(note, "warning")
 
     # -- down -------------------------------------------------------------------------------------------------
 
