@@ -83,5 +83,9 @@ class DrainError(HeadraceError):
     """A replica cannot be drained or undrained; the message has the reason."""
 
 
+class ChangeError(HeadraceError):
+    """The models of the cluster cannot be changed as requested; the message has the reason."""
+
+
 class StateError(HeadraceError):
     """The folder that keeps keys and process ids cannot be used."""

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +146,8 @@ def test_failures_during_the_wait(
 def _entry(name: str, state: str = "ready", generation: int = 1, **given: Any) -> dict[str, Any]:
     load = {"running": 0, "waiting": 0}
     known = {"id": name, "model": "m", "role": "decode", "state": state, "generation": generation, "load": load}
-    return known | {"note": "", "connected": True, "beside": [], "roll_failed": ""} | given
+    known |= {"note": "", "connected": True, "beside": [], "roll_failed": "", "unable": "", "wanted": True}
+    return known | {"outdated": generation == 1} | given
 
 
 def _polls(*polls: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
@@ -203,27 +205,56 @@ def test_a_build_that_does_not_start_ends_the_rollout_of_its_model(
     assert done.stderr.splitlines() == [
         "headrace: n-0 is rolled",
         "headrace: 1 of 3 rolled",
-        "headrace:   m-0 was not rolled: its next build did not start: a bad file",
-        "headrace:   m-1 was not rolled: another one before it was not",
+        "headrace:   m-0 was not: its next build did not start: a bad file",
+        "headrace:   m-1 was not: another one before it was not",
     ]
     unknown = scripted({"/rollout": [_rejection("there is no replica 'm-7'; there are: m-0, m-1")]})
     done = _run(unknown, "rollout", "m-7")
     assert (done.returncode, done.stderr) == (1, "headrace: there is no replica 'm-7'; there are: m-0, m-1\n")
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        (_entry("m-0", "drained"), "it is drained"),
-        (_entry("m-0", "dead", 2, note="too little memory"), "it is dead: too little memory"),
-        (_entry("m-9"), "the spec does not name it any more"),
-    ],
-)
-def test_what_ends_the_wait_for_a_replica(
-    scripted: Callable[[Responses], ScriptedAdmin], entry: dict[str, Any], words: str
-) -> None:
-    done = _run(scripted({"/status": _polls([entry]), "/rollout": [_begun("m-0")]}), "rollout")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"headrace:   m-0 was not rolled: {words}")
+def test_other_settings_are_sent_and_shown(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    begun = _begun("m-0")
+    begun[1]["changes"] = ["m: max_num_seqs 8 → 16"]
+    admin = scripted({"/status": _polls([_entry("m-0", generation=2)]), "/rollout": [begun]})
+    done = _run(admin, "rollout", "--model", "m", "--set", "max_num_seqs=16", "--set", "dtype=bfloat16")
+    assert done.stderr.splitlines()[0] == "headrace: m: max_num_seqs 8 → 16"
+    body = next(body for path, body in admin.requests if path == "/rollout")
+    assert (body["model"], body["settings"]) == ("m", {"max_num_seqs": 16, "dtype": "bfloat16"})
+    wrong = _run(admin, "rollout", "--set", "max_num_seqs")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1) and "KEY=VALUE" in wrong.stderr
+
+
+def test_scale_waits_for_what_comes_and_for_what_ends(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
+    ready, gone = _entry("m-0", generation=2), _entry("m-1", "draining", 2, wanted=False, outdated=True)
+    begun = 200, {"changes": ["m: replicas 2 → 1"], "models": ["m"], "recorded": True}
+    admin = scripted({"/status": _polls([ready, gone], [ready, gone], [ready]), "/scale": [begun]})
+    done = _run(admin, "scale", "m", "1")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.splitlines() == [
+        "headrace: m: replicas 2 → 1",
+        "headrace: m-0 is ready",
+        "headrace: m-1: draining, 0 running, 0 waiting",
+        "headrace: 1 of 1 ready",
+    ]
+    assert ("/scale", {"pool": "m", "replicas": 1}) in admin.requests
+    starting = _entry("m-1", "dead", 0, unable="there is no model at 'x'", outdated=False)
+    admin = scripted({"/status": _polls([ready, starting]), "/scale": [begun]})
+    done = _run(admin, "scale", "m", "2")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "headrace:   m-1 was not: there is no model at 'x'"
+
+
+def test_apply_shows_what_changes(scripted: Callable[[Responses], ScriptedAdmin], tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("models: [{source: smollm2, name: m, replicas: 3}]")
+    begun = 200, {"changes": ["m: replicas 1 → 3"], "models": ["m"], "recorded": True}
+    admin = scripted({"/apply": [begun], "/status": _polls([_entry("m-0", generation=2)])})
+    done = _run(admin, "apply", "-f", str(spec), "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "headrace: m: replicas 1 → 3\n")
+    body = admin.requests[0][1]
+    assert body["dry_run"] is True and [(m["name"], m["replicas"]) for m in body["models"]] == [("m", 3)]
+    done = _run(admin, "apply", "-f", str(spec))
+    assert done.stderr.splitlines()[-1] == "headrace: 1 of 1 ready"
 
 
 def test_a_controller_that_does_not_answer_ends_the_command(

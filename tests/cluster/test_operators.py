@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace_cluster.controller import control_loop, operations, operators
+from headrace_cluster.controller import control_loop, operations
 from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS
+from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
 from headrace_proto.errors import MemoryTooSmallError
@@ -34,7 +35,7 @@ ROLES = {replica_pb2.ROLE_BOTH: "both", replica_pb2.ROLE_PREFILL: "prefill", rep
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_loop, "REPEAT", Backoff(0.05, 0.1))
     monkeypatch.setattr(control_loop, "SEEN_SECONDS", 0.2)
-    monkeypatch.setattr(operators, "ROLE_SECONDS", 0.5)
+    monkeypatch.setattr(operations, "ROLE_SECONDS", 0.5)
 
 
 @asynccontextmanager
@@ -221,7 +222,7 @@ def test_a_rollout_builds_a_replica_again_beside_the_old_build(driver: FakeDrive
             driver.start_gate.clear()
             assert await post("/rollout", replicas=["smollm2-0"], seconds=30) == (
                 200,
-                {"replicas": {"smollm2-0": 1}, "drained": [], "seconds": 30.0, "recorded": True},
+                {"replicas": {"smollm2-0": 1}, "drained": [], "seconds": 30.0, "changes": [], "recorded": True},
             )
             await eventually(lambda: SECOND in driver.ranks)
             (entry,) = control.status()["replicas"]
@@ -250,6 +251,94 @@ def test_a_next_build_that_fails_changes_nothing(driver: FakeDriver, eventually:
             await post("/rollout")
             await eventually(lambda: FIRST not in driver.ranks and control.states() == ["ready"])
             assert control.status()["replicas"][0]["roll_failed"] == ""
+
+    asyncio.run(scenario())
+
+
+# -- other models ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_scaled_until_the_spec_says_another_number(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _api(driver, eventually, replicas=2) as (control, post):
+            answer = {"changes": ["smollm2: replicas 2 → 3"], "models": ["smollm2"], "recorded": True}
+            assert await post("/scale", pool="smollm2", replicas=3) == (200, answer)
+            await eventually(lambda: control.states() == ["ready"] * 3)
+            again = Controlled(driver, control.words, replicas=2)
+            await again.loop.open()
+            assert len(again.planner.wanted) == 3, "the next controller knows"
+            await post("/scale", pool="smollm2", replicas=1)
+            await eventually(lambda: control.states() == ["ready"])
+            control.loop.spec = parse_spec({"models": [{"replicas": 2, "aliases": ["small"]}]})
+            control.loop.rethink()
+            assert len(control.planner.wanted) == 1, "the number in the spec is as it was"
+            control.loop.spec = parse_spec({"models": [{"replicas": 4}]})
+            control.loop.rethink()
+            assert len(control.planner.wanted) == 4
+            code, sentence = await post("/scale", pool="smollm2.decode", replicas=1)
+            assert code == 409 and "there is no model or pool 'smollm2.decode'; there are: smollm2" in sentence
+            assert (await post("/scale", pool="smollm2", replicas=0))[0] == 400
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_is_scaled_by_its_name(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _api(driver, eventually, **POOLS) as (control, post):
+            code, document = await post("/scale", pool="smollm2.prefill", replicas=2)
+            assert code == 200 and document["changes"][0].startswith("smollm2: prefill {")
+            await eventually(lambda: control.states() == ["ready"] * 4)
+            assert sorted((await _listed(control)).values()) == ["decode", "decode", "prefill", "prefill"]
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_with_another_setting(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _api(driver, eventually) as (control, post):
+            code, document = await post("/rollout", settings={"max_num_seqs": 16})
+            assert (code, document["changes"]) == (200, ["smollm2: max_num_seqs none → 16"])
+            await eventually(lambda: list(driver.ranks) == [SECOND] and control.planner.ready)
+            assert control.planner.wanted["smollm2-0"].model.max_num_seqs == 16
+            for settings, words in (
+                ({"max_num_seqs": 0}, "max_num_seqs: it must be at least 1"),
+                ({"max_num_sqs": 4}, "max_num_sqs cannot be set here"),
+                ({"replicas": 4}, "replicas cannot be set here"),
+            ):
+                code, sentence = await post("/rollout", settings=settings)
+                assert code == 409 and words in sentence, sentence
+            code, sentence = await post("/rollout", settings={"max_num_seqs": 8}, replicas=["smollm2-0"])
+            assert code == 409 and "name it with --model" in sentence
+            code, sentence = await post("/rollout", model="other")
+            assert code == 409 and "there is no model 'other'" in sentence
+            await asyncio.sleep(0.2)
+            assert list(driver.ranks) == [SECOND], "what was refused changes nothing"
+
+    asyncio.run(scenario())
+
+
+def test_other_models_are_applied(driver: FakeDriver, eventually: Eventually) -> None:
+    """What they replace goes on until they serve."""
+    models = [{"name": "next", "source": "smollm2"}]
+
+    async def scenario() -> None:
+        async with _api(driver, eventually) as (control, post):
+            changes = ["next: a new model", "smollm2: ends"]
+            code, document = await post("/apply", models=models, dry_run=True)
+            assert (code, document["changes"]) == (200, changes) and control.words.models is None
+            driver.start_gate.clear()
+            assert (await post("/apply", models=models))[1]["models"] == ["next", "smollm2"]
+            await eventually(lambda: ReplicaName("next-0", 1) in driver.ranks)
+            await asyncio.sleep(0.3)
+            assert FIRST in driver.ranks
+            driver.start_gate.set()
+            await eventually(lambda: list(driver.ranks) == [ReplicaName("next-0", 1)])
+            again = Controlled(driver, control.words)
+            await again.loop.open()
+            assert list(again.planner.wanted) == ["next-0"]
+            for wrong, words in (([{"replicas": 0}], "replicas"), ([{"sourc": "x"}], "did you mean source")):
+                code, sentence = await post("/apply", models=wrong)
+                assert code == 409 and words in sentence
 
     asyncio.run(scenario())
 

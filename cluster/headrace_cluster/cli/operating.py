@@ -151,17 +151,62 @@ def rollout(
     allow_gap: Annotated[
         bool, typer.Option("--allow-gap", help="Even if another one is not ready, or two builds do not fit.")
     ] = False,
+    model: Annotated[str | None, typer.Option("--model", help="Its replicas alone. [default: all models]")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value of a key of the model; several times."),
+    ] = None,
     port: o.ServerPort = None,
     admin_port: o.ServerAdminPort = None,
     cluster: o.ServerName = None,
 ) -> None:
     """Build replicas again, one after the other: requests finish or move, none fails.
 
-    A model's only replica ends when its next build, which starts beside it, is ready.
+    A replica ends when its next build, which starts beside it, is ready; without room for both, before.
     """
-    from headrace_cluster.cli.replicas import roll_out
+    from headrace_cluster.cli.replicas import roll_out, settings_of
 
-    if not roll_out(o.choice(port, admin_port, cluster), replicas or [], seconds, allow_gap=allow_gap):
+    chosen = o.choice(port, admin_port, cluster)
+    settings = settings_of(set_ or [])
+    if not roll_out(chosen, replicas or [], seconds, allow_gap=allow_gap, model=model, settings=settings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def scale(
+    pool: Annotated[str, typer.Argument(metavar="MODEL[.POOL]", help="A model, or its pool prefill or decode.")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas there are to be.")],
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+) -> None:
+    """Give a model, or one of its pools, another number of replicas; returns when they are ready.
+
+    It counts until the number in the spec changes.
+    """
+    from headrace_cluster.cli.replicas import scale
+
+    if not scale(o.choice(port, admin_port, cluster), pool, replicas):
+        raise typer.Exit(1)
+
+
+@app.command()
+def apply(
+    config: Annotated[Path, typer.Option("--config", "-f", metavar="FILE", help="Spec, YAML or JSON: its models.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")] = False,
+    port: o.ServerPort = None,
+    admin_port: o.ServerAdminPort = None,
+    cluster: o.ServerName = None,
+) -> None:
+    """Roll out the models of a file: shows what changes, and returns when it is done.
+
+    They count until the models in the spec of the cluster change.
+    """
+    from headrace_cluster.cli.replicas import apply
+    from headrace_cluster.spec.settings import build_spec
+
+    models = [model.model_dump(mode="json") for model in build_spec({}, config, {}).models]
+    if not apply(o.choice(port, admin_port, cluster), models, dry_run=dry_run):
         raise typer.Exit(1)
 
 

@@ -1,13 +1,13 @@
-"""Commands that change replicas, and wait until it is done: drain, undrain, rollout, role."""
+"""Commands that change replicas, and wait until it is done: apply, scale, rollout, drain, undrain, role."""
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.servers import ServerChoice
-from headrace_cluster.errors import ServerError
+from headrace_cluster.errors import ServerError, SpecError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.program import program_name
 
@@ -133,71 +133,131 @@ def _print_result(entry: Entry, sentence: str, *, as_json: bool) -> None:
         show_message(sentence)
 
 
-def roll_out(choice: ServerChoice, replicas: list[str], seconds: float | None, *, allow_gap: bool = False) -> bool:
+def roll_out(
+    choice: ServerChoice,
+    replicas: list[str],
+    seconds: float | None,
+    *,
+    allow_gap: bool = False,
+    model: str | None = None,
+    settings: dict[str, Any] | None = None,
+) -> bool:
     """Rolls the given replicas, or all that are not drained. Returns whether all of them were rolled.
 
-    If a new build of a model does not start, the rest of that model keeps its builds. Raises NotRunningError, and
-    ServerError for a replica that does not exist.
+    model: its replicas alone. settings: new values of its keys. If a new build of a model does not start, the rest of
+    that model keeps its builds. Raises NotRunningError, ServerError.
     """
     client = AdminClient(choice)
-    body: dict[str, Any] = {"replicas": replicas, "allow_gap": allow_gap}
-    begun = client.call("POST", "/rollout", body | ({} if seconds is None else {"seconds": seconds}))
+    given = {"seconds": seconds, "model": model, "settings": settings or None}
+    body = {"replicas": replicas, "allow_gap": allow_gap} | {
+        k: value for k, value in given.items() if value is not None
+    }
+    begun = client.call("POST", "/rollout", body)
     warn_unrecorded(begun)
     for name in begun["drained"]:
         show_message(f"{name} is drained: it is not rolled")
+    _show(begun.get("changes", []))
+    chosen = begun["replicas"]
+    return _watch(client, lambda entry: entry["id"] in chosen, "rolled", begun["seconds"])
+
+
+def scale(choice: ServerChoice, pool: str, replicas: int) -> bool:
+    """Another number of replicas of a model, or of a pool as MODEL.POOL. Returns whether all are ready."""
+    client = AdminClient(choice)
+    begun = client.call("POST", "/scale", {"pool": pool, "replicas": replicas})
+    return _finish(client, begun)
+
+
+def apply(choice: ServerChoice, models: list[dict[str, Any]], *, dry_run: bool) -> bool:
+    """Other models. Returns whether all of their replicas are ready, and what they replace has ended."""
+    client = AdminClient(choice)
+    begun = client.call("POST", "/apply", {"models": models, "dry_run": dry_run}, APPLY_SECONDS)
+    if dry_run:
+        _show(begun["changes"] or ["nothing changes"])
+        return True
+    return _finish(client, begun)
+
+
+def settings_of(given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, each value as in a spec file. Raises SpecError."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for entry in given:
+        key, equals, value = entry.partition("=")
+        if not (key and equals):
+            raise SpecError(f"--set is KEY=VALUE, such as max_num_seqs=16, not '{entry}'")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SpecError(f"--set {entry}: the value is not YAML") from error
+    return found
+
+
+def _finish(client: AdminClient, begun: dict[str, Any]) -> bool:
+    warn_unrecorded(begun)
+    _show(begun["changes"] or ["nothing changes"])
+    return _watch(client, lambda entry: entry["model"] in begun["models"], "ready", 0.0)
+
+
+def _show(changes: Sequence[str]) -> None:
+    for line in changes:
+        show_message(line)
+
+
+def _watch(client: AdminClient, chosen: Callable[[Entry], bool], done: str, seconds: float) -> bool:
+    """Shows how the chosen replicas become what the server wants; returns whether all of them are.
+
+    done: the word for one that is. seconds: for requests in flight.
+    """
+    patience = START_SECONDS + seconds + STOP_SECONDS  # for each
+    deadline = time.monotonic() + patience
+    shown, finished, problems = dict[str, str](), set[str](), dict[str, str]()
     try:
-        problems = _watch(client, begun["replicas"], START_SECONDS + begun["seconds"] + STOP_SECONDS)
+        while True:
+            entries = [entry for entry in client.await_status()["replicas"] if chosen(entry)]
+            failed = {entry["model"] for entry in entries if entry["id"] in problems}
+            for entry in entries:
+                name = entry["id"]
+                if name in finished or name in problems:
+                    continue
+                if problem := _problem(entry, failed, late=time.monotonic() > deadline):
+                    problems[name] = problem
+                elif _is_settled(entry):
+                    finished.add(name)
+                    show_message(f"{name} is {done}")
+                    deadline = time.monotonic() + patience
+                elif (text := _progress(entry)) != shown.get(name, "ready"):
+                    show_message(f"{name}: {text}")
+                    shown[name] = text
+            left = [entry for entry in entries if entry["id"] not in finished | problems.keys()]
+            if not left:
+                break
+            time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        show_message("the rollout is completed by the server")
+        show_message("the server goes on with it")
         raise
-    show_message(f"{len(begun['replicas']) - len(problems)} of {len(begun['replicas'])} rolled")
+    show_message(f"{len(finished)} of {len(finished) + len(problems)} {done}")
     for name, problem in problems.items():
-        show_message(f"  {name} was not rolled: {problem}")
+        show_message(f"  {name} was not: {problem}")
     return not problems
 
 
-def _watch(client: AdminClient, replicas: dict[str, int], patience: float) -> dict[str, str]:
-    """Why replicas were not rolled, by id. replicas: with their generations before. patience: seconds for each."""
-    left, shown, problems = dict(replicas), dict[str, str](), dict[str, str]()
-    deadline = time.monotonic() + patience
-    while left:
-        entries = {entry["id"]: entry for entry in client.await_status()["replicas"]}
-        failed = {entries[name]["model"] for name in problems if name in entries}
-        for name, generation in list(left.items()):
-            entry = entries.get(name)
-            problem = _problem(entry, generation, failed, time.monotonic() > deadline)
-            if problem:
-                problems[name] = problem
-            elif entry is not None and _is_rolled(entry, generation):
-                show_message(f"{name} is rolled")
-            else:
-                if entry is not None and (text := _progress(entry)) != shown.get(name, "ready"):
-                    show_message(f"{name}: {text}")
-                    shown[name] = text
-                continue
-            del left[name]
-            deadline = time.monotonic() + patience
-        time.sleep(POLL_SECONDS)
-    return problems
-
-
-def _problem(entry: Entry | None, generation: int, failed: set[str], late: bool) -> str:
-    """Why a replica will not be rolled; empty while it may be. failed: models with a replica that was not."""
-    if entry is None:
-        return "the spec does not name it any more"
-    if entry["roll_failed"]:
-        return str(entry["roll_failed"])
-    if entry["state"] == "drained" or (entry["state"] == "dead" and entry["generation"] > generation):
-        return f"it is {entry['state']}" + (f": {entry['note']}" if entry["note"] else "")
-    if entry["model"] in failed and entry["generation"] == generation and not entry["beside"]:
+def _problem(entry: Entry, failed: Collection[str], *, late: bool) -> str:
+    """Why a replica will not become what is wanted; empty while it may. failed: models with a replica that did not."""
+    if entry["roll_failed"] or entry["unable"]:
+        return str(entry["roll_failed"] or entry["unable"])
+    if entry["model"] in failed and entry["outdated"] and not entry["beside"]:
         return "another one before it was not"
     return "it takes too long; see `headrace status`" if late else ""
 
 
-def _is_rolled(entry: Entry, generation: int) -> bool:
-    """The new build serves alone, and every router is connected to it."""
+def _is_settled(entry: Entry) -> bool:
+    """Its one build is as it is wanted, and every router is connected to it; or an operator drained it."""
+    if entry["state"] == "drained":
+        return True
     serves = entry["state"] == "ready" and entry["connected"] and not entry["beside"]
-    return bool(entry["generation"] > generation and serves)
+    return bool(serves and entry["wanted"] and not entry["outdated"])
 
 
 def _progress(entry: Entry) -> str:
@@ -213,6 +273,7 @@ def _progress(entry: Entry) -> str:
 
 
 ANSWER_SECONDS = 20.0
+APPLY_SECONDS = 60.0  # for the check of the models, which may ask the Hub
 
 
 def set_role(choice: ServerChoice, replica: str, role: str, *, as_json: bool) -> None:

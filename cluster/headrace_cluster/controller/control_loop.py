@@ -20,7 +20,7 @@ from headrace_cluster.core.driver import RankDriver
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Action, Drain, End, Fill, Place, Planner, SendSecret, SetRole
 from headrace_cluster.core.rank_config import RankReport
-from headrace_cluster.core.wanted import wanted_replicas
+from headrace_cluster.core.wanted import effective_spec, wanted_replicas
 from headrace_cluster.core.words import Words
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -57,6 +57,7 @@ class ControlLoop:
     ) -> None:
         """words: the record of the cluster. secrets: fingerprints of those that are valid now. save: of the record."""
         self.spec = spec
+        self.effective = spec  # with the words of operators
         self.words = words
         self.driver = driver
         self.retries = Retries(clock, jitter)
@@ -123,7 +124,8 @@ class ControlLoop:
 
     def rethink(self) -> None:
         """The spec, or the words of operators, have changed."""
-        wanted = {} if self._stopping else wanted_replicas(self.spec, self.words, self.driver.digest)
+        self.effective = self.driver.spec = effective_spec(self.spec, self.words)
+        wanted = {} if self._stopping else wanted_replicas(self.effective, self.words, self.driver.digest)
         self.planner.wanted = wanted
         self._wake.set()
 
@@ -243,7 +245,7 @@ class ControlLoop:
         for action in self.planner.actions(now):
             self._begin(action, now)
         self._watch_builds()
-        await self._membership.publish(*member_list(self.spec, self.words.created, self.planner))
+        await self._membership.publish(*member_list(self.effective, self.words.created, self.planner))
 
     def _begin(self, action: Action, now: float) -> None:
         key = action.name, f"{type(action).__name__}{getattr(action, 'rank', '')}"

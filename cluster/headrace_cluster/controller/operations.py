@@ -6,19 +6,100 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import profile_document
 from headrace_cluster.core.build import SERVING, Build, State
-from headrace_cluster.core.wanted import Wanted
-from headrace_cluster.core.words import RoleWord, Roll
-from headrace_cluster.errors import DrainError, ProfileError, RoleError
+from headrace_cluster.core.wanted import Wanted, base_models, differences, effective_spec, models_digest, pool_key
+from headrace_cluster.core.words import Changed, RoleWord, Roll, Words
+from headrace_cluster.errors import ChangeError, DrainError, ProfileError, RoleError
 from headrace_cluster.program import program_name
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_cluster.spec.plain_words import plain
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import UnknownRoleError, parse_role
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
+
+MAX_DRAIN_SECONDS = 24 * 3600
+SAVE_SECONDS = 2.0  # for Ray's GCS, until an operation responds without it
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ProfileBody(_Body):
+    """Of POST /profile; every field is optional."""
+
+    replica: str | None = None
+    steps: int = DEFAULT_STEPS
+    seconds: float = DEFAULT_SECONDS
+
+
+class RoleBody(_Body):
+    """Of POST /role."""
+
+    replica: str
+    role: str
+
+
+class DrainBody(_Body):
+    """Of POST /drain. seconds: for requests in flight; none = the spec's value."""
+
+    replica: str
+    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
+    force: bool = False
+
+
+class RolloutBody(_Body):
+    """Of POST /rollout. replicas: empty = all. seconds: as for a drain. allow_gap: even if none serves meanwhile.
+
+    model: its replicas alone. settings: new values of keys of the model.
+    """
+
+    replicas: list[str] = []
+    model: str | None = None
+    settings: dict[str, Any] = {}
+    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
+    allow_gap: bool = False
+
+
+class ScaleBody(_Body):
+    """Of POST /scale. pool: 'MODEL', or 'MODEL.prefill' and 'MODEL.decode'."""
+
+    pool: str
+    replicas: int = Field(ge=1, le=10_000)
+
+
+class ApplyBody(_Body):
+    """Of POST /apply. models: as in a spec file. dry_run: only say what would change."""
+
+    models: list[dict[str, Any]] = Field(min_length=1)
+    dry_run: bool = False
+
+
+class UndrainBody(_Body):
+    """Of POST /undrain."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One POST: the response is the document of `run`, or the sentence of the HeadraceError that it raises."""
+
+    path: str
+    body: type[BaseModel]
+    run: Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+class ExplainBody(_Body):
+    """Of POST /explain. request: a request's id, or that of its answer."""
+
+    request: str = Field(min_length=1, max_length=160)
 
 
 class Profiles:
@@ -57,8 +138,10 @@ ROLE_SECONDS = 6.0  # for a replica to report its new role
 class Operators:
     """For one event loop. A document has the replica's id and the generation of its build now."""
 
-    def __init__(self, loop: ControlLoop, membership: Membership) -> None:
+    def __init__(self, loop: ControlLoop, membership: Membership, check: Callable[[ClusterSpec], ClusterSpec]) -> None:
+        """check: of models that are applied; returns the spec with commits of the Hub. It blocks."""
         self._loop = loop
+        self._check = check
         self._planner = loop.planner
         self._membership = membership
         self._role_lock = asyncio.Lock()
@@ -94,31 +177,94 @@ class Operators:
         self._loop.rethink()
         return self._document(replica_id)
 
-    def roll(self, replicas: list[str], seconds: float | None = None, *, allow_gap: bool = False) -> dict[str, Any]:
-        """Builds replicas (empty: all that are not drained) again, one of a model at a time. Raises DrainError.
-
-        The new build first where there is room for both. seconds: for requests in flight, as for `drain`. allow_gap:
-        also while another replica of the model does not serve; and if none serves it and there is no room for two
-        builds, it ends before the next one starts.
-        """
-        for name in replicas:
+    def roll(self, body: RolloutBody) -> dict[str, Any]:
+        """Builds replicas again, one of a model at a time, the new build first. Raises DrainError, ChangeError."""
+        wanted = self._planner.wanted
+        for name in body.replicas:
             if self._find(name, DrainError).drained:
                 raise DrainError(f"{name} is drained: bring it back with `{program_name()} undrain {name}`")
-        wanted = self._planner.wanted
-        chosen = [name for name in replicas or wanted if not wanted[name].drained]
+        self._check_model(body.model)
+        chosen = [
+            name
+            for name in body.replicas or wanted
+            if not wanted[name].drained and body.model in (None, wanted[name].model.name)
+        ]
         if not chosen:
             raise DrainError(f"every replica is drained: bring one back with `{program_name()} undrain`")
-        seconds = self._loop.spec.health.drain_seconds if seconds is None else seconds
+        changes = self._set(body) if body.settings else []
+        seconds = self._loop.spec.health.drain_seconds if body.seconds is None else body.seconds
         rolls = self._loop.words.rolls
         for name in chosen:
-            rolls[name] = Roll(rolls[name].number + 1 if name in rolls else 1, seconds, allow_gap)
+            rolls[name] = Roll(rolls[name].number + 1 if name in rolls else 1, seconds, body.allow_gap)
             self._planner.forgive(name)
         self._loop.rethink()
         return {
             "replicas": {name: self._document(name)["generation"] for name in chosen},
-            "drained": [] if replicas else [name for name in wanted if wanted[name].drained],
+            "drained": [] if body.replicas else [name for name in wanted if wanted[name].drained],
             "seconds": seconds,
+            "changes": changes,
         }
+
+    def _set(self, body: RolloutBody) -> list[str]:
+        """New values of keys of one model, or of the only one. Raises ChangeError."""
+        models = [m for m in base_models(self._loop.spec, self._loop.words) if body.model in (None, m.name)]
+        if len(models) != 1 or body.replicas:
+            raise ChangeError("--set is for all replicas of one model: name it with --model, and no replicas")
+        model, words = models[0], self._loop.words
+        data = model.model_dump(mode="json")
+        unknown = [key for key in body.settings if key not in data or key in ("name", "replicas", "prefill", "decode")]
+        if unknown:
+            raise ChangeError(f"{unknown[0]} cannot be set here: it must be a key of a model, and no pool or name")
+        set_now = {key: Changed(value, data[key]) for key, value in body.settings.items()}
+        settings = words.settings | {model.name: words.settings.get(model.name, {}) | set_now}
+        changes = self._compared(msgspec.structs.replace(words, settings=settings))
+        words.settings = settings
+        return changes
+
+    def scale(self, pool: str, replicas: int) -> dict[str, Any]:
+        """Another number of replicas of a pool. Raises ChangeError."""
+        known: dict[str, int] = {}
+        for model in base_models(self._loop.spec, self._loop.words):
+            known |= {pool_key(model, each.role): each.replicas for each in model.pools}
+        if pool not in known:
+            raise ChangeError(f"there is no model or pool {pool!r}; there are: {', '.join(known)}")
+        words = self._loop.words
+        scales = words.scales | {pool: Changed(replicas, known[pool])}
+        changes = self._compared(msgspec.structs.replace(words, scales=scales))
+        words.scales = scales
+        self._loop.rethink()
+        return {"changes": changes, "models": [pool.partition(".")[0] if pool not in self._names() else pool]}
+
+    async def apply(self, models: list[dict[str, Any]], *, dry_run: bool = False) -> dict[str, Any]:
+        """Other models, until those of the spec file change. Raises ChangeError, SpecError, and what `check` raises."""
+        spec, words = self._loop.spec, self._loop.words
+        found = spec.model_copy(update={"models": parse_spec({"models": models}).models})
+        checked = await asyncio.to_thread(self._check, found)
+        applied = Changed([model.model_dump(mode="json") for model in checked.models], models_digest(spec.models))
+        new = msgspec.structs.replace(words, models=applied, settings={}, scales={})
+        before = self._names()
+        changes = self._compared(new)
+        if not dry_run:
+            words.models, words.settings, words.scales = applied, {}, {}
+            self._loop.rethink()
+        return {"changes": changes, "models": sorted(before | self._names())}
+
+    def _names(self) -> set[str]:
+        return {model.name for model in self._loop.effective.models}
+
+    def _compared(self, words: Words) -> list[str]:
+        """What these words would change. Raises ChangeError if they do not fit together."""
+        try:
+            new = effective_spec(self._loop.spec, words)
+        except ValidationError as error:
+            entry = error.errors(include_url=False)[0]
+            place = ".".join(map(str, entry["loc"]))
+            raise ChangeError(f"{place}: {plain(entry['msg'])}".removeprefix(": ")) from error
+        return differences(self._loop.effective.models, new.models)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names():
+            raise ChangeError(f"there is no model {name!r}; there are: {', '.join(sorted(self._names()))}")
 
     async def change_role(self, replica_id: str, new_role: str) -> dict[str, Any]:
         """Another role, in place; returns once the replica and the member list have it. Raises RoleError."""
@@ -186,72 +332,15 @@ class Operators:
         return "".join(f"; {sentence}" for sentence in self._membership.unreached.values())
 
 
-MAX_DRAIN_SECONDS = 24 * 3600
-SAVE_SECONDS = 2.0  # for Ray's GCS, until an operation responds without it
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ProfileBody(_Body):
-    """Of POST /profile; every field is optional."""
-
-    replica: str | None = None
-    steps: int = DEFAULT_STEPS
-    seconds: float = DEFAULT_SECONDS
-
-
-class RoleBody(_Body):
-    """Of POST /role."""
-
-    replica: str
-    role: str
-
-
-class DrainBody(_Body):
-    """Of POST /drain. seconds: for requests in flight; none = the spec's value."""
-
-    replica: str
-    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
-    force: bool = False
-
-
-class RolloutBody(_Body):
-    """Of POST /rollout. replicas: empty = all. seconds: as for a drain. allow_gap: even if none serves meanwhile."""
-
-    replicas: list[str] = []
-    seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
-    allow_gap: bool = False
-
-
-class UndrainBody(_Body):
-    """Of POST /undrain."""
-
-    replica: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One POST: the response is the document of `run`, or the sentence of the HeadraceError that it raises."""
-
-    path: str
-    body: type[BaseModel]
-    run: Callable[[Any], Awaitable[dict[str, Any]]]
-
-
-class ExplainBody(_Body):
-    """Of POST /explain. request: a request's id, or that of its answer."""
-
-    request: str = Field(min_length=1, max_length=160)
-
-
-def replica_operations(loop: ControlLoop, membership: Membership) -> list[Operation]:
+def replica_operations(
+    loop: ControlLoop, membership: Membership, check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec
+) -> list[Operation]:
     """What operators may do. Each responds at once, or as soon as it is done; the status shows the progress.
 
-    `recorded`: the next controller would know of it; false if Ray's GCS has not saved it within SAVE_SECONDS.
+    check: see Operators. `recorded`: the next controller would know of it; false if Ray's GCS has not saved it within
+    SAVE_SECONDS.
     """
-    operators, profiles = Operators(loop, membership), Profiles(loop)
+    operators, profiles = Operators(loop, membership, check), Profiles(loop)
 
     async def recorded(document: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -271,7 +360,13 @@ def replica_operations(loop: ControlLoop, membership: Membership) -> list[Operat
         return await recorded(operators.drain(body.replica, body.seconds, force=body.force))
 
     async def rollout(body: RolloutBody) -> dict[str, Any]:
-        return await recorded(operators.roll(body.replicas, body.seconds, allow_gap=body.allow_gap))
+        return await recorded(operators.roll(body))
+
+    async def scale(body: ScaleBody) -> dict[str, Any]:
+        return await recorded(operators.scale(body.pool, body.replicas))
+
+    async def apply(body: ApplyBody) -> dict[str, Any]:
+        return await recorded(await operators.apply(body.models, dry_run=body.dry_run))
 
     async def undrain(body: UndrainBody) -> dict[str, Any]:
         return await recorded(operators.undrain(body.replica))
@@ -285,5 +380,7 @@ def replica_operations(loop: ControlLoop, membership: Membership) -> list[Operat
         Operation("/drain", DrainBody, drain),
         Operation("/rollout", RolloutBody, rollout),
         Operation("/undrain", UndrainBody, undrain),
+        Operation("/scale", ScaleBody, scale),
+        Operation("/apply", ApplyBody, apply),
         Operation("/explain", ExplainBody, explain),
     ]

@@ -68,7 +68,8 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
     """One replica. note: explains a state other than ready.
 
     connected: every router has a stream to it. beside: its builds that start or drain beside this one. roll_failed: why
-    its last next build did not take over.
+    its last next build did not take over. unable: why it has never started. wanted: the spec names it. outdated: its
+    build is not as the spec describes it.
     """
     planner = loop.planner
     wanted, build, slot = planner.wanted.get(name), planner.current(name), planner.slots.get(name)
@@ -102,6 +103,9 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
             if other is not build
         ],
         "roll_failed": slot.refusal if slot is not None else "",
+        "unable": planner.unable.get(name, ""),
+        "wanted": wanted is not None,
+        "outdated": wanted is None or (build is not None and build.digest != wanted.digest),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 
@@ -26,6 +27,8 @@ class RankDriver(Protocol):
 
     A call whose effect is there already changes nothing.
     """
+
+    spec: ClusterSpec  # with the words of operators
 
     def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
         """Of a replica as it is to be; equal to what its ranks report. roll: the number of its last roll."""

@@ -1,7 +1,9 @@
 """Which replicas are wanted, and how: the spec with the words of operators. Pure."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from headrace_cluster.core.naming import replica_id
 from headrace_cluster.core.words import Words
@@ -24,6 +26,66 @@ class Wanted:
     drained: bool = False  # it has no build until an operator brings it back
     drain_seconds: float = 5.0  # for requests in flight, when one of its builds is to end
     allow_gap: bool = False  # its build may end before the next one is ready, if there is no room for both
+
+
+def effective_spec(spec: ClusterSpec, words: Words) -> ClusterSpec:
+    """The spec as operators have changed it: a word counts until the spec's own value changes.
+
+    Raises pydantic's ValidationError for a value that does not fit beside the others.
+    """
+    return spec.model_copy(update={"models": tuple(_changed(model, words) for model in base_models(spec, words))})
+
+
+def base_models(spec: ClusterSpec, words: Words) -> Sequence[ModelSpec]:
+    """The models of the spec, or of `headrace apply`, before single values are changed."""
+    if words.models is None or words.models.spec != models_digest(spec.models):
+        return spec.models
+    return [ModelSpec.model_validate(data) for data in words.models.value]
+
+
+def models_digest(models: Sequence[ModelSpec]) -> str:
+    """Equal for equal models."""
+    return blake2b(repr([model.model_dump(mode="json") for model in models]).encode(), digest_size=16).hexdigest()
+
+
+def differences(before: Sequence[ModelSpec], after: Sequence[ModelSpec]) -> list[str]:
+    """What changes from one list of models to another, a line each."""
+    old = {model.name: model.model_dump(mode="json") for model in before}
+    new = {model.name: model.model_dump(mode="json") for model in after}
+    found = [f"{name}: ends" for name in old if name not in new]
+    found += [f"{name}: a new model" for name in new if name not in old]
+    for name in new.keys() & old.keys():
+        changed = [key for key in new[name] if new[name][key] != old[name][key]]
+        found += [f"{name}: {key} {_text(old[name][key])} → {_text(new[name][key])}" for key in changed]
+    return sorted(found)
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def pool_key(model: ModelSpec, role: Role) -> str:
+    """How `headrace scale` names a pool: 'smollm2', or 'smollm2.prefill'."""
+    return model.name if model.prefill is None else f"{model.name}.{role}"
+
+
+def pool_field(model: ModelSpec, role: Role) -> tuple[str, ...]:
+    """Where the number of its replicas is in the model's data."""
+    return ("replicas",) if model.prefill is None else (str(role), "replicas")
+
+
+def _changed(model: ModelSpec, words: Words) -> ModelSpec:
+    data = model.model_dump(mode="json")
+    before = repr(data)
+    for key, word in words.settings.get(model.name, {}).items():
+        if data.get(key) == word.spec:
+            data[key] = word.value
+    for pool in model.pools:
+        word = words.scales.get(pool_key(model, pool.role))
+        if word is not None and word.spec == pool.replicas:
+            *section, last = pool_field(model, pool.role)
+            (data[section[0]] if section else data)[last] = word.value
+    return model if repr(data) == before else ModelSpec.model_validate(data)
 
 
 def wanted_replicas(spec: ClusterSpec, words: Words, digest: Digest) -> dict[str, Wanted]:

@@ -3,6 +3,8 @@
 A word overrides the spec until the spec's own value changes. All else is seen: what runs says what it is.
 """
 
+from typing import Any
+
 import msgspec
 
 from headrace_cluster.core.revisions import ResolvedRevision
@@ -23,6 +25,13 @@ class Roll(msgspec.Struct, frozen=True):
     allow_gap: bool = False  # it may end before its next build is ready
 
 
+class Changed(msgspec.Struct, frozen=True):
+    """Another value of the spec than it has itself."""
+
+    value: Any
+    spec: Any  # its value in the spec at that time
+
+
 class Words(msgspec.Struct, kw_only=True):
     """The record of one cluster, changed in place by its one controller. Dictionaries are by replica id."""
 
@@ -33,11 +42,15 @@ class Words(msgspec.Struct, kw_only=True):
     drained: dict[str, float] = {}  # seconds for requests in flight
     roles: dict[str, RoleWord] = {}
     rolls: dict[str, Roll] = {}
+    models: Changed | None = None  # all of them, as data; its `spec` is their digest
+    settings: dict[str, dict[str, Changed]] = {}  # by model and key
+    scales: dict[str, Changed] = {}  # numbers of replicas, by 'MODEL' or 'MODEL.POOL'
 
     def update(self, newer: "Words") -> None:
         """What the controller before has written since this was read."""
         self.created, self.served = newer.created, newer.served
         self.drained, self.roles, self.rolls = newer.drained, newer.roles, newer.rolls
+        self.models, self.settings, self.scales = newer.models, newer.settings, newer.scales
         for replica_id, generation in newer.generations.items():
             self.generations[replica_id] = max(generation, self.generations.get(replica_id, 0))
 

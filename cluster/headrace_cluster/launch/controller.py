@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,8 +112,7 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
             if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
 
-        check = partial(check_models, warn=log.warning)
-        file = SpecFile(source.path, spec, source.build, lambda found: check(found)[0]) if source is not None else None
+        file = SpecFile(source.path, spec, source.build, _check) if source is not None else None
 
         async def run() -> bool:
             controller = Controller(
@@ -126,6 +124,7 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
                 log_folder=logs,
                 replica_class=replica_class,
                 spec_file=file,
+                check=_check,
             )
             opened = await controller.open()
             if note := attached_note(opened):
@@ -172,6 +171,7 @@ def run_from_stdin(parent: int) -> None:
             log_folder=config.log_folder,
             replica_class=config.replica_class,
             supervised=True,
+            check=_check,
         )
         await controller.open()
         _handle_signals(controller)
@@ -188,6 +188,11 @@ def run_from_stdin(parent: int) -> None:
         log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
         status = 1
     os._exit(status)
+
+
+def _check(spec: ClusterSpec) -> ClusterSpec:
+    """Of other models: their files where they are here, and their commits. Raises a HeadraceError."""
+    return check_models(spec, log.warning)[0]
 
 
 def _handle_signals(controller: Any) -> None:

@@ -75,10 +75,11 @@ class Controller:
         replica_class: str = REPLICA_CLASS,
         supervised: bool = False,
         spec_file: SpecFile | None = None,
+        check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec,
     ) -> None:
         """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster.
 
-        spec_file: is read again when it changes.
+        spec_file: is read again when it changes. check: of models that operators apply; returns the spec with commits.
         """
         self._spec = spec
         self._lease = lease
@@ -86,6 +87,7 @@ class Controller:
         self._admin_key = admin_key
         self._supervised = supervised
         self._spec_file = spec_file
+        self._check = check
         self._secret_file = secret_file
         self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
@@ -137,7 +139,7 @@ class Controller:
             self._repeat("the watch over the admin key file", partial(self._key_file.watch, lambda: None, log.warning))
         if self._spec_file is not None:
             self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
-        operations = replica_operations(self._loop, self._membership)
+        operations = replica_operations(self._loop, self._membership, self._check)
         documents = {"/status": self._status, "/view": self.view}
         app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
         tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
@@ -191,7 +193,7 @@ class Controller:
                 written, checked = found
                 resolved = resolved_revisions(written, checked)
                 self._words.revisions = kept_revisions(checked, resolved, self._words.revisions)
-                self._loop.spec = self._driver.spec = with_commits(checked, self._words.revisions)
+                self._loop.spec = with_commits(checked, self._words.revisions)
                 self._loop.rethink()
                 log.warning("the spec file has changed: its models are used now")
 

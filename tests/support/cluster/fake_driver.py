@@ -9,6 +9,7 @@ import msgspec
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, Stage
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import Role
@@ -49,6 +50,8 @@ class FakeRank:
 class FakeDriver:
     """A `RankDriver`. Tests end ranks, make them fail, or check the calls. It outlives its controllers, as Ray does."""
 
+    spec: ClusterSpec
+
     def __init__(self) -> None:
         self.groups: dict[ReplicaName, bool] = {}
         self.ranks: dict[ReplicaName, FakeRank] = {}
@@ -60,7 +63,6 @@ class FakeDriver:
         self.start_gate = asyncio.Event()  # cleared: ranks load
         self.start_gate.set()
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next calls, by method
-        self.settings = b""  # a part of all digests: another one is another spec
 
     @property
     def replicas(self) -> dict[ReplicaName, FakeReplica]:
@@ -68,7 +70,7 @@ class FakeDriver:
         return {name: rank.replica for name, rank in self.ranks.items() if rank.alive}
 
     def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
-        return b"%s/%s/%d/" % (replica_id.encode(), model.name.encode(), roll) + self.settings
+        return f"{replica_id}/{model.name}/{model.max_num_seqs}/{roll}".encode()
 
     async def look(self) -> Seen:
         self._fail("look")

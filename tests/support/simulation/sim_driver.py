@@ -8,6 +8,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import waiting_sentence
 from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, config_digest, replica_config
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
@@ -25,6 +26,8 @@ LATE_SECONDS = (0.0, 0.0, 0.0, 1.0, CALL_SECONDS + 1.0)  # until a call for a ro
 
 class SimDriver:
     """A `RankDriver` of one controller process."""
+
+    spec: ClusterSpec
 
     def __init__(self, controller: "SimController") -> None:
         self._controller = controller
