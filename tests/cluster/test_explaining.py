@@ -36,25 +36,6 @@ def test_one_router_has_the_account() -> None:
     asyncio.run(scenario())
 
 
-def test_what_nobody_asked_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen before: 52,000 accounts in one report held the controller's loop for half a second."""
-    parsed: list[str] = []
-    monkeypatch.setattr(explaining, "_parse", parsed.append)
-
-    async def scenario() -> None:
-        table = Explaining(lambda: ["r1", "r2"])
-        asked = asyncio.create_task(table.explain("id-1"))
-        await asyncio.sleep(0)
-        table.receive("r1", [RequestAccount(request_id="id-2", document="2")] * 3)
-        table.receive("r3", [RequestAccount(request_id="id-1", document="3")])
-        assert parsed == []
-        table.receive("r1", [RequestAccount(request_id="id-1", document="1")] * 3)
-        assert parsed == ["1"], "once by each router"
-        asked.cancel()
-
-    asyncio.run(scenario())
-
-
 def test_no_router_has_it() -> None:
     async def scenario() -> None:
         table = Explaining(lambda: ["r1"])

@@ -307,6 +307,30 @@ def test_a_lost_controller_leaves_a_replacement_to_the_next_one() -> None:
         assert len(bench.groups) == 1 and SendSecret(FIRST, 0) in bench.done
 
 
+@pytest.mark.parametrize("room", [10, 2])
+def test_a_node_that_ray_drains_is_left_in_time(room: int) -> None:
+    """All replicas on it at once, the new builds first; without a place for them, shortly before it ends."""
+    bench = Bench(room=room, replicas=2)
+    bench.run()
+    bench.requests = {FIRST: 1, OTHER: 1}
+    bench.draining = {"here": bench.now + 60}
+    steps = bench.run(20)
+    if room == 10:
+        assert {action.name for action in steps if isinstance(action, Drain)} == {FIRST, OTHER}
+        bench.requests.clear()
+        bench.run(5)
+        assert set(bench.states) == {SECOND, ReplicaName("smollm2-1", 2)} and bench.planner.ready
+    else:
+        assert not [action for action in steps if isinstance(action, Drain)], "they serve as long as they can"
+        steps = bench.run(35)
+        assert {action.name for action in steps if isinstance(action, Drain)} == {FIRST, OTHER}
+        bench.requests.clear()
+        bench.run(20)
+        assert bench.planner.ready and not {FIRST, OTHER} & bench.states.keys()
+    bench.draining = {}
+    assert bench.run(MINUTE) == []
+
+
 # -- words of operators ---------------------------------------------------------------------------------------------
 
 

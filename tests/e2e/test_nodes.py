@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from support.e2e.headrace_process import Joined, eventually
+from support.integration.arrivals import Arrivals
 from support.integration.tiny_llama import save_tiny_llama
 
 LEFT, RIGHT = "127.0.0.2", "127.0.0.3"
@@ -34,18 +37,25 @@ class Nodes:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self, address: str, **labels: str) -> None:
+    def add(self, address: str, cpus: int = 1, **labels: str) -> None:
         """A node with the model in its own home folder."""
         home = self._base / address
         if not home.exists():
             shutil.copytree(self._model, home / "model")
         self._nodes[address] = self._cluster.add_node(
-            num_cpus=1, node_ip_address=address, labels=labels, env_vars={"HOME": str(home)}
+            num_cpus=cpus, node_ip_address=address, labels=labels, env_vars={"HOME": str(home)}
         )
 
     def remove(self, address: str) -> None:
         """The node and all of its processes end at once."""
         self._cluster.remove_node(self._nodes.pop(address), allow_graceful=False)
+
+    def drain(self, address: str, seconds: int) -> None:
+        """Ray places nothing there any more, and ends it after so many seconds: as SIGTERM of `ray start --block`."""
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+        node = ["--node-id", str(self._nodes[address].node_id), "--deadline-remaining-seconds", str(seconds)]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address]
+        subprocess.run([*ray, *node, *reason], check=True, capture_output=True)
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -136,6 +146,26 @@ def test_pools_on_groups_of_nodes(join: Any, nodes: Nodes, expected: list[int]) 
     metrics = httpx.get(f"{serve.url}/metrics", trust_env=False).text
     fetched = [line for line in metrics.splitlines() if line.startswith("headrace_kv_fetched_bytes_total")]
     assert sum(float(line.split()[-1]) for line in fetched) > 0, "the prompt's KV blocks came from the other node"
+
+
+def test_replicas_are_spread_and_a_node_that_ray_drains_is_left_in_time(join: Any, nodes: Nodes) -> None:
+    nodes.add(LEFT, cpus=2)
+    nodes.add(RIGHT, cpus=2)
+    serve = join("~/model", *FLAGS, "--replicas", "2")
+    serve.await_ready()
+
+    def places() -> list[tuple[str, list[str]]]:
+        status = serve.status() or {"replicas": []}
+        return [(entry["state"], [rank["node"] for rank in entry["ranks"]]) for entry in status["replicas"]]
+
+    eventually(lambda: sorted(places()) == [("ready", [LEFT]), ("ready", [RIGHT])], START_SECONDS, "one on each node")
+    arrivals = Arrivals(serve.url, 4.0, 16, model="tiny")
+    nodes.drain(LEFT, 60)
+    eventually(lambda: places() == [("ready", [RIGHT])] * 2, 60, "that both are on the other node")
+    answers = arrivals.stop()
+    bad = [answer for answer in answers if answer.status != 200 or answer.tokens != 16]
+    print(f"{len(answers)} requests while a node was drained, {len(bad)} failed")
+    assert len(answers) > 20 and not bad, bad[:3]
 
 
 def test_the_same_command_takes_up_what_runs(join: Any, nodes: Nodes, expected: list[int]) -> None:

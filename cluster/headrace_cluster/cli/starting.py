@@ -72,7 +72,7 @@ def controller(
 
     spec = _joined(_spec(given, config))
     file = config_file(config)
-    run_controller(spec, file and SpecSource(file, lambda: _joined(build_spec(given, config))))
+    run_controller(spec, SpecSource(file, lambda: _joined(build_spec(given, config))) if file is not None else None)
 
 
 @app.command()

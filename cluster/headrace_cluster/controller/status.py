@@ -129,6 +129,10 @@ def _note(planner: Planner, name: str, now: float) -> str:
         return loop
     if build is None or build.state is State.DEAD:
         return (build.cause if build is not None else "") or (slot.cause if slot is not None else "")
+    if build.state is State.READY and build.node_ends_at is not None:
+        return (
+            f"its node is drained, and ends in {max(0.0, build.node_ends_at - now):.0f} s: it is built again elsewhere"
+        )
     if build.state is State.READY:
         outdated = wanted is not None and build.digest != wanted.digest
         waits = f"; it waits: {slot.waits}" if slot is not None and slot.waits else ""

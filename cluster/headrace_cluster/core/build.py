@@ -68,6 +68,7 @@ class Build:
     touched: float = 0.0  # the last call that changes it has ended: what was seen before does not count
     leave_until: float | None = None  # it drains, and what still runs then moves
     leave_seconds: float = 0.0
+    node_ends_at: float | None = None  # Ray drains a node with one of its ranks until then
     foreign: str = ""  # why it is left as it is: it has another secret
 
     @property

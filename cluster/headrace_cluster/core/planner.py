@@ -27,6 +27,7 @@ START_TRIES = 3  # of a replica that was never ready, when it dies without a nam
 PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
 CONNECT_SECONDS = 60.0  # for every router to connect to a build that is ready; a lost one counts for 40 s
 STABLE_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
+NODE_SECONDS = 3.0  # before Ray ends a node, for requests to move from it
 FAILURE_WINDOW_SECONDS = 300.0
 CRASH_LOOP_FAILURES = 3
 BACKOFF_LIMIT_SECONDS = 60.0
@@ -92,6 +93,7 @@ class Seen:
 
     groups: Mapping[ReplicaName, bool]  # placement groups: whether they have a place
     ranks: Collection[tuple[ReplicaName, int]]  # actors that are alive
+    draining: Mapping[str, float] = field(default_factory=dict)  # nodes that Ray will end, and in how many seconds
 
 
 @dataclass(slots=True)
@@ -224,6 +226,8 @@ class Planner:
                 continue
             build.placed = build.placed or seen.groups.get(name, False)
             build.ranks = {rank for owner, rank in seen.ranks if owner == name}
+            left = [seen.draining[r.node] for r in build.reports.values() if r.node in seen.draining]
+            build.node_ends_at = now + min(left) if left else None
             if name not in seen.groups and not build.ranks:
                 self._gone(build, now)
             elif name not in seen.groups or (not build.ranks and (build.filled or not build.made_here)):
@@ -328,7 +332,9 @@ class Planner:
             for build in staying:
                 self.leave(build, wanted.drain_seconds if wanted else self._health.drain_seconds, now)
             return
-        good = [build for build in staying if build.digest == wanted.digest]
+        self._leave_nodes(wanted, staying, now)
+        staying = [build for build in staying if not build.leaving]
+        good = [build for build in staying if build.digest == wanted.digest and build.node_ends_at is None]
         older = [build for build in staying if build not in good[-1:]]
         if good:
             self._take_over(wanted, good[-1], older, now)
@@ -338,6 +344,13 @@ class Planner:
             self._replace(wanted, staying, now)
         elif not builds and now >= self._slot(replica_id).not_before and not self.fatal:
             self._place(wanted, now)  # not before the last one has gone: both need the same memory
+
+    def _leave_nodes(self, wanted: Wanted, staying: list[Build], now: float) -> None:
+        """What still runs on a node shortly before Ray ends it moves to other replicas."""
+        for build in staying:
+            at = build.node_ends_at
+            if at is not None and now >= at - wanted.drain_seconds - NODE_SECONDS:
+                self.leave(build, wanted.drain_seconds, now)
 
     @staticmethod
     def _may_take_over(newest: Build, now: float) -> bool:
@@ -365,6 +378,8 @@ class Planner:
         elif not any(build.state in SERVING for build in older):
             for build in older:
                 self.leave(build, 0.0, now)
+        elif any(build.node_ends_at is not None for build in older):
+            return  # there is time until its node ends, and a place may come
         elif newest.state is State.PENDING and now - newest.since > PLACE_SECONDS:
             self._die(newest, Death(newest.cause or "there is no place", lacks_resources=True), now)
         elif newest.state is State.READY and newest.connected is None and now - newest.since > CONNECT_SECONDS:
@@ -395,6 +410,9 @@ class Planner:
     def _must_wait(self, wanted: Wanted, now: float) -> bool:
         """A change whose build failed for another replica of the model goes no further."""
         slot, peers = self._slot(wanted.replica_id), self.peers(wanted.replica_id)
+        if any(build.node_ends_at is not None for build in self.builds_of(wanted.replica_id)):
+            slot.waits = ""
+            return now < slot.not_before
         failed = next((name for name in peers if self._slot(name).refused == self.wanted[name].digest), "")
         slot.waits = "" if wanted.allow_gap else self.roll_obstacle(wanted.replica_id)
         if failed and not slot.asked:

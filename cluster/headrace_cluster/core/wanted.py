@@ -1,9 +1,10 @@
 """Which replicas are wanted, and how: the spec with the words of operators. Pure."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 from headrace_cluster.core.naming import replica_id
 from headrace_cluster.core.words import Words
@@ -61,17 +62,12 @@ def differences(before: Sequence[ModelSpec], after: Sequence[ModelSpec]) -> list
 
 
 def _text(value: object) -> str:
-    return "none" if value is None else json.dumps(value)
+    return "none" if value is None else msgspec.json.encode(value).decode()
 
 
 def pool_key(model: ModelSpec, role: Role) -> str:
     """How `headrace scale` names a pool: 'smollm2', or 'smollm2.prefill'."""
     return model.name if model.prefill is None else f"{model.name}.{role}"
-
-
-def pool_field(model: ModelSpec, role: Role) -> tuple[str, ...]:
-    """Where the number of its replicas is in the model's data."""
-    return ("replicas",) if model.prefill is None else (str(role), "replicas")
 
 
 def _changed(model: ModelSpec, words: Words) -> ModelSpec:
@@ -81,10 +77,9 @@ def _changed(model: ModelSpec, words: Words) -> ModelSpec:
         if data.get(key) == word.spec:
             data[key] = word.value
     for pool in model.pools:
-        word = words.scales.get(pool_key(model, pool.role))
-        if word is not None and word.spec == pool.replicas:
-            *section, last = pool_field(model, pool.role)
-            (data[section[0]] if section else data)[last] = word.value
+        scale = words.scales.get(pool_key(model, pool.role))
+        if scale is not None and scale.spec == pool.replicas:
+            (data if model.prefill is None else data[str(pool.role)])["replicas"] = scale.value
     return model if repr(data) == before else ModelSpec.model_validate(data)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any
 import msgspec
 import ray
 import ray.util
-from ray.util.placement_group import get_placement_group, placement_group, placement_group_table
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
@@ -30,6 +36,7 @@ from headrace_cluster.core.rank_config import (
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import rank_log_path
 from headrace_cluster.ray import names as ray_names
+from headrace_cluster.ray import private
 from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -43,6 +50,8 @@ REPORT_SECONDS = 20.0  # of one call that waits for another report; then it is r
 STARTING_SECONDS = 0.2  # between two reports of a start, whose progress changes often
 UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
 
+NODE_LABEL = "ray.io/node-id"
+SPREAD_SECONDS = 1  # for a place on a node without a replica of the model
 _VERSION = version("headrace")
 _CALLS = 8  # of a rank at a time: a report that is waited for, a profile, and short ones
 # Other errors of Ray do not show that a rank has ended.
@@ -87,7 +96,7 @@ class RayDriver:
         ranks = ray_names.ranks(cluster)
         handles = {key: ray_names.find_actor(key[0].rank(key[1]), cluster) for key in ranks - known}
         found = {key: actor for key, actor in handles.items() if actor is not None}
-        return Seen(ray_names.groups(cluster), ranks & (known | found.keys())), found
+        return Seen(ray_names.groups(cluster), ranks & (known | found.keys()), _draining()), found
 
     async def place(self, name: ReplicaName, model: ModelSpec) -> None:
         """See RankDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
@@ -98,13 +107,22 @@ class RayDriver:
             return
         # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
         share = {"CPU": model.cpu_share} | ({"GPU": 1} if self._uses_gpus(model) else {})
-        placement_group(
-            [{kind: amount * model.tp for kind, amount in share.items()}] * model.pp,
-            strategy="PACK",
-            name=name.group(self.spec.cluster),
-            lifetime="detached",
-            bundle_label_selector=[dict(model.node_labels)] * model.pp if model.node_labels else None,
-        )
+        bundles = [{kind: amount * model.tp for kind, amount in share.items()}] * model.pp
+        used = ray_names.nodes_of(self.spec.cluster, model.name)
+        others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - used
+        # A lost node is to take as few replicas of a model as possible: first where there is none, then anywhere.
+        for avoided in ([used] if used and others else []) + [set()]:
+            labels = dict(model.node_labels) | ({NODE_LABEL: f"!in({', '.join(sorted(avoided))})"} if avoided else {})
+            group = placement_group(
+                bundles,
+                strategy="PACK",
+                name=name.group(self.spec.cluster),
+                lifetime="detached",
+                bundle_label_selector=[labels] * model.pp if labels else None,
+            )
+            if not avoided or group.wait(SPREAD_SECONDS):
+                return
+            remove_placement_group(group)
 
     async def waiting_reason(self, model: ModelSpec) -> str:
         """See RankDriver."""
@@ -255,6 +273,16 @@ def _absolute(path: str) -> str:
     """A path that exists here, for ranks, which have another working directory; others unchanged."""
     found = Path(path).expanduser()
     return str(found.resolve()) if found.exists() else path
+
+
+def _draining() -> dict[str, float]:
+    """Addresses of the nodes that Ray drains, and the seconds that they have. Without a deadline they have an hour."""
+    ends = private.draining_nodes()
+    if not ends:
+        return {}
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    now = time.time()
+    return {addresses[node]: at / 1e3 - now if at else 3600.0 for node, at in ends.items() if node in addresses}
 
 
 async def _stop(actor: Any) -> None:

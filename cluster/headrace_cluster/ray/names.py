@@ -50,6 +50,17 @@ def groups(cluster: str) -> dict[ReplicaName, bool]:
     return {name: placed for name, placed in states.items() if name is not None}
 
 
+def nodes_of(cluster: str, model: str) -> set[str]:
+    """Ids of the nodes on which builds of a model have a place."""
+    prefix = naming.replica_id(model, 0).removesuffix("0")
+    found: set[str] = set()
+    for group in placement_group_table().values():
+        name = naming.parse_group(group["name"], cluster)
+        if name is not None and group["state"] != "REMOVED" and name.replica_id.removeprefix(prefix).isdigit():
+            found |= set(group.get("bundles_to_node_id", {}).values())
+    return found
+
+
 def end_cluster(cluster: str) -> None:
     """Ends every rank and placement group of a cluster."""
     for name, rank in ranks(cluster):

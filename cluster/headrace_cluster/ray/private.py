@@ -84,6 +84,14 @@ def delete_value(key: str) -> None:
     internal_kv._internal_kv_del(key.encode(), namespace=_SPACE)
 
 
+def draining_nodes() -> dict[str, int]:
+    """Ids of the nodes that are being drained, and when they end: unix milliseconds, 0 = no deadline."""
+    from ray._private.state import state
+
+    found: dict[str, int] = state.get_draining_nodes()
+    return found
+
+
 def _use_own_sessions() -> None:
     """Makes Ray start its processes in sessions of their own.
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.cli import main, simulation_progress
-from headrace_cluster.simulator import output
+from headrace_cluster.cli import main
+from headrace_cluster.simulator import command, output
 from headrace_cluster.simulator.errors import SimulationError
 from headrace_cluster.simulator.latency_model import latency_model
 from headrace_cluster.simulator.result import Result
@@ -188,7 +188,7 @@ def test_lines_are_not_wrapped_where_no_terminal_is(
 def test_progress_is_plain_lines_where_no_terminal_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulation_progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
     assert not run(monkeypatch, "--trace", "chat", "--limit", "40", "--replicas", "2", "--load", "0.5")
     shown = capsys.readouterr().err
     assert re.search(r"^simulating: \d+ of 40 requests, [1-9]\d* s of virtual time$", shown, re.MULTILINE)

@@ -46,6 +46,7 @@ class Bench:
         self.unconnected: set[ReplicaName] = set()  # some router has no stream to them
         self.requests: dict[ReplicaName, int] = {}
         self.failing: dict[str, Any] = {}  # what the next starts report; empty: they succeed
+        self.draining: dict[str, float] = {}  # nodes, and the time at which they end
         self.router_words: list[dict[ReplicaName, bool]] = []
         self.done: list[Action] = []
         self.planner = self.control()
@@ -116,7 +117,8 @@ class Bench:
             self.router_reports.report(f"router-{number}", words, now)
         for name in self.groups:
             self.groups[name] = self.groups[name] or sum(self.groups.values()) < self.room
-        planner.observe(Seen(dict(self.groups), set(self.ranks)), now - STEP / 2, now)
+        left = {node: at - now for node, at in self.draining.items()}
+        planner.observe(Seen(dict(self.groups), set(self.ranks), left), now - STEP / 2, now)
         for (name, rank), report in self.ranks.items():
             if name in self.mute:
                 continue
@@ -134,7 +136,8 @@ class Bench:
                 build.requested = True
             case Fill(name, model, role, wanted):
                 for rank in range(model.ranks):
-                    self.ranks[name, rank] = _report(wanted, tp=model.tp, pp=model.pp, role=str(role))
+                    node = "here" if not self.draining else "elsewhere"
+                    self.ranks[name, rank] = _report(wanted, tp=model.tp, pp=model.pp, role=str(role), node=node)
                 build.filled = True
             case SendSecret(name, rank):
                 report = msgspec.structs.replace(self.ranks[name, rank], secrets=OURS)
