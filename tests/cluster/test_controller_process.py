@@ -24,7 +24,7 @@ class _Bench:
         monkeypatch.setattr("subprocess.Popen", self._popen)
         spec = parse_spec({"admin": {"port": 0}, "control": {"port": 0}})
         self.process = ControllerProcess(spec, "127.0.0.1", lambda: self.now, lambda: 0.0)
-        monkeypatch.setattr(self.process, "_ask", self._ask)
+        monkeypatch.setattr(self.process, "_newest", lambda: VIEW if self.answers else None)
         self.process.start(ControllerConfig(spec="{}", admin_key="k", secret_file="s", log_folder="/logs"))
 
     def _popen(self, *_: object, **__: object) -> Any:
@@ -37,13 +37,8 @@ class _Bench:
             self.code = -9
 
         return SimpleNamespace(
-            stdin=opened, poll=lambda: self.code, kill=end, wait=lambda *_: self.code, terminate=lambda: None
+            stdin=opened, stdout=[], poll=lambda: self.code, kill=end, wait=lambda *_: self.code, terminate=lambda: None
         )
-
-    def _ask(self) -> View:
-        if not self.answers:
-            raise TimeoutError
-        return VIEW
 
     def wait(self, seconds: float) -> list[str]:
         """What was shown, with two polls per second."""

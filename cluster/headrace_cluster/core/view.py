@@ -47,7 +47,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a cluster, as the process that shows it needs it: GET /view of the admin API."""
+    """The state of a cluster, as the process that shows it needs it: the controller of a `serve` tells it by a pipe."""
 
     ready: bool
     fatal: str  # why the cluster cannot start at all

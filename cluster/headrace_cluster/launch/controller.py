@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 import structlog
@@ -17,7 +17,7 @@ import structlog
 from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
-from headrace_cluster.core.view import ControllerConfig
+from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
 from headrace_cluster.launch.display import ClusterDisplay, log_unexpected, show_message, start_display, use_log_format
@@ -159,6 +159,8 @@ def run_from_stdin(parent: int) -> None:
     from headrace_cluster.ray.controller import Controller, prepare
 
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerConfig)
+    views = os.fdopen(os.dup(1), "wb")  # for the parent; nothing else is to write there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     spec = ClusterSpec.model_validate_json(config.spec)
     path = str(log_path(Path(config.log_folder), "controller"))
     configure_logs(LogConfig("controller", path=path, format=spec.logs.format, stderr_level="error"))
@@ -175,7 +177,8 @@ def run_from_stdin(parent: int) -> None:
         )
         await controller.open()
         _handle_signals(controller)
-        await controller.ended.wait()
+        while not await _ended(controller):
+            await asyncio.to_thread(_tell, views, controller.view())
 
     status = 0
     try:
@@ -188,6 +191,12 @@ def run_from_stdin(parent: int) -> None:
         log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
         status = 1
     os._exit(status)
+
+
+def _tell(pipe: IO[bytes], view: View) -> None:
+    """One line. It blocks while the parent does not read."""
+    pipe.write(msgspec.json.encode(view) + b"\n")
+    pipe.flush()
 
 
 def _check(spec: ClusterSpec) -> ClusterSpec:

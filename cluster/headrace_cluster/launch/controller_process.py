@@ -1,22 +1,22 @@
 """The controller of one `serve` as a child process: started again when it ends or does not answer."""
 
 import contextlib
-import http.client
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from headrace_cluster.core.backoff import Backoff, Restarts
 from headrace_cluster.core.view import ControllerConfig, View
-from headrace_cluster.errors import CertificateError, ControllerLostError
+from headrace_cluster.errors import ControllerLostError
 from headrace_cluster.local.run_logs import log_path
-from headrace_cluster.local.tls_client import open_connection, pinned
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port
 from headrace_proto.logs import stderr
@@ -26,7 +26,6 @@ BACKOFF = Backoff(1.0, 30.0)  # between starts; before the first one there is no
 WINDOW_SECONDS = 120.0  # earlier losses do not count
 START_SECONDS = 60.0  # for a new process to answer
 VIEW_SECONDS = 10.0  # for one that has answered before: replicas that load models use the same machine
-ASK_SECONDS = 1.0  # for one answer, in which routers are not watched
 STOP_SECONDS = 2.0
 
 
@@ -49,7 +48,6 @@ class ControllerProcess:
         control_host = spec.control.host or host
         self._admin = PortReservation(spec.admin.host, spec.admin.port, "the admin API", "--admin-port")
         self._control = PortReservation(control_host, spec.control.port or 0, "the controller", "--control-port")
-        self._tls_cert = spec.tls.cert
         self._config: ControllerConfig | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._was_up = False  # this process, or one before it
@@ -57,10 +55,10 @@ class ControllerProcess:
         self._deadline = 0.0  # for its next answer
         self._restart_at: float | None = None
         self._messages: list[str] = []
+        self._view: View | None = None  # the newest one, until it is taken
         self.admin_port, self.control_address = self._admin.port, host_port(control_host, self._control.port)
         control = spec.control.model_copy(update={"host": control_host, "port": self._control.port})
         admin = spec.admin.model_copy(update={"port": self._admin.port})
-        self._admin_host = admin.host
         self.spec = spec.model_copy(update={"control": control, "admin": admin})
 
     def __enter__(self) -> "ControllerProcess":
@@ -92,11 +90,7 @@ class ControllerProcess:
             how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
             self._lose(f"the controller's process ended ({how})", now)
             return None
-        try:
-            view = self._ask()
-        except CertificateError:  # the file of the certificate is being replaced
-            return None
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+        if (view := self._newest()) is None:
             if now >= self._deadline:
                 self._process.kill()
                 self._process.wait()
@@ -128,9 +122,10 @@ class ControllerProcess:
         program = [sys.executable, "-P", "-m", "headrace_cluster"]
         command = [*program, "controller", "--config-stdin", "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr(), start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr(), start_new_session=True
         )
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        threading.Thread(target=self._read, args=[self._process.stdout], name="views", daemon=True).start()
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(self._config))
         self._deadline = self._clock() + START_SECONDS
@@ -144,12 +139,13 @@ class ControllerProcess:
         soon = f"in {delay:.0f} s" if delay else "now"
         self._messages.append(f"{sentence}; starting another one {soon}, serving goes on")
 
-    def _ask(self) -> View:
-        assert self._config is not None
-        context = pinned(self._tls_cert) if self._tls_cert is not None else None
-        connection = open_connection(self._admin_host, self.admin_port, ASK_SECONDS, context)
-        try:
-            connection.request("GET", "/view", headers={"Authorization": f"Bearer {self._config.admin_key}"})
-            return msgspec.json.decode(connection.getresponse().read(), type=View)
-        finally:
-            connection.close()
+    def _newest(self) -> View | None:
+        """What it has told since the last call."""
+        view, self._view = self._view, None
+        return view
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        """In a thread of each process: one view a line."""
+        with contextlib.suppress(ValueError, msgspec.MsgspecError):  # it was killed in the middle of a line
+            for line in pipe:
+                self._view = msgspec.json.decode(line, type=View)

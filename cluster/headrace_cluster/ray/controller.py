@@ -140,7 +140,7 @@ class Controller:
         if self._spec_file is not None:
             self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
         operations = replica_operations(self._loop, self._membership, self._check)
-        documents = {"/status": self._status, "/view": self.view}
+        documents = {"/status": self._status}
         app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
         tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
         if tls is not None:
