@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from heapq import nlargest
 from typing import Any
 
 import msgspec
@@ -69,6 +70,8 @@ class ControlLoop:
         self._jitter = jitter
         self.health: dict[ReplicaName, replica_pb2.ReplicaHealth] = {}  # the last message of each build
         self._health_at: dict[ReplicaName, float] = {}
+        self._routers_seen: list[tuple[ReplicaName, int]] = []  # by the two builds that have most
+        self._counted_routers = 0
         self._watched: dict[tuple[ReplicaName, int], asyncio.Task[None]] = {}  # ranks
         self._streams: dict[ReplicaName, asyncio.Task[None]] = {}  # of health
         self._steps: dict[tuple[ReplicaName, str], asyncio.Task[None]] = {}  # that are being made
@@ -220,11 +223,15 @@ class ControlLoop:
 
     def _known_routers(self, own: ReplicaName) -> int:
         """The number of routers that count here, or by other builds: they know routers that are cut off from here."""
-        since = self.clock() - self.spec.health.silence_seconds
-        others = (
-            health.routers for name, health in self.health.items() if name != own and self._health_at[name] >= since
-        )
-        return max([self._membership.counted_routers, *others])
+        others = (count for name, count in self._routers_seen if name != own)
+        return max(self._counted_routers, next(others, 0))
+
+    def _count_routers(self, now: float) -> None:
+        """Once a turn: messages of replicas are many."""
+        since = now - self.spec.health.silence_seconds
+        seen = [(name, health.routers) for name, health in self.health.items() if self._health_at[name] >= since]
+        self._routers_seen = nlargest(2, seen, key=lambda entry: entry[1])
+        self._counted_routers = self._membership.counted_routers
 
     # -- turns -------------------------------------------------------------------------------------------------
 
@@ -242,6 +249,7 @@ class ControlLoop:
         if pause:
             log.warning("the controller was paused", seconds=round(pause, 1))
             self.planner.resume(pause, now)
+        self._count_routers(now)
         for action in self.planner.actions(now):
             self._begin(action, now)
         self._watch_builds()

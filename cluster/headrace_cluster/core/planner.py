@@ -9,6 +9,7 @@ An action is named in each turn until its effect is seen: one that was lost is r
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from headrace_cluster.core.build import SERVING, Build, Death, State
 from headrace_cluster.core.health_judge import HealthJudge
@@ -146,10 +147,14 @@ class Planner:
         router_reports: which replicas routers receive from; none: only this controller judges them.
         """
         self.words = words
-        self.wanted: Mapping[str, Wanted] = {}
         self.builds: dict[ReplicaName, Build] = {}
+        self._builds_of: dict[str, list[Build]] = {}  # by replica id, in the order of their generations
         self.slots: dict[str, Slot] = {}
         self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
+        self._unsettled: dict[str, list[tuple[str, str]]] = {}  # by model: replicas that do not serve, and how they are
+        self._failed: dict[str, list[str]] = {}  # by model
+        self._others_reply = False  # ranks of some build do
+        self.wanted = {}
         self._health = health
         self._secrets = secrets
         self._judge = HealthJudge(health, router_reports or RouterReports())
@@ -157,9 +162,23 @@ class Planner:
 
     # -- what is shown -----------------------------------------------------------------------------------------
 
+    @property
+    def wanted(self) -> Mapping[str, Wanted]:
+        """By replica id."""
+        return self._wanted
+
+    @wanted.setter
+    def wanted(self, wanted: Mapping[str, Wanted]) -> None:
+        self._wanted = wanted
+        self._of_model: dict[str, list[str]] = {}  # those that are not drained
+        for name, each in wanted.items():
+            if not each.drained:
+                self._of_model.setdefault(each.model.name, []).append(name)
+        self._forget_turn()
+
     def builds_of(self, replica_id: str) -> list[Build]:
         """In the order of their generations."""
-        return sorted((b for b in self.builds.values() if b.replica_id == replica_id), key=lambda build: build.name)
+        return self._builds_of.get(replica_id, [])
 
     def current(self, replica_id: str) -> Build | None:
         """The build that stands for a replica: the oldest that is not to end, else the newest."""
@@ -188,9 +207,7 @@ class Planner:
 
     def peers(self, replica_id: str) -> list[str]:
         """Other replicas of its model that are wanted and not drained."""
-        own = self.wanted[replica_id].model.name
-        others = self.wanted.items()
-        return [name for name, other in others if name != replica_id and other.model.name == own and not other.drained]
+        return [name for name in self._of_model.get(self.wanted[replica_id].model.name, ()) if name != replica_id]
 
     def another_answers(self, replica_id: str) -> bool:
         """Whether requests for the model can go to another replica."""
@@ -198,14 +215,20 @@ class Planner:
 
     def roll_obstacle(self, replica_id: str) -> str:
         """Why this replica may not end now to be built again, in a sentence; empty: all others of its model serve."""
-        for name in self.peers(replica_id):
-            builds = self.builds_of(name)
-            if len(builds) > 1 or any(build.leaving for build in builds):
-                return f"{name} is being rolled; try again when it is ready"
-            if not builds or builds[0].state is not State.READY:
-                return f"{name} is {builds[0].state if builds else State.DEAD}; try again when it is ready"
-            if builds[0].connected is None:
-                return f"not every router is connected to {name} yet; try again in a few seconds"
+        model = self.wanted[replica_id].model.name
+        if model not in self._unsettled:  # two suffice: one may be the replica itself
+            found = ((name, self._unsettled_sentence(name)) for name in self._of_model.get(model, ()))
+            self._unsettled[model] = list(islice((entry for entry in found if entry[1]), 2))
+        return next((sentence for name, sentence in self._unsettled[model] if name != replica_id), "")
+
+    def _unsettled_sentence(self, name: str) -> str:
+        builds = self.builds_of(name)
+        if len(builds) > 1 or any(build.leaving for build in builds):
+            return f"{name} is being rolled; try again when it is ready"
+        if not builds or builds[0].state is not State.READY:
+            return f"{name} is {builds[0].state if builds else State.DEAD}; try again when it is ready"
+        if builds[0].connected is None:
+            return f"not every router is connected to {name} yet; try again in a few seconds"
         return ""
 
     def forgive(self, replica_id: str) -> None:
@@ -218,14 +241,16 @@ class Planner:
 
     def observe(self, seen: Seen, began: float, now: float) -> None:
         """What Ray had between `began` and `now`: of builds that were changed since then it says nothing."""
-        for name in sorted({*seen.groups, *(name for name, _ in seen.ranks)}):
-            if name not in self.builds:
-                self.builds[name] = self._found(name, now)
+        ranks: dict[ReplicaName, set[int]] = {}
+        for name, rank in seen.ranks:
+            ranks.setdefault(name, set()).add(rank)
+        for name in sorted({*seen.groups, *ranks} - self.builds.keys()):
+            self._add(self._found(name, now))
         for name, build in list(self.builds.items()):
             if build.touched >= began or not build.requested:
                 continue
             build.placed = build.placed or seen.groups.get(name, False)
-            build.ranks = {rank for owner, rank in seen.ranks if owner == name}
+            build.ranks = ranks.get(name, set())
             left = [seen.draining[r.node] for r in build.reports.values() if r.node in seen.draining]
             build.node_ends_at = now + min(left) if left else None
             if name not in seen.groups and not build.ranks:
@@ -287,13 +312,18 @@ class Planner:
 
     def actions(self, now: float) -> list[Action]:
         """The next steps."""
+        self._forget_turn()
+        self._others_reply = any(not build.silent for build in self.builds.values())
         for build in list(self.builds.values()):
             self._advance(build, now)
         self._judge.look(self.builds.values(), now)
         for build in [build for build in self.builds.values() if build.state in SERVING and not build.leaving]:
             if why := self._judge.judge(build, now):
                 self._die(build, Death(why), now)
-        for replica_id in [*self.wanted, *sorted({b.replica_id for b in self.builds.values()} - self.wanted.keys())]:
+        for replica_id in self.wanted:
+            self._plan(replica_id, now)
+        unwanted = sorted(self._builds_of.keys() - self.wanted.keys())
+        for replica_id in unwanted if not self._replaces_nothing_yet(now) else ():
             self._plan(replica_id, now)
         return [action for build in self.builds.values() for action in self._steps(build, now)]
 
@@ -315,8 +345,7 @@ class Planner:
             if build.placed and build.state is State.PENDING:
                 build.enter(State.STARTING, now)
                 build.cause = ""
-            others_reply = any(not other.silent for other in self.builds.values())
-            why = self._judge.judge_start(build, now, others_reply=others_reply) if build.placed else ""
+            why = self._judge.judge_start(build, now, others_reply=self._others_reply) if build.placed else ""
             if why:
                 self._die(build, Death(why), now)
 
@@ -326,8 +355,6 @@ class Planner:
         if any(build.foreign for build in builds):
             return
         staying = [build for build in builds if not build.leaving]
-        if wanted is None and self._replaces_nothing_yet(now):
-            return
         if wanted is None or wanted.drained:
             for build in staying:
                 self.leave(build, wanted.drain_seconds if wanted else self._health.drain_seconds, now)
@@ -409,15 +436,25 @@ class Planner:
 
     def _must_wait(self, wanted: Wanted, now: float) -> bool:
         """A change whose build failed for another replica of the model goes no further."""
-        slot, peers = self._slot(wanted.replica_id), self.peers(wanted.replica_id)
-        if any(build.node_ends_at is not None for build in self.builds_of(wanted.replica_id)):
-            slot.waits = ""
-            return now < slot.not_before
-        failed = next((name for name in peers if self._slot(name).refused == self.wanted[name].digest), "")
-        slot.waits = "" if wanted.allow_gap else self.roll_obstacle(wanted.replica_id)
-        if failed and not slot.asked:
-            slot.waits = f"the next build of {failed} did not start"
-        return bool(slot.waits) or now < slot.not_before
+        slot, own = self._slot(wanted.replica_id), wanted.replica_id
+        slot.waits = ""
+        if now < slot.not_before:
+            return True
+        if any(build.node_ends_at is not None for build in self.builds_of(own)):
+            return False
+        slot.waits = "" if wanted.allow_gap else self.roll_obstacle(own)
+        if not slot.waits and not slot.asked:
+            failed = next((name for name in self._failed_of(wanted.model.name) if name != own), "")
+            slot.waits = f"the next build of {failed} did not start" if failed else ""
+        return bool(slot.waits)
+
+    def _failed_of(self, model: str) -> list[str]:
+        """Replicas of a model whose next build has failed, and is not tried again; two suffice."""
+        if model not in self._failed:
+            names = self._of_model.get(model, ())
+            found = (name for name in names if self._slot(name).refused == self.wanted[name].digest)
+            self._failed[model] = list(islice(found, 2))
+        return self._failed[model]
 
     def _place(self, wanted: Wanted, now: float) -> None:
         """A new build."""
@@ -426,12 +463,13 @@ class Planner:
         generation = max(newest, self.words.generations.get(replica_id, 0)) + 1
         self.words.generations[replica_id] = generation
         name = ReplicaName(replica_id, generation)
-        self.builds[name] = Build(
-            name, model.name, model.tp, model.pp, wanted.digest, wanted.role, since=now, made_here=True, touched=now
-        )
+        build = Build(name, model.name, model.tp, model.pp, wanted.digest, wanted.role, since=now, touched=now)
+        build.made_here = True
+        self._add(build)
 
     def _die(self, build: Build, death: Death, now: float) -> None:
         """It has ended, or is to end at once."""
+        self._forget_turn()
         expected = build.leaving
         was_up = build.state in SERVING
         build.cause = death.cause
@@ -470,6 +508,7 @@ class Planner:
         """It is to end: requests in flight have some seconds, if it serves. A second call changes nothing."""
         if build.leaving:
             return
+        self._forget_turn()
         if build.state in SERVING or build.up:
             build.leave_until, build.leave_seconds = now + seconds, seconds
             build.enter(State.DRAINING, now)
@@ -521,8 +560,22 @@ class Planner:
         role = wanted.role if wanted is not None else Role.BOTH
         return Build(name, model, role=role, since=now, requested=True, filled=True)
 
+    def _forget_turn(self) -> None:
+        """What was found of models in this turn has changed."""
+        self._unsettled.clear()
+        self._failed.clear()
+
+    def _add(self, build: Build) -> None:
+        self.builds[build.name] = build
+        self._builds_of.setdefault(build.replica_id, []).append(build)
+        self._builds_of[build.replica_id].sort(key=lambda each: each.name)
+        self._forget_turn()
+
     def _gone(self, build: Build, now: float) -> None:
         """Nothing of it exists any more."""
         if not build.leaving:
             self._die(build, Death(f"{build.replica_id} has ended"), now)
         del self.builds[build.name]
+        self._builds_of[build.replica_id].remove(build)
+        if not self._builds_of[build.replica_id]:
+            del self._builds_of[build.replica_id]
