@@ -200,10 +200,12 @@ class RayDriver:
 
     async def set_role(self, name: ReplicaName, role: Role) -> None:
         """See RankDriver. Rank 0 represents the replica."""
+        await self._check_lease()
         await self._actors[name, 0].set_role.remote(str(role))
 
     async def drain(self, name: ReplicaName, seconds: float) -> None:
         """See RankDriver. A rank that has ended has no requests."""
+        await self._check_lease()
         calls = [actor.drain.remote(seconds) for actor in self._of(name)]
         for error in await asyncio.gather(*calls, return_exceptions=True):
             unavailable = isinstance(error, ray.exceptions.ActorUnavailableError)
@@ -216,6 +218,7 @@ class RayDriver:
 
     async def end(self, name: ReplicaName, seconds: float) -> None:
         """See RankDriver."""
+        await self._check_lease()
         calls = [asyncio.ensure_future(_stop(actor)) for actor in self._of(name)]
         if calls:
             _, late = await asyncio.wait(calls, timeout=seconds)
@@ -229,6 +232,10 @@ class RayDriver:
         for key in [key for key in self._actors if key[0] == name]:
             del self._actors[key]
             self._processes.pop(key, None)
+
+    async def _check_lease(self) -> None:
+        """Before calls that go to ranks directly: another controller may act by now. Raises as RayCalls.run."""
+        await self._calls.run(lambda: None)
 
     def _of(self, name: ReplicaName) -> list[Any]:
         """Handles of a build's ranks, in order."""
