@@ -101,6 +101,7 @@ class SimDriver:
     async def set_role(self, name: ReplicaName, role: Role) -> None:
         """The call may reach the rank after its time, and after later ones."""
         process = self._known[name, 0]
+        await self.call_gcs(lambda: None)  # the lease
 
         def execute() -> bool:
             process.role = role
@@ -116,6 +117,7 @@ class SimDriver:
                 self._cluster.drain(process)
             return True
 
+        await self.call_gcs(lambda: None)
         self._cluster.checks.draining(self._controller, name)
         ranks = self._of(name)
         await asyncio.gather(*(self._demand(rank, lambda rank=rank: drain(rank)) for rank in ranks))  # type: ignore[misc]
@@ -124,6 +126,7 @@ class SimDriver:
         return []
 
     async def end(self, name: ReplicaName, seconds: float) -> None:
+        await self.call_gcs(lambda: None)
         self._cluster.checks.stopping(self._controller, name)
         ranks = self._of(name)
         await asyncio.gather(
