@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_cluster.controller.control_loop import ControlLoop
-from headrace_cluster.controller.spec_file import SpecFile
+from headrace_cluster.controller.spec_file import SpecFile, digest
 from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.ray import connection, names
@@ -133,7 +133,7 @@ def test_a_changed_spec_file_changes_the_replicas(
         return parse_spec(json.loads(path.read_text()))
 
     async def scenario() -> None:
-        async with _opened(record, SpecFile(path, build(), build, lambda spec: spec)) as (controller, _):
+        async with _opened(record, SpecFile(path, digest(path), build(), build, lambda spec: spec)) as (controller, _):
             await eventually(lambda: controller.view().ready)
             path.write_text(json.dumps(SPEC | {"models": [{"replicas": 3}]}))
             await eventually(lambda: len(controller.view().started) == 3)

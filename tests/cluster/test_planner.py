@@ -16,12 +16,13 @@ from headrace_cluster.core.planner import (
     End,
     Fill,
     Place,
+    Seen,
     SendSecret,
     SetRole,
 )
 from headrace_cluster.core.rank_config import Stage
 from headrace_cluster.core.wanted import wanted_replicas
-from headrace_cluster.core.words import RoleWord, Roll
+from headrace_cluster.core.words import RoleWord
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.role import Role
 from support.cluster.planner_bench import OURS, Bench, digest, started
@@ -257,8 +258,7 @@ def test_a_spec_with_a_wrong_model_ends_nothing_that_serves() -> None:
 def test_without_room_for_two_the_old_build_ends_first_if_another_serves(replicas: int, allow_gap: bool) -> None:
     bench = Bench(replicas=replicas, room=replicas)
     bench.run()
-    bench.words.rolls["smollm2-0"] = Roll(1, 5.0, allow_gap)
-    bench.want()
+    bench.roll("smollm2-0", allow_gap=allow_gap)
     bench.run(30)
     if replicas == 1 and not allow_gap:
         assert bench.states == {FIRST: State.READY}
@@ -267,11 +267,97 @@ def test_without_room_for_two_the_old_build_ends_first_if_another_serves(replica
         assert bench.planner.ready and THIRD in bench.states and FIRST not in bench.states
 
 
+def test_replicas_whose_builds_may_end_first_end_one_at_a_time() -> None:
+    bench = _ready(room=3, replicas=3)
+    for index in range(3):
+        bench.roll(f"smollm2-{index}", allow_gap=True)
+    least = _least_serving(bench, MINUTE)
+    assert least == 2 and bench.planner.ready
+    bench.want(replicas=3, revision="next")
+    bench.failing = {"stage": Stage.STARTING}
+    assert _least_serving(bench, 30) == 2, "the word was for the model as it was"
+
+
+def _least_serving(bench: Bench, seconds: float) -> int:
+    return min(
+        sum(b.serves for b in bench.planner.builds.values()) for _ in range(int(2 * seconds)) if bench.run(0.5) or True
+    )
+
+
+def test_a_build_whose_place_could_not_be_requested_is_requested_later_or_forgotten() -> None:
+    bench = _ready(replicas=2)
+    bench.gcs_lost = True
+    bench.roll("smollm2-0")
+    bench.run(20)
+    bench.want(replicas=2, revision="next")  # the build that waits is outdated by now
+    bench.run(20)
+    bench.gcs_lost = False
+    bench.run(MINUTE)
+    assert bench.planner.ready and len(bench.groups) == 2 and not bench.planner.slots["smollm2-0"].refusal
+
+
+def test_what_could_not_start_starts_when_the_spec_is_corrected() -> None:
+    bench = Bench(source="typo")
+    bench.failing = {"stage": Stage.FAILED, "error": "there is no model", "final": True}
+    bench.run()
+    assert bench.planner.fatal == "there is no model"
+    bench.failing = {}
+    bench.want(revision="right")
+    bench.run()
+    assert bench.planner.ready and not bench.planner.unable
+
+
+def test_a_replica_without_a_place_does_not_delay_a_change_of_the_others() -> None:
+    bench = _ready(room=2, replicas=2)
+    bench.want(replicas=3)
+    bench.run(10)
+    bench.room = 3
+    bench.groups[ReplicaName("other", 1)] = True  # of someone else
+    bench.want(replicas=3, revision="next")
+    bench.run(MINUTE)
+    assert [build.digest for build in bench.planner.builds.values() if build.serves].count(
+        bench.planner.wanted["smollm2-0"].digest
+    ), bench.states
+
+
+def test_ranks_that_are_not_created_yet_are_not_missing() -> None:
+    bench = Bench(tp=2)
+    bench.failing = {"stage": Stage.STARTING}
+    bench.run(2)
+    build = bench.build()
+    build.filled = False  # the second rank is being created
+    del bench.ranks[build.name, 1]
+    bench.planner.observe(Seen(bench.groups, set(bench.ranks)), bench.now, bench.now)
+    assert not build.killed
+    build.filled = True
+    bench.planner.observe(Seen(bench.groups, set(bench.ranks)), bench.now, bench.now)
+    assert set(build.killed) == {1}
+
+
+def test_a_second_drain_may_shorten_the_time_of_requests() -> None:
+    bench = _ready(replicas=2)
+    bench.requests[FIRST] = 5
+    for seconds in (3600.0, 4.0):
+        bench.words.drained["smollm2-0"] = seconds
+        bench.want()
+        bench.run(2)
+    assert bench.ends(5) == [FIRST]
+
+
+def test_what_another_secret_protects_is_used_once_it_has_ours() -> None:
+    bench = _ready(replicas=2)
+    bench.note(OTHER, secrets=(b"another",))
+    bench.run(1)
+    assert "another secret" in bench.planner.builds[OTHER].foreign
+    bench.note(OTHER, secrets=OURS)
+    bench.run(1)
+    assert bench.planner.ready and not bench.planner.builds[OTHER].foreign
+
+
 def test_too_little_memory_for_two_is_no_room() -> None:
     bench = _ready(replicas=2)
     bench.failing = {"stage": Stage.FAILED, "error": "too little memory", "final": True, "lacks_resources": True}
-    bench.words.rolls["smollm2-0"] = Roll(1, 5.0)
-    bench.want()
+    bench.roll("smollm2-0")
     bench.run(until=lambda: isinstance(bench.done[-1], Drain))
     bench.failing = {}
     bench.run(30)
@@ -416,8 +502,7 @@ def test_whatever_happens_it_ends_as_the_spec_wants_it(events: list[tuple[str, i
                 bench.words.drained.clear()
                 bench.want()
             case "roll":
-                bench.words.rolls["smollm2-0"] = Roll(number, 5.0)
-                bench.want()
+                bench.roll("smollm2-0", number)
             case "mute" if names:
                 bench.mute = {names[chosen % len(names)]}
             case "lose" if names:  # someone else removes it from Ray

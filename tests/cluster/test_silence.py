@@ -12,6 +12,7 @@ from headrace_cluster.core.router_reports import FRESH_SECONDS, RouterReports
 from headrace_cluster.spec.process_specs import HealthSpec
 from support.cluster.planner_bench import STEP, Bench
 
+FIRST, OTHER = ReplicaName("smollm2-0", 1), ReplicaName("smollm2-1", 1)
 HEALTH = HealthSpec()
 MINUTE = 60.0
 
@@ -170,3 +171,25 @@ def test_a_controller_that_is_always_slow_judges_silence(gaps: list[float]) -> N
 def test_a_pause_is_what_exceeds_the_usual_time_between_two_turns() -> None:
     pauses = Pauses()
     assert [pauses.pause(gap) for gap in (0.25, 600.25, 0.25)] == [0.0, 600.0, 0.0]
+
+
+def test_a_replica_that_has_not_replied_to_this_controller_drains_as_one_that_serves() -> None:
+    bench = Bench(replicas=2)
+    bench.run()
+    bench.mute, bench.requests = {FIRST}, {FIRST: 5}
+    bench.words.drained["smollm2-0"] = 30.0
+    bench.router_words = [{FIRST: True, OTHER: True}]
+    bench.control()
+    assert bench.ends(20) == []
+    assert bench.ends(20)[:1] == [FIRST]
+
+
+@pytest.mark.parametrize("heard", [False, None])
+def test_the_only_replica_that_never_replied_to_this_controller_ends_when_routers_report_it(heard: bool | None) -> None:
+    bench = Bench()
+    bench.run()
+    bench.mute = {FIRST}
+    bench.router_words = [{FIRST: heard} if heard is not None else {}]
+    bench.control()
+    assert bench.ends(50) == []
+    assert bench.ends(200)[:1] == ([FIRST] if heard is False else [])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cluster.controller.spec_file import SpecFile
+from headrace_cluster.controller.spec_file import SpecFile, digest
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.settings import build_spec
@@ -21,7 +21,8 @@ class Mounted:
         self.write(text)
         self.path.symlink_to(Path("..data") / "cluster.yaml")
         self.refused: list[str] = []
-        self.file = SpecFile(self.path, self.build(), self.build, self.check)
+        self.errors: list[Exception] = []  # of the next checks
+        self.file = SpecFile(self.path, digest(self.path), self.build(), self.build, self.check)
 
     def write(self, text: str) -> None:
         self._versions += 1
@@ -36,6 +37,8 @@ class Mounted:
         return build_spec({"max_num_seqs": 4}, self.path, {})
 
     def check(self, spec: ClusterSpec) -> ClusterSpec:
+        if self.errors:
+            raise self.errors.pop()
         if any(model.source in self.refused for model in spec.models):
             raise SpecError("there is no such model")
         return spec
@@ -88,3 +91,19 @@ def test_other_sections_take_effect_with_the_next_start(mounted: Mounted) -> Non
     found = mounted.file.reread()
     assert found is not None and found[1].models[0].replicas == 2 and found[1].health.drain_seconds == 5
     assert mounted.file.problem.startswith("control, health of the spec file")
+
+
+def test_a_file_that_could_not_be_checked_now_is_read_again(mounted: Mounted) -> None:
+    mounted.errors = [OSError("the network is down")]
+    mounted.write("models: [{source: smollm2, replicas: 3}]")
+    assert mounted.file.reread() is None and "the network is down" in mounted.file.problem
+    found = mounted.file.reread()
+    assert found is not None and found[1].models[0].replicas == 3 and not mounted.file.problem
+
+
+def test_a_change_between_the_first_read_and_the_start_of_the_watch_is_found(mounted: Mounted) -> None:
+    before, spec = digest(mounted.path), mounted.build()
+    mounted.write("models: [{source: smollm2, replicas: 3}]")
+    file = SpecFile(mounted.path, before, spec, mounted.build, mounted.check)
+    found = file.reread()
+    assert found is not None and found[1].models[0].replicas == 3

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -279,7 +280,14 @@ def run_conversation(conversation: Conversation, read: Callable[[], str]) -> Non
 def _talk(conversation: Conversation) -> None:
     from headrace_cluster.cli.chat_editor import make_editor, quiet_keyboard
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # restores the modes of the terminal
+    modes = termios.tcgetattr(sys.stdin)
+
+    def end(*_: object) -> None:
+        """At once: an exception may be lost in a callback of the line editor."""
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
     with quiet_keyboard():
         models = conversation.client.models()
         conversation.model = choose_model(conversation.model or None, models)

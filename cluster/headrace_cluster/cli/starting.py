@@ -68,11 +68,12 @@ def controller(
 
     if config_stdin:
         return run_from_stdin(parent)
+    from headrace_cluster.controller.spec_file import digest
     from headrace_cluster.spec.settings import build_spec, config_file
 
-    spec = _joined(_spec(given, config))
     file = config_file(config)
-    run_controller(spec, SpecSource(file, lambda: _joined(build_spec(given, config))) if file is not None else None)
+    source = SpecSource(file, digest(file), lambda: _joined(build_spec(given, config))) if file is not None else None
+    run_controller(_joined(_spec(given, config)), source)
 
 
 @app.command()

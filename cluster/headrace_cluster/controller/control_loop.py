@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +22,7 @@ from headrace_cluster.core.driver import RankDriver
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Action, Drain, End, Fill, Place, Planner, SendSecret, SetRole
 from headrace_cluster.core.rank_config import RankReport
-from headrace_cluster.core.wanted import effective_spec, wanted_replicas
+from headrace_cluster.core.wanted import usable_spec, wanted_replicas
 from headrace_cluster.core.words import Words
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -59,6 +60,7 @@ class ControlLoop:
         """words: the record of the cluster. secrets: fingerprints of those that are valid now. save: of the record."""
         self.spec = spec
         self.effective = spec  # with the words of operators
+        self.unused_words: list[str] = []  # a sentence about each that does not fit to the spec any more
         self.words = words
         self.driver = driver
         self.retries = Retries(clock, jitter)
@@ -127,7 +129,8 @@ class ControlLoop:
 
     def rethink(self) -> None:
         """The spec, or the words of operators, have changed."""
-        self.effective = self.driver.spec = effective_spec(self.spec, self.words)
+        self.effective, self.unused_words = usable_spec(self.spec, self.words)
+        self.driver.spec = self.effective
         wanted = {} if self._stopping else wanted_replicas(self.effective, self.words, self.driver.digest)
         self.planner.wanted = wanted
         self._wake.set()
@@ -258,7 +261,9 @@ class ControlLoop:
     def _begin(self, action: Action, now: float) -> None:
         key = action.name, f"{type(action).__name__}{getattr(action, 'rank', '')}"
         build = self.planner.builds.get(action.name)
-        if build is None or key in self._steps or now < self._failures.get(key, (0, 0.0))[1]:
+        failures, not_before = self._failures.get(key, (1, 0.0))
+        unseen = not failures and build is not None and build.touched > self.planner.looked_at
+        if build is None or key in self._steps or now < not_before or unseen:
             return
         step = self._steps[key] = asyncio.create_task(self._make(key, action, build))
         step.add_done_callback(lambda _: self._steps.pop(key, None))
@@ -267,6 +272,7 @@ class ControlLoop:
         label = f"{_WORDS[type(action)]} {action.name.replica_id}"
         failures = self._failures.get(key, (0, 0.0))[0]
         try:
+            build.touched = math.inf  # what is seen meanwhile does not count
             await self._step(action, build)
         except Exception as error:
             failures += 1

@@ -147,12 +147,11 @@ class Operators:
         self._role_lock = asyncio.Lock()
 
     def drain(self, replica_id: str, seconds: float | None = None, *, force: bool = False) -> dict[str, Any]:
-        """The replica ends and stays down; a second call changes nothing. Raises DrainError.
+        """The replica ends and stays down; a second call may shorten the time. Raises DrainError.
 
         seconds: for requests in flight; those that still run then move to other replicas. None = the spec's value.
         """
         wanted = self._find(replica_id, DrainError)
-        seconds = self._loop.spec.health.drain_seconds if seconds is None else seconds
         if not wanted.drained:
             build = self._planner.current(replica_id)
             losing = build is not None and build.role.decodes and build.state in SERVING
@@ -163,9 +162,10 @@ class Operators:
                     f"without {replica_id} no ready replica of {wanted.model.name} could decode; bring up another "
                     "one first, or pass --force"
                 )
-            self._loop.words.drained[replica_id] = seconds
-            self._loop.rethink()
-        return self._document(replica_id) | {"seconds": seconds}
+        words, usual = self._loop.words, self._loop.spec.health.drain_seconds
+        words.drained[replica_id] = words.drained.get(replica_id, usual) if seconds is None else seconds
+        self._loop.rethink()
+        return self._document(replica_id) | {"seconds": words.drained[replica_id]}
 
     def undrain(self, replica_id: str) -> dict[str, Any]:
         """The next build starts after the drained one has ended. Raises DrainError."""
@@ -173,7 +173,7 @@ class Operators:
         if not wanted.drained:
             raise DrainError(f"{replica_id} is {self._state(replica_id)}, not drained: there is nothing to bring back")
         del self._loop.words.drained[replica_id]
-        self._planner.slots.pop(replica_id, None)  # what failed before it was drained does not count
+        self._planner.forget(replica_id)
         self._loop.rethink()
         return self._document(replica_id)
 
@@ -194,8 +194,11 @@ class Operators:
         changes = self._set(body) if body.settings else []
         seconds = self._loop.spec.health.drain_seconds if body.seconds is None else body.seconds
         rolls = self._loop.words.rolls
+        self._loop.rethink()  # with the settings
+        wanted = self._planner.wanted
         for name in chosen:
-            rolls[name] = Roll(rolls[name].number + 1 if name in rolls else 1, seconds, body.allow_gap)
+            number = rolls[name].number + 1 if name in rolls else 1
+            rolls[name] = Roll(number, seconds, wanted[name].plain, body.allow_gap)
             self._planner.forgive(name)
         self._loop.rethink()
         return {

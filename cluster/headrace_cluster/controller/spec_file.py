@@ -14,11 +14,12 @@ class SpecFile:
     def __init__(
         self,
         path: Path,
+        content: bytes,
         spec: ClusterSpec,
         build: Callable[[], ClusterSpec],
         check: Callable[[ClusterSpec], ClusterSpec],
     ) -> None:
-        """spec: as it was written when the controller started. build: reads the file again, with the same flags.
+        """content: `digest` of the file before the spec was read from it. build: reads it again, with the same flags.
 
         check: of the models before they are used; returns the spec with commits of the Hub.
         """
@@ -26,15 +27,14 @@ class SpecFile:
         self._written = spec
         self._build = build
         self._check = check
-        self._content = self._digest()
+        self._content = content
         self.problem = ""  # why the file, or a part of it, is not used
 
     def reread(self) -> tuple[ClusterSpec, ClusterSpec] | None:
         """The spec as it is written now, and with commits; None while nothing is to change. It blocks."""
-        content = self._digest()
+        content = digest(self._path)
         if content == self._content:
             return None
-        self._content, self.problem = content, ""
         try:
             found = self._build()
             rest = [name for name in type(found).model_fields if name != "models" and self._differs(found, name)]
@@ -43,8 +43,11 @@ class SpecFile:
             written = self._written.model_copy(update={"models": found.models})
             checked = self._check(written)
         except Exception as error:
+            if isinstance(error, SpecError):
+                self._content = content  # it is read again when it has changed; after other errors, without that
             self.problem = f"the spec file {self._path} is not used, and what it had before stays: {error}"
             return None
+        self._content, self.problem = content, ""
         if rest:
             self.problem = f"{', '.join(rest)} of the spec file {self._path}: a change takes effect with the next start"
         return written, checked
@@ -52,8 +55,10 @@ class SpecFile:
     def _differs(self, found: ClusterSpec, name: str) -> bool:
         return bool(getattr(found, name) != getattr(self._written, name))
 
-    def _digest(self) -> bytes:
-        try:
-            return blake2b(self._path.read_bytes(), digest_size=16).digest()
-        except OSError:
-            return b""
+
+def digest(path: Path) -> bytes:
+    """Of a file's content; empty if it cannot be read."""
+    try:
+        return blake2b(path.read_bytes(), digest_size=16).digest()
+    except OSError:
+        return b""

@@ -28,6 +28,7 @@ def status_document(loop: ControlLoop, membership: Membership) -> dict[str, Any]
         ],
         "problems": [
             *(build.foreign for build in planner.builds.values() if build.foreign),
+            *loop.unused_words,
             *loop.retries.problems,
             *unreached.values(),
         ],

@@ -57,7 +57,9 @@ class HealthJudge:
         if not build.silent and waited > self._health.start_seconds:
             return f"{build.replica_id} was not ready after {self._health.start_seconds:g} s"
         heard = self._router_reports.receives(build.name, now)
-        if build.silent and waited > SILENT_SECONDS and others_reply and not heard and self.may_stop(now):
+        limit = SILENT_SECONDS if others_reply else self._health.replace_seconds * ALL_SILENT_FACTOR
+        lost = not heard if others_reply else heard is False
+        if build.silent and waited > limit and lost and self.may_stop(now):
             return f"the ranks of {build.replica_id} did not reply for {waited:.0f} s"
         return ""
 

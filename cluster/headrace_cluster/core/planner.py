@@ -7,6 +7,7 @@
 An action is named in each turn until its effect is seen: one that was lost is repeated, by the next controller, too.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -151,10 +152,12 @@ class Planner:
         self._builds_of: dict[str, list[Build]] = {}  # by replica id, in the order of their generations
         self.slots: dict[str, Slot] = {}
         self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
-        self._unsettled: dict[str, list[tuple[str, str]]] = {}  # by model: replicas that do not serve, and how they are
+        self._unsettled: dict[str, list[tuple[str, str, bool]]] = {}  # by model: see `_find_unsettled`
         self._failed: dict[str, list[str]] = {}  # by model
         self._others_reply = False  # ranks of some build do
+        self._wanted: Mapping[str, Wanted] = {}
         self.wanted = {}
+        self.looked_at = -math.inf  # when the last look at Ray began
         self._health = health
         self._secrets = secrets
         self._judge = HealthJudge(health, router_reports or RouterReports())
@@ -169,6 +172,12 @@ class Planner:
 
     @wanted.setter
     def wanted(self, wanted: Mapping[str, Wanted]) -> None:
+        for name, slot in self.slots.items():  # what failed may start as it is described now
+            if name in self._wanted and name in wanted and wanted[name].digest != self._wanted[name].digest:
+                slot.failures, slot.not_before = [], 0.0
+        for name in list(self.unable):
+            if name not in wanted or name not in self._wanted or wanted[name].digest != self._wanted[name].digest:
+                del self.unable[name]
         self._wanted = wanted
         self._of_model: dict[str, list[str]] = {}  # those that are not drained
         for name, each in wanted.items():
@@ -213,41 +222,61 @@ class Planner:
         """Whether requests for the model can go to another replica."""
         return any(build.answers for name in self.peers(replica_id) for build in self.builds_of(name))
 
-    def roll_obstacle(self, replica_id: str) -> str:
-        """Why this replica may not end now to be built again, in a sentence; empty: all others of its model serve."""
-        model = self.wanted[replica_id].model.name
-        if model not in self._unsettled:  # two suffice: one may be the replica itself
-            found = ((name, self._unsettled_sentence(name)) for name in self._of_model.get(model, ()))
-            self._unsettled[model] = list(islice((entry for entry in found if entry[1]), 2))
-        return next((sentence for name, sentence in self._unsettled[model] if name != replica_id), "")
+    def _obstacle(self, wanted: Wanted) -> str:
+        """Why this replica may not be replaced now, in a sentence; empty: all others of its model serve.
 
-    def _unsettled_sentence(self, name: str) -> str:
+        With allow_gap those that do not serve are no obstacle, but those that change are.
+        """
+        model = wanted.model.name
+        if model not in self._unsettled:
+            found = [entry for name in self._of_model.get(model, ()) if (entry := self._find_unsettled(name))]
+            # Two of each kind suffice: one may be the replica itself.
+            self._unsettled[model] = [each for kind in (True, False) for each in found if each[2] is kind][:2]
+        others = [entry for entry in self._unsettled[model] if entry[0] != wanted.replica_id]
+        return next((why for _, why, changes in others if changes or not wanted.allow_gap), "")
+
+    def _find_unsettled(self, name: str) -> tuple[str, str, bool] | None:
+        """Of a replica that does not serve: its id, how it is, whether it changes now. None for one without a place."""
         builds = self.builds_of(name)
         if len(builds) > 1 or any(build.leaving for build in builds):
-            return f"{name} is being rolled; try again when it is ready"
+            return name, f"{name} is being rolled", True
+        if builds and builds[0].state in (State.PENDING, State.STARTING):
+            return None if self._has_no_place(builds[0]) else (name, f"{name} is {builds[0].state}", True)
         if not builds or builds[0].state is not State.READY:
-            return f"{name} is {builds[0].state if builds else State.DEAD}; try again when it is ready"
+            return name, f"{name} is {builds[0].state if builds else State.DEAD}", False
         if builds[0].connected is None:
-            return f"not every router is connected to {name} yet; try again in a few seconds"
-        return ""
+            return name, f"not every router is connected to {name} yet", False
+        return None
+
+    def _has_no_place(self, build: Build) -> bool:
+        """Whether Ray has had none for it for so long that waiting does not help. Looks that fail do not count."""
+        waits = build.requested and build.state is State.PENDING
+        return waits and self.looked_at - max(build.since, build.touched) > PLACE_SECONDS
+
+    def forget(self, replica_id: str) -> None:
+        """What failed so far does not count for the next build."""
+        self.slots.pop(replica_id, None)
+        self.unable.pop(replica_id, None)
 
     def forgive(self, replica_id: str) -> None:
         """An operator asks for another try."""
         slot = self._slot(replica_id)
         slot.refused = slot.gap = None
         slot.refusal, slot.asked, slot.not_before, slot.tries = "", True, 0.0, {}
+        self.unable.pop(replica_id, None)
 
     # -- what is seen ------------------------------------------------------------------------------------------
 
     def observe(self, seen: Seen, began: float, now: float) -> None:
         """What Ray had between `began` and `now`: of builds that were changed since then it says nothing."""
+        self.looked_at = began
         ranks: dict[ReplicaName, set[int]] = {}
         for name, rank in seen.ranks:
             ranks.setdefault(name, set()).add(rank)
         for name in sorted({*seen.groups, *ranks} - self.builds.keys()):
             self._add(self._found(name, now))
         for name, build in list(self.builds.items()):
-            if build.touched >= began or not build.requested:
+            if build.touched > began or not (build.requested or build.leaving):
                 continue
             build.placed = build.placed or seen.groups.get(name, False)
             build.ranks = ranks.get(name, set())
@@ -257,7 +286,7 @@ class Planner:
                 self._gone(build, now)
             elif name not in seen.groups or (not build.ranks and (build.filled or not build.made_here)):
                 self._die(build, Death(f"{name.replica_id} has lost its place or its processes"), now)
-            elif build.ranks and build.reports:
+            elif build.filled and build.ranks and build.reports:
                 for rank in set(range(build.size)) - build.ranks:
                     build.kill(rank, now)
 
@@ -267,11 +296,13 @@ class Planner:
         if build is None:
             return
         build.receive(rank, report, now)
-        if report.secrets and not set(report.secrets) & set(self._secrets()):
-            build.foreign = (
-                f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file; build "
-                f"{name.generation} is left as it is, and not used"
-            )
+        ours = set(self._secrets())
+        others = any(each.secrets and not ours & set(each.secrets) for each in build.reports.values())
+        sentence = (
+            f"{name.replica_id} runs in this Ray with another secret: pass its file with --secret-file; build "
+            f"{name.generation} is left as it is, and not used"
+        )
+        build.foreign = sentence if others else ""
 
     def rank_ended(self, name: ReplicaName, rank: int, now: float) -> None:
         """Ray reports the end of a rank's process."""
@@ -356,7 +387,7 @@ class Planner:
             return
         staying = [build for build in builds if not build.leaving]
         if wanted is None or wanted.drained:
-            for build in staying:
+            for build in builds:
                 self.leave(build, wanted.drain_seconds if wanted else self._health.drain_seconds, now)
             return
         self._leave_nodes(wanted, staying, now)
@@ -392,7 +423,7 @@ class Planner:
         """
         names = [name for name, wanted in self.wanted.items() if not wanted.drained]
         builds = [build for name in names for build in self.builds_of(name) if not build.leaving]
-        pending = any(build.state is State.PENDING and now - build.since > PLACE_SECONDS for build in builds)
+        pending = any(self._has_no_place(build) for build in builds)
         return bool(names) and not pending and not any(build.state in SERVING for build in builds)
 
     def _take_over(self, wanted: Wanted, newest: Build, older: list[Build], now: float) -> None:
@@ -407,7 +438,7 @@ class Planner:
                 self.leave(build, 0.0, now)
         elif any(build.node_ends_at is not None for build in older):
             return  # there is time until its node ends, and a place may come
-        elif newest.state is State.PENDING and now - newest.since > PLACE_SECONDS:
+        elif self._has_no_place(newest):
             self._die(newest, Death(newest.cause or "there is no place", lacks_resources=True), now)
         elif newest.state is State.READY and newest.connected is None and now - newest.since > CONNECT_SECONDS:
             sentence = f"not every router was connected to it after {CONNECT_SECONDS:g} s"
@@ -442,7 +473,7 @@ class Planner:
             return True
         if any(build.node_ends_at is not None for build in self.builds_of(own)):
             return False
-        slot.waits = "" if wanted.allow_gap else self.roll_obstacle(own)
+        slot.waits = self._obstacle(wanted)
         if not slot.waits and not slot.asked:
             failed = next((name for name in self._failed_of(wanted.model.name) if name != own), "")
             slot.waits = f"the next build of {failed} did not start" if failed else ""
@@ -481,7 +512,7 @@ class Planner:
             self._refuse(slot, wanted, death, now)
             return
         slot.fail(death.cause, now)
-        if not (slot.served or was_up) and (death.final or len(slot.failures) >= START_TRIES):
+        if wanted is not None and not (slot.served or was_up) and (death.final or len(slot.failures) >= START_TRIES):
             self.unable.setdefault(build.replica_id, death.cause)
 
     def _refuse(self, slot: Slot, wanted: Wanted, death: Death, now: float) -> None:
@@ -505,11 +536,13 @@ class Planner:
         )
 
     def leave(self, build: Build, seconds: float, now: float) -> None:
-        """It is to end: requests in flight have some seconds, if it serves. A second call changes nothing."""
+        """It is to end: requests in flight have some seconds, if it serves. A second call may shorten them."""
+        if build.leave_until is not None:
+            build.leave_until = min(build.leave_until, now + seconds)
         if build.leaving:
             return
         self._forget_turn()
-        if build.state in SERVING or build.up:
+        if build.state in SERVING or build.up or build.silent:
             build.leave_until, build.leave_seconds = now + seconds, seconds
             build.enter(State.DRAINING, now)
         else:

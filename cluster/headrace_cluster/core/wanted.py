@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
+from pydantic import ValidationError
 
 from headrace_cluster.core.naming import replica_id
 from headrace_cluster.core.words import Words
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
+from headrace_cluster.spec.plain_words import plain
 from headrace_proto.role import Role
 
 Digest = Callable[[str, ModelSpec, int], bytes]  # of a replica id, its model and the number of its last roll
@@ -24,6 +26,7 @@ class Wanted:
     role: Role
     spec_role: Role = Role.BOTH  # without a word of an operator
     digest: bytes = b""  # a build with another one is replaced
+    plain: bytes = b""  # the digest without rolls
     drained: bool = False  # it has no build until an operator brings it back
     drain_seconds: float = 5.0  # for requests in flight, when one of its builds is to end
     allow_gap: bool = False  # its build may end before the next one is ready, if there is no room for both
@@ -37,6 +40,29 @@ def effective_spec(spec: ClusterSpec, words: Words) -> ClusterSpec:
     return spec.model_copy(update={"models": tuple(_changed(model, words) for model in base_models(spec, words))})
 
 
+def usable_spec(spec: ClusterSpec, words: Words) -> tuple[ClusterSpec, list[str]]:
+    """The same without words that do not fit to the spec any more, and a sentence about each of these."""
+    problems: list[str] = []
+
+    def refuse(what: str, error: ValidationError) -> None:
+        why = plain(str(error.errors(include_url=False)[0]["msg"]))
+        problems.append(f"{what} is not used, since it does not fit to the spec any more: {why}")
+
+    try:
+        models = base_models(spec, words)
+    except ValidationError as error:
+        refuse("what was applied over the spec file", error)
+        models = spec.models
+    changed: list[ModelSpec] = []
+    for model in models:
+        try:
+            changed.append(_changed(model, words))
+        except ValidationError as error:
+            refuse(f"what operators set for {model.name}", error)
+            changed.append(model)
+    return spec.model_copy(update={"models": tuple(changed)}), problems
+
+
 def base_models(spec: ClusterSpec, words: Words) -> Sequence[ModelSpec]:
     """The models of the spec, or of `headrace apply`, before single values are changed."""
     if words.models is None or words.models.spec != models_digest(spec.models):
@@ -46,7 +72,8 @@ def base_models(spec: ClusterSpec, words: Words) -> Sequence[ModelSpec]:
 
 def models_digest(models: Sequence[ModelSpec]) -> str:
     """Equal for equal models."""
-    return blake2b(repr([model.model_dump(mode="json") for model in models]).encode(), digest_size=16).hexdigest()
+    data = [model.model_dump(mode="json", exclude_defaults=True) for model in models]  # a new key changes nothing
+    return blake2b(repr(data).encode(), digest_size=16).hexdigest()
 
 
 def differences(before: Sequence[ModelSpec], after: Sequence[ModelSpec]) -> list[str]:
@@ -96,15 +123,18 @@ def wanted_replicas(spec: ClusterSpec, words: Words, digest: Digest) -> dict[str
             for index in range(first, first + pool.replicas):
                 name = replica_id(model.name, index)
                 word, roll = words.roles.get(name), words.rolls.get(name)
-                seconds = words.drained.get(name, roll.seconds if roll else spec.health.drain_seconds)
+                plain = digest(name, shaped, 0)
+                given = roll if roll is not None and roll.of == plain else None
+                seconds = words.drained.get(name, given.seconds if given else spec.health.drain_seconds)
                 found[name] = Wanted(
                     name,
                     shaped,
                     Role(word.role) if word is not None and word.spec == pool.role else pool.role,
                     pool.role,
-                    digest(name, shaped, roll.number if roll else 0),
+                    digest(name, shaped, roll.number) if roll else plain,
+                    plain,
                     name in words.drained,
                     seconds,
-                    roll is not None and roll.allow_gap,
+                    given is not None and given.allow_gap,
                 )
     return found

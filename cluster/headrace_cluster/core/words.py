@@ -22,6 +22,7 @@ class Roll(msgspec.Struct, frozen=True):
 
     number: int  # a part of the digest that is wanted
     seconds: float  # for requests in flight
+    of: bytes  # the digest of the replica without rolls: for others the two other values do not count
     allow_gap: bool = False  # it may end before its next build is ready
 
 

@@ -45,6 +45,7 @@ class SpecSource:
     """The file that a spec came from, and how to read it again with the same flags."""
 
     path: Path
+    content: bytes  # its `digest` before it was read
     build: Callable[[], ClusterSpec]
 
 
@@ -112,7 +113,7 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
             if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
 
-        file = SpecFile(source.path, spec, source.build, _check) if source is not None else None
+        file = SpecFile(source.path, source.content, spec, source.build, _check) if source is not None else None
 
         async def run() -> bool:
             controller = Controller(

@@ -17,7 +17,6 @@ from ray.util.placement_group import (
     get_placement_group,
     placement_group,
     placement_group_table,
-    remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -100,29 +99,50 @@ class RayDriver:
 
     async def place(self, name: ReplicaName, model: ModelSpec) -> None:
         """See RankDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
-        await self._calls.run(self._place, name, model)
+        # A lost node is to take as few replicas of a model as possible: first where there is none, then anywhere.
+        if await self._calls.run(self._place_apart, name, model):
+            ends = time.monotonic() + SPREAD_SECONDS
+            while time.monotonic() < ends:
+                await asyncio.sleep(SPREAD_SECONDS / 10)
+                if (await self._calls.run(ray_names.groups, self.spec.cluster)).get(name):
+                    return
+        await self._calls.run(ray_names.remove_group, name.group(self.spec.cluster))
+        await self._calls.run(self._request, name, model, {})
 
-    def _place(self, name: ReplicaName, model: ModelSpec) -> None:
+    def _place_apart(self, name: ReplicaName, model: ModelSpec) -> bool:
+        """Whether a place was requested on a node without a replica of the model; such a node is there."""
+        used = ray_names.nodes_of(self.spec.cluster, model.name)
+        if not used or not any(self._fits(node, model) for node in ray.nodes() if node["NodeID"] not in used):
+            return False
+        self._request(name, model, {NODE_LABEL: f"!in({', '.join(sorted(used))})"})
+        return True
+
+    def _fits(self, node: dict[str, Any], model: ModelSpec) -> bool:
+        """Whether a stage of the model could have a place there. Of labels only plain values are compared."""
+        labels = {key: value for key, value in model.node_labels.items() if value[:1] != "!" and value[:3] != "in("}
+        stage = self._stage(model)
+        return (
+            node["Alive"]
+            and all(node["Resources"].get(kind, 0) >= amount for kind, amount in stage.items())
+            and all(node["Labels"].get(key) == value for key, value in labels.items())
+        )
+
+    def _stage(self, model: ModelSpec) -> dict[str, float]:
+        """A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes."""
+        share = {"CPU": model.cpu_share} | ({"GPU": 1} if self._uses_gpus(model) else {})
+        return {kind: amount * model.tp for kind, amount in share.items()}
+
+    def _request(self, name: ReplicaName, model: ModelSpec, labels: dict[str, str]) -> None:
         if name in ray_names.groups(self.spec.cluster):
             return
-        # A bundle is a stage, on one node, since its ranks communicate in every layer. Stages may span nodes.
-        share = {"CPU": model.cpu_share} | ({"GPU": 1} if self._uses_gpus(model) else {})
-        bundles = [{kind: amount * model.tp for kind, amount in share.items()}] * model.pp
-        used = ray_names.nodes_of(self.spec.cluster, model.name)
-        others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - used
-        # A lost node is to take as few replicas of a model as possible: first where there is none, then anywhere.
-        for avoided in ([used] if used and others else []) + [set()]:
-            labels = dict(model.node_labels) | ({NODE_LABEL: f"!in({', '.join(sorted(avoided))})"} if avoided else {})
-            group = placement_group(
-                bundles,
-                strategy="PACK",
-                name=name.group(self.spec.cluster),
-                lifetime="detached",
-                bundle_label_selector=[labels] * model.pp if labels else None,
-            )
-            if not avoided or group.wait(SPREAD_SECONDS):
-                return
-            remove_placement_group(group)
+        selector = dict(model.node_labels) | labels
+        placement_group(
+            [self._stage(model)] * model.pp,
+            strategy="PACK",
+            name=name.group(self.spec.cluster),
+            lifetime="detached",
+            bundle_label_selector=[selector] * model.pp if selector else None,
+        )
 
     async def waiting_reason(self, model: ModelSpec) -> str:
         """See RankDriver."""
@@ -196,6 +216,7 @@ class RayDriver:
 
     async def send_secret(self, name: ReplicaName, rank: int) -> None:
         """See RankDriver."""
+        await self._check_lease()
         await self._actors[name, rank].set_secret.remote(self._secret.values)
 
     async def set_role(self, name: ReplicaName, role: Role) -> None:

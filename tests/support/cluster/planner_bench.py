@@ -11,7 +11,7 @@ from headrace_cluster.core.planner import Action, Drain, End, Fill, Place, Plann
 from headrace_cluster.core.rank_config import RankReport, Stage
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.wanted import wanted_replicas
-from headrace_cluster.core.words import Words
+from headrace_cluster.core.words import Roll, Words
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_worker.core.config import ReplicaStarted
@@ -47,6 +47,7 @@ class Bench:
         self.requests: dict[ReplicaName, int] = {}
         self.failing: dict[str, Any] = {}  # what the next starts report; empty: they succeed
         self.draining: dict[str, float] = {}  # nodes, and the time at which they end
+        self.gcs_lost = False  # Ray's GCS does not answer
         self.router_words: list[dict[ReplicaName, bool]] = []
         self.done: list[Action] = []
         self.planner = self.control()
@@ -68,6 +69,11 @@ class Bench:
         if model:
             self.spec = self.parse(**model)
         self.planner.wanted = wanted_replicas(self.spec, self.words, digest)
+
+    def roll(self, replica_id: str, number: int = 1, *, allow_gap: bool = False) -> None:
+        """An operator wants it to be built again."""
+        self.words.rolls[replica_id] = Roll(number, 5.0, self.planner.wanted[replica_id].plain, allow_gap)
+        self.want()
 
     def run(self, seconds: float = 5.0, until: Callable[[], bool] = lambda: False) -> list[Action]:
         """What was done meanwhile."""
@@ -118,7 +124,8 @@ class Bench:
         for name in self.groups:
             self.groups[name] = self.groups[name] or sum(self.groups.values()) < self.room
         left = {node: at - now for node, at in self.draining.items()}
-        planner.observe(Seen(dict(self.groups), set(self.ranks), left), now - STEP / 2, now)
+        if not self.gcs_lost:
+            planner.observe(Seen(dict(self.groups), set(self.ranks), left), now - STEP / 2, now)
         for (name, rank), report in self.ranks.items():
             if name in self.mute:
                 continue
@@ -130,6 +137,8 @@ class Bench:
 
     def _do(self, action: Action) -> None:
         build = self.planner.builds[action.name]
+        if self.gcs_lost and isinstance(action, Place | Fill | End):
+            return  # the call fails
         match action:
             case Place(name):
                 self.groups[name] = sum(self.groups.values()) < self.room

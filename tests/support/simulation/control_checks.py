@@ -119,7 +119,7 @@ class ControlChecks:
 
     def _replaced_in_order(self, controller: "SimController", name: ReplicaName) -> bool:
         build = controller.planner.builds.get(name)
-        if build is None or "was not ready after" in build.cause:  # it was never used
+        if build is None or (build.made_here and not build.up_since):  # it was never used
             return True
         return build.leave_until is not None or "every router was connected" in build.cause
 
