@@ -88,12 +88,13 @@ def join(tmp_path: Path, nodes: Nodes) -> Iterator[Callable[..., Joined]]:
 
 
 def _addresses_between(first: int, second: int) -> set[str]:
-    """Of the connections between two processes."""
+    """Of the connections between two processes, without those of Ray, which are mapped ones."""
     ends = [
         {(connection.laddr, connection.raddr) for connection in psutil.Process(pid).net_connections("tcp")}
         for pid in (first, second)
     ]
-    return {local.ip for local, remote in ends[0] if remote and (remote, local) in ends[1]}
+    found = {local.ip for local, remote in ends[0] if remote and (remote, local) in ends[1]}
+    return {address for address in found if not address.startswith("::ffff:")}
 
 
 def _answer(serve: Joined) -> list[int]:
