@@ -63,14 +63,12 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
     "router": (
         "proto/test_caller_streams.py",
         "proto/test_keepalive.py",
-        "router/test_docs_page.py",
         "router/test_membership.py",
         "router/test_read_pacer.py",
         "router/test_router_certificate.py",
         "router/test_shutdown.py",
         "router/test_slow_clients.py",
         "router/test_tls.py",
-        "router/test_write_watch.py",
     ),
     "helm": ("helm/test_first_run.py",),
     "ranks": (

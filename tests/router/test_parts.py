@@ -80,22 +80,6 @@ def test_counters_of_two_builds_at_the_same_time_add_up() -> None:
     assert totals == [5, 6, 9, 11, 13, 14]
 
 
-def test_a_build_that_ends_before_an_older_one_is_counted_once() -> None:
-    """The old build of a rollout still counts while its new one is replaced again and again."""
-    counters = ReplicaCounters()
-    total = 0.0
-    for number in range(20):
-        for boot, count in ((b"old", 1000 + number), (b"new %d" % number, 10)):
-            total = counters.totals(("m", "r"), boot, Counters(generation_tokens=count))[1]
-    assert total == 1019 + 20 * 10
-
-
-@pytest.mark.parametrize("text", ["1e999", "[1e999]", "-1e999"])
-def test_numbers_beyond_double_are_refused_or_infinite_never_a_crash(text: str) -> None:
-    with pytest.raises(InvalidRequestError):
-        strict_json.parse(text.encode(), 10, 1024)
-
-
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize(
     ("body", "field"),
@@ -199,32 +183,6 @@ def test_a_cancel_is_never_sent_before_its_submit() -> None:
     assert [submit.attempt_id for submit in first.submits] == [b"late"] and not first.cancels
     assert [cancel.attempt_id for cancel in second.cancels] == [b"late"] and not second.submits
     assert queue.take() is None
-
-
-def test_a_queue_holds_one_copy_of_a_prompt_and_sends_frames_of_bounded_size() -> None:
-    queue = SubmitQueue(lambda: None)
-    prompt = list(range(100_000))
-    for number in range(8):
-        queue.submit(Submit(attempt_id=bytes([number])), prompt)
-    assert sum(submit.ByteSize() for submit, _ in queue._submits) < 200
-    sent = []
-    while (frame := queue.take()) is not None:
-        assert len(frame.submits) <= 2
-        sent += [bytes(submit.attempt_id) for submit in frame.submits if list(submit.prompt_token_ids) == prompt]
-    assert sent == [bytes([number]) for number in range(8)]
-
-
-def test_a_short_submit_does_not_wait_for_long_ones_and_these_go_on() -> None:
-    queue = SubmitQueue(lambda: None)
-    for number in range(6):
-        queue.submit(Submit(attempt_id=bytes([number])), range(200_000))
-    sent: list[list[int]] = []
-    for number in range(100, 106):
-        queue.submit(Submit(attempt_id=bytes([number])), range(50))
-        frame = queue.take()
-        assert frame is not None
-        sent.append([submit.attempt_id[0] for submit in frame.submits])
-    assert sent == [[number, 100 + number] for number in range(6)] and queue.take() is None
 
 
 def test_logprobs_of_repeated_tokens_are_dropped_with_them() -> None:
