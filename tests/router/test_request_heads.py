@@ -15,8 +15,6 @@ from tokenizers import Tokenizer
 
 from headrace_proto.inference_pb2 import GenerateRequest, ListModelsRequest
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from headrace_router.api.http.protocol import PIPELINED_REQUESTS
-from headrace_router.api.http.request_head import use_one_host
 from support.certificates import Authority
 from support.router.fake_replica import FakeReplica
 from support.router.harness import Harness
@@ -79,43 +77,6 @@ def test_an_offer_of_another_protocol_is_ignored(send: Send, offer: bytes, frame
     assert received.count(b'"finish_reason":"length"') == 2 and b"101" not in STATUS.findall(received)
 
 
-@pytest.mark.parametrize("framed", [SIZED, CHUNKED], ids=["sized", "chunked"])
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_an_offer_that_arrives_in_pieces(send: Send, framed: tuple[bytes, bytes], size: int) -> None:
-    whole = _post(H2C, framed) + _get(b"host: localhost", H2C)
-    received = send(*(whole[start : start + size] for start in range(0, len(whole), size)))
-    assert STATUS.findall(received) == [b"200", b"200"] and b'"finish_reason":"length"' in received
-
-
-def test_an_offer_gets_the_answer_of_its_path(send: Send) -> None:
-    offered = [b"host: localhost", WEBSOCKET]
-    for target, status in ((b"/v1/completions", b"405"), (b"/nowhere", b"404"), (b"/v1/models", b"200")):
-        assert STATUS.findall(send(_get(*offered, target=target))) == [status]
-
-
-def test_an_offer_in_trailers_is_none(send: Send) -> None:
-    head, body = CHUNKED
-    body = body.removesuffix(b"\r\n") + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    received = send(_post(b"x: y", (head, body)) + _post(H2C, (head, body)) + LAST)
-    assert STATUS.findall(received) == [b"200", b"200", b"200"]
-
-
-def test_the_bounds_of_heads_hold_with_an_offer(send: Send) -> None:
-    long = b"\r\n".join([H2C, *[b"a: %s" % (b"b" * 1000)] * 40])
-    for pieces in ([_post(long, SIZED)], [_post(long, SIZED)[:16_000], _post(long, SIZED)[16_000:]]):
-        assert STATUS.findall(send(*pieces)) == [b"431"]
-    within = b"\r\n".join([H2C, *[b"a: %s" % (b"b" * 1000)] * 25])  # parsed twice, counted once
-    assert STATUS.findall(send(_post(within, SIZED) + LAST)) == [b"200", b"200"]
-    for refused in (b"x" * (5 << 20), b"{"):
-        framed = (b"content-length: %d\r\nconnection: close" % len(refused), refused)
-        assert STATUS.findall(send(_post(H2C, framed)))[0] in (b"413", b"400")
-
-
-def test_offers_do_not_evade_the_bound_of_waiting_requests(send: Send) -> None:
-    many = _post(H2C, SIZED) * (PIPELINED_REQUESTS + 2)
-    assert b"200" not in STATUS.findall(send(many))
-
-
 def test_connect_is_refused(send: Send) -> None:
     for target in (b"localhost:80", b"/health"):
         received = send(b"CONNECT %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % target + GET)
@@ -145,15 +106,6 @@ def test_more_than_one_host_is_refused(send: Send, hosts: tuple[bytes, ...]) -> 
 def test_the_host_of_the_request_line_counts(send: Send, target: bytes, host: bytes, status: bytes) -> None:
     assert STATUS.findall(send(_get(b"host: " + host, target=target))) == [status]
     assert STATUS.findall(send(_get(b"host: " + host, H2C, target=target))) == [status]
-
-
-def test_the_other_headers_stay() -> None:
-    headers = [(b"a", b"1"), (b"host", b"localhost"), (b"b", b"2")]
-    use_one_host(b"*", headers)
-    use_one_host(b"//evil.example/http://x", headers)
-    assert headers == [(b"a", b"1"), (b"host", b"localhost"), (b"b", b"2")]
-    use_one_host(b"http://evil.example#x", headers)
-    assert headers == [(b"a", b"1"), (b"b", b"2"), (b"host", b"evil.example")]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from headrace_proto.errors import ListenError
-from headrace_proto.inference_pb2 import GenerateOptions, GenerateRequest
-from headrace_proto.inference_pb2_grpc import InferenceStub
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
 from headrace_router.api.listen import bind_http
@@ -101,16 +99,6 @@ def test_only_routers_can_bind_a_reserved_port() -> None:
     bind_http("127.0.0.1", reservation.port).close()
 
 
-def test_a_port_in_use_cannot_be_reserved() -> None:
-    with socket.socket() as foreign:
-        # A server that shares its port with every process of the same user makes it unavailable, too.
-        foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        foreign.bind(("127.0.0.1", 0))
-        foreign.listen()
-        with pytest.raises(ListenError, match="choose another with --port"):
-            _reserve(foreign.getsockname()[1])
-
-
 def test_both_get_connections_and_one_is_enough(harness: Any, start: Callable[..., RouterServer]) -> None:
     pair = start(), start()
     url = f"http://127.0.0.1:{pair[0].http_port}"
@@ -174,86 +162,6 @@ def test_a_router_that_leaves_fails_no_request_while_another_one_serves(
         client.close()
 
 
-def test_an_idle_router_that_leaves_serves_what_clients_are_sending(
-    harness: Any, start: Callable[..., RouterServer]
-) -> None:
-    router = start(shutdown_seconds=30.0)
-    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key-12345\r\n"
-    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with (
-        socket.create_connection(("127.0.0.1", router.http_port), 10) as begun,
-        socket.create_connection(("127.0.0.1", router.http_port), 10) as idle,
-    ):
-        begun.sendall(head + body[:10])
-        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        first = b""
-        while not first.endswith(b"}"):
-            first += idle.recv(1000)
-        stopped = asyncio.run_coroutine_threadsafe(router.stop(), harness.loop)
-        while not router.services.admission.leaving:
-            time.sleep(0.001)
-        idle.sendall(head + body)
-        begun.sendall(body[10:])
-        for connection in (begun, idle):
-            answer = b"".join(iter(lambda: connection.recv(10_000), b""))  # noqa: B023
-            assert answer.startswith(b"HTTP/1.1 200 ")
-        stopped.result(20)
-
-
-def test_a_connection_ends_with_the_stream_that_a_leaving_router_ends(
-    harness: Any, start: Callable[..., RouterServer]
-) -> None:
-    """Else a client would send again over it, and get another error."""
-    router = start(shutdown_seconds=0.5, token_seconds=0.1)
-    url = f"http://127.0.0.1:{router.http_port}/v1/completions"
-    with httpx.Client(headers=KEY, trust_env=False, timeout=60) as client:
-        with client.stream("POST", url, json=BODY | {"max_tokens": 200, "stream": True}) as stream:
-            parts = stream.iter_raw()
-            next(parts)
-            connection = stream.extensions["network_stream"].get_extra_info("socket").dup()  # httpx closes its own
-            stopped = asyncio.run_coroutine_threadsafe(router.stop(), harness.loop)
-            assert b"shutting_down" in b"".join(parts)
-            with connection:
-                connection.settimeout(10)
-                assert connection.recv(1) == b""
-        stopped.result(20)
-
-
-def test_a_call_over_grpc_continues_and_the_next_one_goes_to_another_router(
-    harness: Any, start: Callable[..., RouterServer]
-) -> None:
-    pair = start(shutdown_seconds=60.0, token_seconds=0.1), start()
-    key = (("authorization", "Bearer key-12345"),)
-
-    def answer(stub: InferenceStub, tokens: int) -> Any:
-        options = GenerateOptions(max_tokens=tokens)
-        request = GenerateRequest(model="tiny", prompt="x", options=options)
-        # A connection that waits to be accepted when the socket is closed is reset: another one is made.
-        return stub.Generate(request, metadata=key, timeout=60, wait_for_ready=True)
-
-    while True:  # until the channel is one to the first router
-        channel = grpc.insecure_channel(pair[0].info().grpc, options=[("grpc.use_local_subchannel_pool", 1)])
-        before = _answered(pair[0])
-        list(answer(InferenceStub(channel), 1))
-        if _answered(pair[0]) > before:
-            break
-        channel.close()
-    running = answer(InferenceStub(channel), 200)
-    events = [next(running)]
-    stopped = asyncio.run_coroutine_threadsafe(pair[0].stop(), harness.loop)
-    while not pair[0].services.admission.leaving:
-        time.sleep(0.01)
-    for _ in range(5):
-        with grpc.insecure_channel(pair[0].info().grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as fresh:
-            assert list(answer(InferenceStub(fresh), 1))
-    events += running
-    assert len(events) > 1 and not running.code().value[0]
-    stopped.result(30)
-    assert list(answer(InferenceStub(channel), 1)), "the channel has connected to the other router"
-    channel.close()
-
-
 def test_the_own_address_has_metrics_and_health_with_the_same_keys(start: Callable[..., RouterServer]) -> None:
     with httpx.Client(base_url=f"http://{start().info().metrics}", trust_env=False) as client:
         assert client.get("/metrics").status_code == 401
@@ -273,19 +181,6 @@ def test_the_own_address_can_be_open(start: Callable[..., RouterServer]) -> None
         assert client.get("/v1/models").status_code == 401
     with httpx.Client(base_url=f"http://{router.info().http}", trust_env=False) as client:
         assert client.get("/metrics").status_code == 401, "the API's port still needs a key"
-
-
-def test_metrics_without_a_key_need_their_own_address() -> None:
-    with pytest.raises(ValueError, match="set metrics_port"):
-        RouterConfig(secret_file=secret_file(), metrics_no_auth=True)
-
-
-def test_an_own_address_in_use_names_its_flag(start: Callable[..., RouterServer]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ListenError, match="--metrics-port"):
-            start(metrics_port=taken.getsockname()[1])
 
 
 def test_a_router_accepts_connections_when_it_can_answer(
@@ -318,28 +213,3 @@ def test_a_router_accepts_connections_when_it_can_answer(
     assert opened == [True, False]
     answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)
     assert answer.status_code == 503
-
-
-def test_the_own_address_is_served_before_the_shared_ports(
-    harness: Any, reserved: tuple[PortReservation, PortReservation]
-) -> None:
-    shared: dict[str, Any] = {"port": reserved[0].port, "grpc_port": reserved[1].port, "share_port": True}
-
-    async def started() -> tuple[RouterServer, asyncio.Task[None]]:
-        router = RouterServer(RouterConfig(**shared, metrics_port=0, secret_file=secret_file()))
-        task = asyncio.create_task(router.start())
-        await asyncio.sleep(0.2)
-        return router, task
-
-    router, task = harness.call(started())
-    assert httpx.get(f"http://{router.info().metrics}/health/ready", trust_env=False).status_code == 503
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", reserved[0].port), 1)
-    router.begin_stop()
-    harness.call(asyncio.wait_for(task, 5))
-    harness.call(router.stop())
-
-
-def test_shared_ports_need_numbers() -> None:
-    with pytest.raises(ValueError, match="need port numbers"):
-        RouterConfig(secret_file=secret_file(), share_port=True, port=0)

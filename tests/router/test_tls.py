@@ -1,13 +1,9 @@
 """The public addresses with TLS: official clients, client certificates, reloads, handshakes that never end."""
 
 import contextlib
-import http.client
-import json
 import socket
 import ssl
-import struct
 import time
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +20,7 @@ from headrace_proto.private_file import PrivateFileError
 from headrace_router.access import watched_files
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFileError, TlsFiles, check_tls_files, load_tls_files
-from headrace_router.access.watched_files import WatchedFiles
-from support.certificates import Authority, common_name, malformed_authority, passphrase_key
+from support.certificates import Authority, common_name, passphrase_key
 
 CHAT = ChatMessages(messages=[ChatMessage(role="user", content="hi")])
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -180,21 +175,6 @@ def test_what_is_no_tls_is_closed_without_harm(start: Any, authority: Authority)
         assert client.models.list().data
 
 
-def test_old_versions_of_tls_are_refused(start: Any, authority: Authority) -> None:
-    router = start()
-    for port in (router.http_port, router.grpc_port):
-        context = _context(authority)
-        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["h2", "http/1.1"])
-        with _connected(port, context) as connection:
-            assert connection.version() == "TLSv1.2"
-        with socket.create_connection(("127.0.0.1", port), 5) as raw:
-            hello = b"\x01\x00\x00\x2d\x03\x02" + b"r" * 32 + b"\x00\x00\x04\xc0\x13\xc0\x14\x01\x00\x00\x00"
-            hello = b"\x01" + struct.pack(">I", len(hello) - 4)[1:] + hello[4:]
-            raw.sendall(b"\x16\x03\x01" + struct.pack(">H", len(hello)) + hello)  # TLS 1.1
-            assert raw.recv(7)[:1] in (b"\x15", b"")  # an alert
-
-
 def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Authority, eventually: Any) -> None:
     router = start(limits={"connections_per_address": 3, "header_seconds": 0.5})
     connections = router._http._server.server_state.connections
@@ -214,60 +194,6 @@ def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Author
         assert connection.recv(1) == b""
     with _openai(router, _context(authority)) as client:
         assert client.models.list().data
-
-
-def test_a_connection_that_is_displaced_as_its_handshake_ends_is_forgotten(
-    start: Any, authority: Authority, eventually: Any, harness: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its transport is closed before anything would tell the server so."""
-    finish = SSLProtocol._on_handshake_complete  # type: ignore[attr-defined]
-
-    def displaced(protocol: Any, error: Exception | None) -> None:
-        protocol._transport.abort()
-        finish(protocol, error)
-
-    router = start()
-    connections = router._http._server.server_state.connections
-    with monkeypatch.context() as patch:
-        patch.setattr(SSLProtocol, "_on_handshake_complete", displaced)
-        for _ in range(5):
-            with contextlib.suppress(OSError), _connected(router.http_port, _context(authority)) as connection:
-                connection.recv(1)
-        eventually(lambda: not connections)
-    with _openai(router, _context(authority)) as client:
-        assert client.models.list().data
-    began = time.monotonic()
-    harness.call(router.stop())
-    assert time.monotonic() - began < 3
-
-
-def test_a_refusal_reaches_a_client_that_is_still_sending(start: Any, authority: Authority) -> None:
-    router = start(auth={"keys": [KEY]})
-    connection = http.client.HTTPSConnection("127.0.0.1", router.http_port, timeout=5, context=_context(authority))
-    with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", b"x" * (3 << 20), {"content-type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 401 and json.load(answer)["error"]["code"] == "invalid_api_key"
-
-
-def test_a_stop_does_not_wait_for_handshakes(start: Any, harness: Any) -> None:
-    router = start()
-    with socket.create_connection(("127.0.0.1", router.http_port), 5):
-        time.sleep(0.1)
-        began = time.monotonic()
-        harness.call(router.stop())
-        assert time.monotonic() - began < 3
-
-
-def test_one_load_gives_both_contexts(authority: Authority, files: dict[str, Path]) -> None:
-    loaded = TlsFiles(TlsConfig.model_validate(files | {"client_ca": authority.file}))
-    before = (loaded.context(), loaded.monitoring_context())
-    assert [context.verify_mode for context in before] == [ssl.CERT_REQUIRED, ssl.CERT_NONE]
-    authority.issue("successor", **files)
-    loaded.refresh()
-    after = (loaded.context(), loaded.monitoring_context())
-    assert [context.verify_mode for context in after] == [ssl.CERT_REQUIRED, ssl.CERT_NONE]
-    assert before[0] is not after[0] and before[1] is not after[1]
 
 
 def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[str, Path], tmp_path: Path) -> None:
@@ -303,24 +229,6 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[s
     for wrong in ({"cert": files["cert"]}, {"key": files["key"]}, {"client_ca": authority.file}):
         with pytest.raises(ValidationError, match="--tls-cert and --tls-key"):
             TlsConfig.model_validate(wrong)
-
-
-def test_an_authority_that_cannot_be_parsed_is_accepted_as_openssl_does(files: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "malformed"
-    path.touch(mode=0o600)
-    path.write_bytes(malformed_authority())
-    config = TlsConfig.model_validate(files | {"client_ca": path})
-    check_tls_files(config, load_tls_files(config))
-
-
-def test_a_failure_while_files_are_read_keeps_the_earlier_ones(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("1")
-    watched = WatchedFiles("files", (path,), lambda: int(path.read_text()))
-    path.write_text("nothing")
-    assert not watched.refresh() and watched.current == 1
-    path.write_text("22")
-    assert watched.refresh() and watched.current == 22
 
 
 def test_files_with_which_no_client_could_connect_are_refused(authority: Authority, files: dict[str, Path]) -> None:

@@ -41,15 +41,6 @@ class Authority:
         return cert, key
 
 
-def malformed_authority() -> bytes:
-    """A certificate of an authority in PEM, with an extension that OpenSSL ignores and cryptography cannot parse."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), _name("malformed")
-    builder = _builder(name, name, key.public_key())
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    names = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"\x04\x01\xff")
-    return _pem(builder.add_extension(names, critical=False).sign(key, hashes.SHA256()))
-
-
 def common_name(certificate: bytes) -> str:
     """Of a certificate in DER."""
     subject = x509.load_der_x509_certificate(certificate).subject
