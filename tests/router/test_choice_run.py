@@ -23,7 +23,6 @@ from headrace_proto.replica_pb2 import (
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome
 from headrace_router.core.choice_run import SHARED_TOKENS, ChoiceRun
 from headrace_router.core.errors import (
-    ApiError,
     DeadlineError,
     NoReplicaError,
     OverloadedError,
@@ -341,14 +340,6 @@ def test_an_error_of_the_listener_ends_only_this_run() -> None:
     assert scenario.results == [scenario.broken] and scenario["a"].cancelled == [b"a0"] and scenario.nothing_left()
 
 
-def test_a_failure_of_the_output_is_the_failure_of_the_run() -> None:
-    scenario = Scenario("a")
-    scenario.output.failure = ApiError("no")
-    scenario["a"].answer(0, 4, FINISH_LENGTH)
-    scenario.clock.run()
-    assert scenario.results == [scenario.output.failure]
-
-
 def test_a_prompt_that_a_prefill_replica_computes_is_counted_there_until_the_first_token() -> None:
     scenario = Scenario("a", "b")
     scenario.prefill = FakeReplica("p")
@@ -460,21 +451,6 @@ def test_further_choices_wait_until_the_first_has_computed_the_prompt() -> None:
     replica.answer(0, 1)
     siblings.clock.run()
     assert len(replica.submits) == 2 and not replica.submits[1].HasField("source")
-
-
-def test_a_further_choice_elsewhere_fetches_the_prompt() -> None:
-    siblings = Siblings(SHARED_TOKENS, "b", "a")
-    siblings.first["b"].answer(0, 1)
-    siblings.first["b"].connected = True
-    place = siblings.first.place
-
-    def elsewhere(*args: Any, **options: Any) -> Placed[None] | None:
-        return place(*args, **{**options, "preferred": siblings.first["a"]})
-
-    siblings.first.place = elsewhere  # type: ignore[method-assign]
-    siblings.clock.run()
-    (submit,) = siblings.first["a"].submits
-    assert submit.source.replica_id == "b" and submit.source.cached_only
 
 
 def test_the_choices_of_a_short_prompt_start_at_once_on_one_replica() -> None:

@@ -16,9 +16,8 @@ import pytest
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.errors import ListenError
-from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY, Counters, Load
+from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
 from headrace_router.config import RouterConfig
-from headrace_router.core.fleet import Fleet
 from headrace_router.server import RouterServer
 from support.members import MEMBER, secret_file
 
@@ -141,43 +140,6 @@ def test_a_model_without_replicas_answers_503_for_itself_alone(
         assert "retry-after" not in drained.headers
 
 
-def test_a_list_that_cannot_be_applied_is_requested_again(
-    harness: Any, make_replica: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller, replica = FakeController(), make_replica()
-    harness.call(controller.start())
-    harness.call(replica.start())
-    member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
-    controller.list = MemberList(epoch=b"e", version=1, members=[member])
-    update, failures = Fleet.update, iter([KeyError()])
-
-    def fail_once(fleet: Fleet[Any], members: MemberList) -> None:
-        if members.version and (error := next(failures, None)) is not None:
-            raise error
-        update(fleet, members)
-
-    monkeypatch.setattr(Fleet, "update", fail_once)
-    harness.start([], controller=f"127.0.0.1:{controller.port}")
-    harness.replicas.append(replica)
-    with harness.client() as client:
-        eventually(lambda: client.get("/health").status_code == 200)
-    harness.call(controller.server.stop(0))
-
-
-def test_health_probes_are_no_request_errors(harness: Any) -> None:
-    """A starting router is polled for a minute; these probes are not refused requests."""
-    harness.start([], wait=False)
-    with harness.client() as client:
-        for path in ("/health", "/health/ready") * 9:
-            probe = client.get(path)
-            assert probe.status_code == 503 and int(probe.headers["retry-after"]) >= 1
-            assert probe.json()["error"]["code"] == "no_replica_ready"
-            assert client.head(path).status_code == 503
-        assert _metric(client.get("/metrics").text, "headrace_request_errors_total") == {}
-        assert client.post("/v1/completions", json=BODY).status_code in (404, 503)
-        assert sum(_metric(client.get("/metrics").text, "headrace_request_errors_total").values()) == 1
-
-
 def _metric(text: str, name: str) -> dict[str, float]:
     """Samples of a metric, by their labels as written."""
     lines = [line for line in text.split("\n") if line.startswith(name + "{") or line.startswith(name + " ")]
@@ -227,21 +189,6 @@ def test_metrics_have_the_names_of_the_field_and_are_fresh(harness: Any, make_re
         harness.call(again.start())
         harness.replicas.append(again)
         eventually(lambda: _metric(scrape(), "vllm:generation_tokens_total")[labels] == 43)  # never decreases
-
-
-def test_two_builds_of_one_replica_are_one_in_the_metrics(harness: Any, make_replica: Any, eventually: Any) -> None:
-    """During a rolling update: gauges of the newest, counters of both, and requests are placed on either."""
-    old = make_replica(generation=1, load=Load(running=5, counters=Counters(generation_tokens=40)))
-    new = make_replica(generation=2, load=Load(running=2, counters=Counters(generation_tokens=2)), boot_id=b"n" * 16)
-    harness.start([old, new], policy="round-robin")
-    labels = '{model_name="tiny",replica="r0"}'
-    with harness.client() as client:
-        for _ in range(6):
-            assert client.post("/v1/completions", json=BODY).status_code == 200
-        text = client.get("/metrics").text
-    assert old.submits and new.submits
-    assert _metric(text, "vllm:num_requests_running") == {labels: 2}
-    assert _metric(text, "vllm:generation_tokens_total") == {labels: 42}
 
 
 def test_pages_load_nothing_from_outside(shared: Any) -> None:

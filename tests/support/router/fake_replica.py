@@ -11,7 +11,6 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from headrace_proto.replica_pb2 import (
-    FINISH_CANCELLED,
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_NONE,
@@ -33,19 +32,13 @@ from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer
 from support.members import MEMBER
 
 MODEL = "tiny"
-
-
 EOS = 2
-
-
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
 
 REPLY = "Hello wörld, this is 日本語 and 🙂 done. END of the story, with more words to come."
 
@@ -72,16 +65,12 @@ class FakeReplica(ReplicaServicer):
     token_seconds: float = 0.0
     tokens_per_delta: int = 1
     first_seconds: float = 0.0
-    stagger_seconds: float = 0.0  # each attempt waits that much longer than the one before
     refuse: bool = False
-    cancels_all: bool = False  # as a replica does that is stopping
     die_after: int | None = None  # tokens of an attempt after which the process exits
-    skip_after: int | None = None  # tokens after which an index is skipped
     end_with_error: bool = False
     not_finite_after: int | None = None  # tokens of an attempt after which the model's output is not finite
     not_finite_left: int = 1 << 30  # attempts that end so
     frozen: bool = False
-    ignore_max_tokens: bool = False
     cached_tokens: int = 3
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     load: Load = field(default_factory=lambda: Load(kv_usage=0.25, free_blocks=75))
@@ -89,7 +78,6 @@ class FakeReplica(ReplicaServicer):
     address: str = ""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
-    descriptions: int = 0
     streams: int = 0  # that routers opened
     sent_tokenizers: int = 0
     _outbox: list[Delta] = field(default_factory=list)
@@ -131,7 +119,6 @@ class FakeReplica(ReplicaServicer):
         )
 
     async def Describe(self, request: Any, context: Any) -> AsyncIterator[DescribeChunk]:
-        self.descriptions += 1
         facts = self.facts()
         yield DescribeChunk(facts=facts)
         if request.known_digest != facts.tokenizer_digest and not request.facts_only:
@@ -173,15 +160,12 @@ class FakeReplica(ReplicaServicer):
         if self.refuse:
             self._outbox.append(Delta(attempt_id=ident, finish=FINISH_REFUSED, error="full"))
             return
-        if self.cancels_all:
-            self._outbox.append(Delta(attempt_id=ident, finish=FINISH_CANCELLED, error="the replica is stopping"))
-            return
-        await asyncio.sleep(self.first_seconds + self.stagger_seconds * self.submits.index(submit))
+        await asyncio.sleep(self.first_seconds)
         place = self.submits.index(submit)
         reply = self.replies[place] if place < len(self.replies) else self.reply
         token_ids = [*_encode(self.tokenizer, reply), EOS]
         finish = FINISH_STOP
-        if len(token_ids) > submit.sampling.max_tokens and not self.ignore_max_tokens:
+        if len(token_ids) > submit.sampling.max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH
         first = sent = len(submit.output_token_ids)
         assert list(submit.output_token_ids) == token_ids[:first], "an answer continues after its last token"
@@ -196,8 +180,7 @@ class FakeReplica(ReplicaServicer):
                 return
             piece = token_ids[sent : sent + self.tokens_per_delta]
             last = sent + len(piece) == len(token_ids)
-            jump = 1 if self.skip_after is not None and sent >= self.skip_after else 0
-            delta = Delta(attempt_id=ident, first_index=sent + jump, token_ids=piece, finish=FINISH_NONE)
+            delta = Delta(attempt_id=ident, first_index=sent, token_ids=piece, finish=FINISH_NONE)
             if last:
                 delta.finish = finish
                 if self.end_with_error:
